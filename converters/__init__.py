@@ -1,0 +1,1 @@
+"""Moving checkpoints between the formats: plan, engine, digest, command line."""

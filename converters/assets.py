@@ -1,0 +1,105 @@
+"""What belongs to a model besides its weights: config, generation config, tokenizer, chat template, licence.
+
+They travel inside a Megatron folder (in `huggingface/`) and come back out of it, byte for byte unless a setting
+changed on the way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Checkpoint
+from formats.errors import SourceError
+from formats.huggingface import INDEX, SINGLE, read_json, read_weight_map
+from formats.spec import ModelSpec, to_huggingface
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+NOT_ASSETS = (INDEX, "pytorch_model.bin.index.json", "vitruvian.json")
+FOLDERS = ("additional_chat_templates",)
+TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(relative name, path) of every asset in a folder: each file that holds no weights. Links are followed."""
+    for path in sorted(folder.iterdir()):
+        if (
+            path.is_file()
+            and not path.name.startswith(".")
+            and path.name not in NOT_ASSETS
+            and path.suffix not in WEIGHTS
+        ):
+            yield path.name, path
+        if path.is_dir() and path.name in FOLDERS:
+            yield from ((f"{path.name}/{inner.name}", inner) for inner in sorted(path.iterdir()) if inner.is_file())
+
+
+def config_text(source: Checkpoint, dtype: str | None) -> bytes:
+    """The config.json that belongs to a checkpoint's weights.
+
+    Args:
+        source: the opened checkpoint.
+        dtype: the element type that a cast gave the weights, None without one.
+    """
+    path = source.assets / "config.json" if source.assets else None
+    if path is None:
+        counted = list(source.dtypes().values())
+        return _dump(
+            to_huggingface(source.spec, {})
+            | {"torch_dtype": TORCH_NAMES.get(dtype or max(counted, key=counted.count), "float32")}
+        )
+    base = read_json(path)
+    config = to_huggingface(source.spec, base)
+    if dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = TORCH_NAMES[dtype]
+    return path.read_bytes() if config == base else _dump(config)
+
+
+def _dump(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def shard_map(source: Checkpoint) -> bytes:
+    """An index that remembers which file held which tensor, also when it was a single one."""
+    if (source.root / INDEX).is_file():
+        return (source.root / INDEX).read_bytes()
+    return _dump({"metadata": {}, "weight_map": {placed.key: SINGLE for placed in source.tensors}})
+
+
+def remembered_map(folder: Path | None) -> dict[str, str] | None:
+    """The index that travels with a checkpoint, None without one."""
+    return read_weight_map(folder) if folder and (folder / INDEX).is_file() else None
+
+
+def checks(folder: Path, spec: ModelSpec) -> list[str]:
+    """Where config, generation config and tokenizer do not fit each other."""
+    notes = []
+    for name, key in (("generation_config.json", ""), ("tokenizer_config.json", "added_tokens_decoder")):
+        if not (folder / name).is_file():
+            continue
+        try:
+            held = read_json(folder / name)
+        except SourceError as error:
+            notes.append(str(error))
+            continue
+        ids = _ids(
+            held.get(key, {}).keys() if key else (held.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad"))
+        )
+        beyond = sorted(token for token in ids if spec.vocab is not None and token >= spec.vocab)
+        if beyond:
+            notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")
+    if not any(
+        (folder / name).is_file()
+        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    ):
+        notes.append(f"no tokenizer lies in {folder}")
+    return notes
+
+
+def _ids(values: Any) -> Iterator[int]:
+    for value in values:
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int) or (isinstance(one, str) and one.isdecimal()):
+                yield int(one)

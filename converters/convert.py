@@ -1,0 +1,391 @@
+"""A conversion from end to end: plan, write, verify, publish.
+
+Everything is written to `OUT.partial/out` beside OUT; only when all of it is there, checked and on disk is it renamed to
+OUT. So OUT is complete or absent. `OUT.partial/journal.jsonl` remembers the finished jobs, and the same command goes on
+where a killed one stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from blake3 import blake3
+
+from converters import assets, digest
+from converters.engine import Files, Limits, digest_of, execute
+from converters.plan import Job, Plan, cast_dtype, make_plan
+from converters.report import Progress, size
+from formats import huggingface, megatron
+from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
+from formats.errors import Interrupted, OutputError, RefusedError, VerificationError
+from formats.registry import open_checkpoint
+from formats.storage import read_into
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+COMMIT_SECONDS = 10.0
+"""How much work a killed run may lose."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, the source apart.
+
+    Attributes:
+        out: the folder to write.
+        cast: bf16, fp16 or fp32; None keeps each element type.
+        limits: threads, memory, replica policy.
+        force: replace an output that exists.
+        verify: read the output back and compare.
+        quiet: no progress.
+        commit_seconds: how often finished work is forced to disk and noted.
+    """
+
+    out: Path
+    cast: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    force: bool = False
+    verify: bool = True
+    quiet: bool = False
+    commit_seconds: float = COMMIT_SECONDS
+
+    @property
+    def staging(self) -> Path:
+        """Where the work is done."""
+        return self.out.with_name(self.out.name + ".partial")
+
+    @property
+    def root(self) -> Path:
+        """What becomes the output."""
+        return self.staging / "out"
+
+
+# --- plans for each target -------------------------------------------------------------------------------------------
+
+
+def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | None) -> Plan:
+    """A plan that writes a Hugging Face folder. Without a shard size, the files that the model once had come back."""
+    _require_vocab(source)
+    dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
+    remembered = assets.remembered_map(source.assets) if shard_size is None else None
+    target = None
+    if remembered is not None:
+        try:
+            target = huggingface.write(request.root, source.spec, dtypes, None, remembered)
+        except RefusedError:
+            remembered = None
+    if target is None:
+        target = huggingface.write(request.root, source.spec, dtypes, shard_size or 5 * 10**9)
+    texts = dict(target.texts)
+    if remembered and source.assets and huggingface.INDEX in texts:
+        original = (source.assets / huggingface.INDEX).read_bytes()
+        if (
+            json.loads(original).get("metadata", {}).get("total_size")
+            == json.loads(texts[huggingface.INDEX])["metadata"]["total_size"]
+        ):
+            texts[huggingface.INDEX] = original
+    texts["config.json"] = assets.config_text(source, _cast_to(request))
+    copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
+    return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
+
+
+def plan_megatron(source: Checkpoint, request: Request, options: megatron.Options, iteration: int | None) -> Plan:
+    """A plan that writes a Megatron run folder, with the model's config and tokenizer in it."""
+    _require_vocab(source)
+    dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
+    target = megatron.write(
+        request.root, source.spec, dtypes, options, args=source.extra.get("args"), iteration=iteration
+    )
+    texts, copies = dict(target.texts), {}
+    if source.assets:
+        folder = megatron.ASSETS
+        copies = {f"{folder}/{name}": path for name, path in assets.files(source.assets) if name != "config.json"}
+        texts[f"{folder}/config.json"] = assets.config_text(source, _cast_to(request))
+        if source.format == huggingface.NAME:
+            texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
+        elif (source.assets / huggingface.INDEX).is_file():
+            copies[f"{folder}/{huggingface.INDEX}"] = source.assets / huggingface.INDEX
+    return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
+
+
+def plan_reading(source: Checkpoint) -> Plan:
+    """A plan that reads every logical tensor once and writes nothing."""
+    _require_vocab(source)
+    return make_plan(source)
+
+
+def _require_vocab(source: Checkpoint) -> None:
+    if source.spec.vocab is None:
+        raise RefusedError(
+            f"the true vocabulary of {source.root} is unknown, the checkpoint only holds {source.extra.get('padded_vocab')} padded rows",
+            "add --vocab-size N, or --config with the model's Hugging Face folder",
+        )
+
+
+def _cast_to(request: Request) -> str | None:
+    return cast_dtype("F32", request.cast) if request.cast else None
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def run(plan: Plan, request: Request) -> dict[str, str]:
+    """Execute a plan, verify the output and publish it.
+
+    Returns:
+        The digest of each tensor of the output.
+
+    Raises:
+        OutputError: OUT exists, or there is no room.
+        VerificationError: what was written does not read back as what was planned.
+        Interrupted: a signal came; the same call goes on later.
+    """
+    if plan.target is None:
+        raise ValueError("a plan without a target cannot run")
+    target = plan.target
+    _check_paths(plan.source, request)
+    with _signals() as stopped, _journal(plan, request) as journal:
+        _check_space(target, request)
+        for path in {file.path.parent for file in target.files} | {request.root}:
+            path.mkdir(parents=True, exist_ok=True)
+        try:
+            for file in target.files:
+                with file.path.open("ab") as handle:
+                    handle.truncate(file.size)
+            todo = [job for job in plan.jobs if job.name not in journal.digests]
+            nbytes = sum(job.nbytes for job in todo)
+            with Files() as files, Progress("converting", nbytes, request.quiet) as progress:
+                try:
+                    execute(
+                        todo,
+                        files,
+                        request.limits,
+                        done=lambda job, found: journal.note(job, found, files),
+                        advance=progress.advance,
+                        stop=stopped,
+                    )
+                finally:
+                    journal.commit(files)
+            _finish_files(target.files, request.limits.threads)
+            texts = dict(target.texts) | {digest.MANIFEST: digest.manifest(plan, journal.digests)}
+            _write_small_files(request.root, texts, target.copies)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise OutputError(
+                f"{error.filename or request.staging}: {error.strerror}",
+                "free some space; the same command goes on where this one stopped",
+            ) from None
+        if stopped():
+            raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
+        if request.verify:
+            _verify_output(plan, request, journal.digests, stopped)
+        _publish(request)
+        return journal.digests
+
+
+def _check_paths(source: Checkpoint, request: Request) -> None:
+    out = request.out
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"{out} exists and is no folder")
+    if out.is_dir() and any(out.iterdir()) and not request.force:
+        raise OutputError(f"{out} exists", "choose another folder, or replace it with --force")
+    root, here = source.root.resolve(), out.resolve()
+    if here == root or root in here.parents or here in root.parents:
+        raise OutputError(f"{out} and the source {source.root} lie inside each other", "choose another folder")
+
+
+def _check_space(target: Target, request: Request) -> None:
+    needed = sum(file.size for file in target.files) + sum(path.stat().st_size for path in target.copies.values())
+    held = sum(file.path.stat().st_blocks * 512 for file in target.files if file.path.exists())
+    free = shutil.disk_usage(request.staging).free
+    if needed - held > free:
+        raise OutputError(f"{request.out} needs {size(needed - held)}, {request.staging.parent} has {size(free)} free")
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and SIGINT let the running jobs finish. Yields a function that says whether one came."""
+    came = threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.set()
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
+    try:
+        yield came.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Journal:
+    """The finished jobs of a conversion, on disk."""
+
+    def __init__(self, handle: int, digests: dict[str, str], every: float) -> None:
+        self.handle, self.digests, self.every = handle, digests, every
+        self.fresh: list[tuple[str, str]] = []
+        self.committed = time.monotonic()
+
+    def note(self, job: Job, found: str, files: Files) -> None:
+        """Remember a finished job; now and then make sure that it outlives the machine."""
+        self.digests[job.name] = found
+        self.fresh.append((job.name, found))
+        if time.monotonic() - self.committed >= self.every:
+            self.commit(files)
+
+    def commit(self, files: Files) -> None:
+        """Force the data to disk, then the lines that say so."""
+        if self.fresh:
+            files.sync()
+            os.write(self.handle, "".join(json.dumps(pair) + "\n" for pair in self.fresh).encode())
+            os.fsync(self.handle)
+        self.fresh, self.committed = [], time.monotonic()
+
+
+@contextmanager
+def _journal(plan: Plan, request: Request) -> Iterator[_Journal]:
+    """Open or create the journal in the staging folder, alone, and only for this very conversion."""
+    staging, fingerprint = request.staging, _fingerprint(plan)
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+        handle = os.open(staging / "journal.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise OutputError(f"{staging}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(f"another conversion is writing {request.out}") from None
+        except OSError:
+            pass  # a file system without locks
+        lines = os.pread(handle, 1 << 30, 0).decode(errors="replace").splitlines()
+        if lines and lines[0] != fingerprint:
+            if not request.force:
+                raise OutputError(
+                    f"{staging} holds the beginnings of another conversion (or its source has changed since)",
+                    f"remove {staging}, or start over with --force",
+                )
+            lines = []
+            shutil.rmtree(request.root, ignore_errors=True)
+            os.ftruncate(handle, 0)
+        if not lines:
+            shutil.rmtree(request.root, ignore_errors=True)
+            os.write(handle, (fingerprint + "\n").encode())
+        yield _Journal(handle, dict(_pairs(lines[1:])), request.commit_seconds)
+    finally:
+        os.close(handle)
+
+
+def _pairs(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """The entries of a journal; a torn last line is none."""
+    for line in lines:
+        try:
+            name, found = json.loads(line)
+        except ValueError:
+            return
+        yield name, found
+
+
+def _fingerprint(plan: Plan) -> str:
+    """What makes a conversion the same one: the source's files, the target's layout, the casts."""
+    source = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in plan.source.files]
+    target = (
+        [[str(file.path), file.size, [placed.key for placed in file.tensors]] for file in plan.target.files]
+        if plan.target
+        else []
+    )
+    jobs = [[job.name, job.dtype, list(job.shape)] for job in plan.jobs]
+    return "vitruvian 1 " + blake3(json.dumps([source, target, jobs, repr(plan.source.spec)]).encode()).hexdigest()
+
+
+def _finish_files(files: tuple[OutputFile, ...], threads: int) -> None:
+    """Write what is no tensor, with the checksums that a zip archive needs, and force each file to disk."""
+
+    def finish(file: OutputFile) -> None:
+        with file.path.open("r+b") as handle:
+            fd = handle.fileno()
+            sums = {name: _crc(fd, offset, nbytes, file.path) for name, (offset, nbytes) in file.checksums.items()}
+            for offset, content in file.headers(sums):
+                os.pwrite(fd, content, offset)
+            os.fsync(fd)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(finish, files))
+
+
+def _crc(fd: int, offset: int, nbytes: int, path: Path, step: int = 1 << 20) -> int:
+    crc, buffer = 0, bytearray(min(step, nbytes))
+    for position in range(0, nbytes, step):
+        piece = memoryview(buffer)[: min(step, nbytes - position)]
+        read_into(fd, piece, offset + position, path)
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def _write_small_files(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> None:
+    for name, content in texts.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+    for name, source in copies.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, path)
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool]) -> None:
+    """Read the output with its own reader and compare settings and digests with what was planned."""
+    spec = plan.source.spec
+    written = open_checkpoint(request.root, Settings(vocab_size=spec.vocab))
+    differences = written.spec.differences(spec)
+    if differences:
+        raise VerificationError(
+            f"the output's settings differ from the source's (output | source): {'; '.join(differences)}"
+        )
+    again = make_plan(written)
+    with Progress("verifying", again.nbytes, request.quiet) as progress:
+        found = digest_of(again.jobs, replace(request.limits, replicas="verify"), progress.advance, stopped)
+    wrong = [name for name in digests if found.get(name) != digests[name]]
+    if wrong or set(found) != set(digests):
+        raise VerificationError(
+            f"{len(wrong)} tensors of the output do not read back as written, the first is {wrong[0] if wrong else sorted(set(found) ^ set(digests))[0]}"
+        )
+
+
+def _publish(request: Request) -> None:
+    """Put the finished folder in its place in one step."""
+    for folder in [request.root, *(path for path in request.root.rglob("*") if path.is_dir())]:
+        _sync_folder(folder)
+    if request.out.is_dir() and any(request.out.iterdir()):
+        request.out.rename(request.staging / "replaced")
+    request.root.rename(request.out)
+    _sync_folder(request.out.parent)
+    shutil.rmtree(request.staging)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

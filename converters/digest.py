@@ -1,0 +1,50 @@
+"""Digests: a hash of what a model is, whatever the layout that holds it.
+
+The elements of each logical tensor and layer are hashed (BLAKE3) in the canonical order of its axes, after a line that
+says its name, element type and shape. The digest of a checkpoint is the hash over these, sorted by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from converters.plan import Job, Plan
+from formats.errors import SourceError
+from formats.huggingface import read_json
+
+MANIFEST = "vitruvian.json"
+
+
+def hasher(job: Job) -> Any:
+    """A hash that has seen the line that says what follows."""
+    return blake3(f"{job.name} {job.dtype} {list(job.shape)}\n".encode())
+
+
+def total(digests: Mapping[str, str]) -> str:
+    """The digest of a checkpoint, given that of each of its tensors."""
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return blake3(lines.encode()).hexdigest()
+
+
+def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
+    """What travels with an output so that `convert verify OUT` can check it anywhere."""
+    tensors = {
+        job.name: {"dtype": job.dtype, "shape": list(job.shape), "blake3": digests[job.name]} for job in plan.jobs
+    }
+    return (json.dumps({"vitruvian": 1, "digest": total(digests), "tensors": tensors}, indent=1) + "\n").encode()
+
+
+def read_manifest(folder: Path) -> dict[str, str] | None:
+    """The digests in a folder's manifest, None without one."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        return {name: str(entry["blake3"]) for name, entry in read_json(path)["tensors"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise SourceError(f"{path} is no manifest of vitruvian") from None

@@ -1,0 +1,77 @@
+"""Edges: the closed list of changes that a value may undergo on its way. All else is a copy of bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import RefusedError
+
+Array = NDArray[Any]
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Elements travel as words of their size: what is not cast is never interpreted."""
+
+
+def cast(words: Array, source: str, target: str, name: str) -> Array:
+    """Cast elements between F64, F32, BF16 and F16, rounding to the nearest even.
+
+    Args:
+        words: the elements as unsigned words.
+        source: their element type.
+        target: the wanted element type.
+        name: what to call the tensor in an error.
+
+    Raises:
+        RefusedError: a finite value has no finite counterpart.
+    """
+    if source == target:
+        return words
+    values = to_float(words, source)
+    if target == "BF16":
+        result = _to_bf16(values.astype(np.float32, copy=False))
+        finite = (result & 0x7F80) != 0x7F80
+    else:
+        kind = {"F64": np.float64, "F32": np.float32, "F16": np.float16}[target]
+        with np.errstate(over="ignore"):
+            floats = values.astype(kind)
+        finite = np.isfinite(floats)
+        result = floats.view(WORDS[floats.itemsize])
+    if not finite.all():
+        lost = ~finite & np.isfinite(values)
+        if lost.any():
+            raise RefusedError(
+                f"{name} holds {values[lost][0]:g}, which is too large for {target} ({int(lost.sum())} such values)",
+                "choose --dtype bf16, fp32 or keep",
+            )
+    return result
+
+
+def to_float(words: Array, dtype: str) -> Array:
+    """The elements as float32 (float64 for F64), for arithmetic."""
+    if dtype == "BF16":
+        return (words.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F16":
+        return words.view(np.float16).astype(np.float32)
+    return words.view({"F32": np.float32, "F64": np.float64}[dtype])
+
+
+def _to_bf16(values: Array) -> Array:
+    """Round to the nearest even on the bits; a NaN stays a NaN."""
+    bits = values.view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    nan = np.isnan(values)
+    if nan.any():
+        rounded = np.where(nan, (bits >> 16) | 0x40, rounded)
+    return rounded.astype(np.uint16)
+
+
+def mean(copies: list[Array], dtype: str) -> Array:
+    """The mean of diverged replicas, taken in float32 (float64 for F64) and rounded once."""
+    total = to_float(copies[0], dtype).copy()
+    for copy in copies[1:]:
+        total += to_float(copy, dtype)
+    total /= len(copies)
+    wide = "F64" if dtype == "F64" else "F32"
+    return cast(total.view(WORDS[total.itemsize]), wide, dtype, "the mean")

@@ -1,0 +1,335 @@
+"""The engine: executes jobs in constant memory.
+
+Each job passes through a buffer in canonical order, tile by tile: source leaves are read into the tile, the tile is
+cast if it has to be, hashed, and written out to the target leaves. So each source byte is read once and each target
+byte written once, whatever the two layouts are, and the digest comes for free. Payloads are never mapped and never
+held whole; a thread owns a tile, a second one for casts and replicas, and a scratch buffer.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from converters import edges
+from converters.digest import hasher
+from converters.edges import WORDS, Array
+from converters.plan import Job, Part
+from formats.errors import Interrupted, VerificationError
+from formats.storage import DTYPES, FLOATS, read_into, write_from
+
+DEFAULT_MEMORY = 16 << 20
+SPARSEST_READ = 8
+"""A strided region is read in one go when at least one element in so many is wanted."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of the machine to use.
+
+    Attributes:
+        threads: jobs at a time.
+        memory: bytes of all buffers together.
+        replicas: what to do with further copies of a tensor: `verify`, `first` or `mean`.
+    """
+
+    threads: int = 2
+    memory: int = DEFAULT_MEMORY
+    replicas: str = "verify"
+
+
+@dataclass
+class Files:
+    """Open files, shared by all threads."""
+
+    descriptors: dict[tuple[Path, bool], int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, path: Path, writable: bool = False) -> int:
+        """The descriptor of a file, opened on first use."""
+        with self.lock:
+            if (path, writable) not in self.descriptors:
+                self.descriptors[path, writable] = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+            return self.descriptors[path, writable]
+
+    def sync(self) -> None:
+        """Force what was written to disk."""
+        with self.lock:
+            written = [fd for (_, writable), fd in self.descriptors.items() if writable]
+        for fd in written:
+            os.fdatasync(fd)
+
+    def __enter__(self) -> Files:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self.descriptors.values():
+            os.close(fd)
+
+
+# --- regions: where a part of a tile lies in a file ------------------------------------------------------------------
+
+
+class Region(NamedTuple):
+    """A strided block: `dims` are (count, stride in the file, stride in the tile), in elements, widest stride first."""
+
+    file: int
+    tile: int
+    dims: tuple[tuple[int, int, int], ...]
+
+
+def tiles(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box into (start, shape) pieces of at most `limit` elements, contiguous and in canonical order."""
+    inner, axis = 1, len(shape)
+    while axis > 0 and inner * shape[axis - 1] <= limit:
+        axis -= 1
+        inner *= shape[axis]
+    if axis == 0:
+        yield (0,) * len(shape), shape
+        return
+    step = max(1, limit // inner)
+    for outer in product(*(range(n) for n in shape[: axis - 1])):
+        for start in range(0, shape[axis - 1], step):
+            count = min(step, shape[axis - 1] - start)
+            yield (*outer, start, *(0,) * (len(shape) - axis)), (*(1,) * (axis - 1), count, *shape[axis:])
+
+
+def region(part: Part, start: tuple[int, ...], shape: tuple[int, ...]) -> Region | None:
+    """The part of a tile that a leaf holds, None if they do not meet.
+
+    `start` and `shape` are the tile's, in the coordinates of the job's box. A `layer` span counts as coordinate 0: a
+    job has one layer.
+    """
+    address, position, dims, tile_stride = part.leaf.base, 0, [], 1
+    for span, low, count in zip(reversed(part.leaf.spans), reversed(start), reversed(shape), strict=True):
+        first, stop = (0, 1) if span.axis == "layer" else (span.start, span.stop)
+        begin, end = max(first, low), min(stop, low + count)
+        if begin >= end:
+            return None
+        address += (begin - first) * span.stride
+        position += (begin - low) * tile_stride
+        if end - begin > 1:
+            dims.append((end - begin, span.stride, tile_stride))
+        tile_stride *= count
+    dims.sort(key=lambda dim: -dim[1])
+    merged: list[tuple[int, int, int]] = []
+    for count, in_file, in_tile in dims:
+        if merged and merged[-1][1] == count * in_file and merged[-1][2] == count * in_tile:
+            merged[-1] = (merged[-1][0] * count, in_file, in_tile)
+        else:
+            merged.append((count, in_file, in_tile))
+    return Region(address, position, tuple(merged))
+
+
+def runs(where: Region, limit: int, sparsest: int) -> Iterator[tuple[int, int, int, tuple[tuple[int, int, int], ...]]]:
+    """Cut a region into pieces that lie close together in the file.
+
+    Args:
+        where: the region.
+        limit: most elements from the first to the last of a piece.
+        sparsest: most elements of the file for each element that is wanted; 1 for exact runs.
+
+    Yields:
+        (address in the file, position in the tile, elements from first to last, dims of the piece).
+    """
+    inner = len(where.dims)
+    span = useful = 1
+    while inner > 0:
+        count, in_file, _ = where.dims[inner - 1]
+        wider = span + (count - 1) * in_file
+        if wider > limit or wider > useful * count * sparsest:
+            break
+        span, useful, inner = wider, useful * count, inner - 1
+    outer = where.dims[:inner]
+    for index in product(*(range(count) for count, _, _ in outer)):
+        in_file = sum(i * stride for i, (_, stride, _) in zip(index, outer, strict=True))
+        in_tile = sum(i * stride for i, (_, _, stride) in zip(index, outer, strict=True))
+        yield where.file + in_file, where.tile + in_tile, span, where.dims[inner:]
+
+
+def _view(buffer: Array, position: int, dims: tuple[tuple[int, int, int], ...], side: int) -> Array:
+    item = buffer.itemsize
+    return np.lib.stride_tricks.as_strided(
+        buffer[position:], [dim[0] for dim in dims], [dim[side] * item for dim in dims]
+    )
+
+
+def gather(
+    files: Files, parts: Iterable[Part], start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
+) -> None:
+    """Read the leaves of one copy of a tensor into a tile."""
+    item = tile.itemsize
+    for part in parts:
+        where = region(part, start, shape)
+        if where is None:
+            continue
+        fragment = part.fragment
+        fd = files.get(fragment.path)
+        for address, position, span, dims in runs(where, len(scratch), SPARSEST_READ):
+            offset = fragment.offset + address * item
+            if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
+                read_into(fd, memoryview(tile[position : position + span]).cast("B"), offset, fragment.path)
+            else:
+                read_into(fd, memoryview(scratch[:span]).cast("B"), offset, fragment.path)
+                _view(tile, position, dims, 2)[...] = _view(scratch, 0, dims, 1)
+
+
+def scatter(
+    files: Files, parts: Iterable[Part], start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
+) -> None:
+    """Write a tile out to the leaves that hold it."""
+    item = tile.itemsize
+    for part in parts:
+        where = region(part, start, shape)
+        if where is None:
+            continue
+        fd = files.get(part.fragment.path, writable=True)
+        for address, position, span, dims in runs(where, len(scratch), 1):
+            offset = part.fragment.offset + address * item
+            if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
+                write_from(fd, memoryview(tile[position : position + span]).cast("B"), offset)
+            else:
+                _view(scratch, 0, dims, 1)[...] = _view(tile, position, dims, 2)
+                write_from(fd, memoryview(scratch[:span]).cast("B"), offset)
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+class _Buffers(threading.local):
+    """One thread's memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tile, self.other, self.scratch = (np.empty(nbytes, np.uint8) for _ in range(3))
+
+
+def run_job(job: Job, files: Files, buffers: Any, limits: Limits, advance: Callable[[int], None]) -> str:
+    """Execute one job.
+
+    Returns:
+        The digest of the tensor as it was written.
+
+    Raises:
+        VerificationError: copies of the tensor differ, and nothing said which one counts.
+    """
+    word, digest = WORDS[DTYPES[job.source_dtype]], hasher(job)
+    item = np.dtype(word).itemsize
+    tile, other, scratch = buffers.tile.view(word), buffers.other.view(word), buffers.scratch.view(word)
+    copies = {} if limits.replicas == "first" else job.replicas
+    worst: dict[str, float] = {}
+    for start, shape in tiles(job.shape, len(tile)):
+        count = prod(shape)
+        values = tile[:count]
+        gather(files, job.sources, start, shape, values, scratch)
+        if copies and limits.replicas == "mean" and job.source_dtype in FLOATS:
+            values = _mean(job, files, start, shape, values, other[:count], scratch)
+        else:
+            for copy, parts in copies.items():
+                gather(files, parts, start, shape, other[:count], scratch)
+                if not np.array_equal(values, other[:count]):
+                    worst[copy] = max(worst.get(copy, 0.0), _distance(values, other[:count], job.source_dtype))
+        result = edges.cast(values, job.source_dtype, job.dtype, job.name)
+        digest.update(memoryview(result).cast("B"))
+        if job.targets and (result[0] or result.any()):  # a fresh file already reads as zeros
+            scatter(files, job.targets, start, shape, result, buffers.scratch.view(result.dtype))
+        advance(count * item)
+    if worst:
+        copy, distance = max(worst.items(), key=lambda pair: pair[1])
+        where = f"{job.sources[0].fragment.path} and {job.replicas[copy][0].fragment.path}"
+        raise VerificationError(
+            f"{job.name} differs between its copies in {len(worst)} of {len(copies)} places, most in {copy}: "
+            f"by up to {distance:g} between {where}",
+            "--replicas first takes the first copy, --replicas mean their mean in float32",
+        )
+    return str(digest.hexdigest())
+
+
+def _mean(
+    job: Job, files: Files, start: tuple[int, ...], shape: tuple[int, ...], values: Array, other: Array, scratch: Array
+) -> Array:
+    """The mean of all copies of a tile; equal copies are left alone, so that no bit changes without need."""
+    copies = [values.copy()]
+    for parts in job.replicas.values():
+        gather(files, parts, start, shape, other, scratch)
+        copies.append(other.copy())
+    if all(np.array_equal(copies[0], copy) for copy in copies[1:]):
+        return values
+    return edges.mean(copies, job.source_dtype)
+
+
+def _distance(one: Array, two: Array, dtype: str) -> float:
+    """The largest absolute difference; infinity where a NaN meets a number."""
+    if dtype not in FLOATS:
+        return float((one != two).sum())
+    a, b = edges.to_float(one, dtype), edges.to_float(two, dtype)
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(a - b)
+    return float(np.where(np.isnan(difference), np.inf, difference)[one != two].max())
+
+
+def execute(
+    jobs: Iterable[Job],
+    files: Files,
+    limits: Limits,
+    *,
+    done: Callable[[Job, str], None],
+    advance: Callable[[int], None] = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Execute jobs in threads, the largest first.
+
+    Args:
+        jobs: what to do.
+        files: open files.
+        limits: how much of the machine to use.
+        done: called in the calling thread with each finished job and its digest.
+        advance: called with the bytes of each tile.
+        stop: asked between jobs; when true, no further job begins.
+
+    Raises:
+        Interrupted: `stop` was true before all jobs were done.
+    """
+    nbytes = max(64 << 10, limits.memory // (3 * limits.threads)) // 64 * 64
+    buffers = _Buffers(nbytes)
+    waiting = sorted(jobs, key=lambda job: -job.nbytes)[::-1]
+    with ThreadPoolExecutor(limits.threads) as pool:
+        running: dict[Future[str], Job] = {}
+        while waiting or running:
+            while waiting and len(running) < limits.threads and not stop():
+                job = waiting.pop()
+                running[pool.submit(run_job, job, files, buffers, limits, advance)] = job
+            if not running:
+                raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                done(running.pop(future), future.result())
+
+
+def digest_of(
+    jobs: Iterable[Job],
+    limits: Limits,
+    advance: Callable[[int], None] = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, str]:
+    """The digest of each tensor, by name."""
+    found: dict[str, str] = {}
+
+    def done(job: Job, digest: str) -> None:
+        found[job.name] = digest
+
+    with Files() as files:
+        execute(jobs, files, limits, done=done, advance=advance, stop=stop)
+    return found

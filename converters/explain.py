@@ -1,0 +1,95 @@
+"""`convert explain`: a rule of a layout as a small picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from formats.errors import RefusedError, UsageError
+from formats.families import FAMILIES
+from formats.layout import Rule
+from formats.pattern import Leaf, lower, rows, shape
+from formats.registry import FORMATS
+from formats.spec import ModelSpec
+
+EXAMPLE = ModelSpec(
+    family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256,
+    max_positions=8192, norm_epsilon=1e-5, rope_theta=500000.0, rope_scaling=None, sliding_window=None, tied=False,
+)  # fmt: skip
+"""Llama-3 8B, drawn when no model is given."""
+
+
+def tables(format_name: str) -> dict[str, tuple[Rule, ...]]:
+    """The layout tables of a format, by the name under which they are shown."""
+    from formats import megatron
+
+    if format_name == "huggingface":
+        return {f"huggingface {name}": family.tensors for name, family in FAMILIES.items()}
+    if format_name == "megatron":
+        return {"megatron": megatron.MCORE, "megatron before megatron-core": megatron.LEGACY}
+    raise UsageError(f"there is no format {format_name!r}", f"formats: {', '.join(FORMATS)}")
+
+
+def matching(format_name: str, text: str) -> list[tuple[str, Rule]]:
+    """(table, rule) of each rule whose key contains a text; of equal rules the first."""
+    found: dict[tuple[str, str], tuple[str, Rule]] = {}
+    for name, table in tables(format_name).items():
+        for rule in table:
+            if text in rule.key:
+                found.setdefault((rule.key, rule.pattern.text), (name, rule))
+    if not found:
+        raise UsageError(f"no key of {format_name} contains {text!r}", f"`convert explain {format_name}` lists all")
+    return list(found.values())
+
+
+def draw(rule: Rule, spec: ModelSpec, tp: int, padded_vocab: int) -> Iterator[str]:
+    """The picture of one rule for a model, on the first and the last tensor rank."""
+    sizes = spec.sizes(padded_vocab)
+    yield rule.key
+    yield f"    {rule.pattern.text}"
+    if rule.conditions:
+        yield f"    {', '.join(sorted(rule.conditions))}"
+    axes = {span.axis for leaf in lower(rule.pattern, sizes, {"tp": (0, 1)}) for span in leaf.spans}
+    yield "    " + ", ".join(f"{axis} = {sizes[axis]}" for axis in sizes if axis in axes)
+    ranks = sorted({0, tp - 1}) if "tp" in rule.pattern.meshes else [0]
+    for rank in ranks:
+        mesh = {"tp": (rank, tp)}
+        try:
+            where = (
+                f" on tp rank {rank} of {tp}"
+                if "tp" in rule.pattern.meshes
+                else (f" on each of {tp} tp ranks" if tp > 1 else "")
+            )
+            yield f"  shape {list(shape(rule.pattern, sizes, mesh))}{where}"
+        except RefusedError as error:
+            yield f"  refused for tp = {tp}: {error}"
+            return
+        for dim in range(len(rule.pattern.dims)):
+            leaves = rows(rule.pattern, dim, sizes, mesh)
+            if len(leaves) > 1 or any(len(leaf.spans) > 1 for leaf in leaves):
+                yield f"    dimension {dim}"
+                yield from _lines(leaves)
+
+
+def _lines(leaves: list[Leaf], limit: int = 12) -> Iterator[str]:
+    """Address ranges along one dimension, nested axes unrolled as far as they interleave."""
+    lines = sorted(line for leaf in leaves for line in _unrolled(leaf))
+    width = len(str(lines[-1][1]))
+    for low, high, text in lines[:limit]:
+        yield f"      {low:>{width}} .. {high:>{width}}  {text}"
+    if len(lines) > limit:
+        yield f"      {'':>{width}}  … {len(lines) - limit} more like these"
+
+
+def _unrolled(leaf: Leaf) -> Iterator[tuple[int, int, str]]:
+    dense = leaf.numel == leaf.width
+    outer = leaf.spans[0] if leaf.spans else None
+    if dense or outer is None or outer.size == 1:
+        inside = " ".join(
+            f"{span.axis} {span.start}" if span.size == 1 else f"{span.axis} {span.start}..{span.stop - 1}"
+            for span in leaf.spans
+        )
+        yield leaf.base, leaf.base + leaf.width - 1, f"{leaf.tensor:<12} {inside}"
+        return
+    for index in range(outer.size):
+        span = outer._replace(start=outer.start + index, stop=outer.start + index + 1)
+        yield from _unrolled(Leaf(leaf.tensor, (span, *leaf.spans[1:]), leaf.base + index * outer.stride))

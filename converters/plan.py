@@ -1,0 +1,178 @@
+"""Plans: what will be copied from where to where, proved complete before a byte is read.
+
+A job moves one logical tensor of one layer. Its sources and its targets are both maps from the same box of
+coordinates, so the plan is only a matter of putting together the leaves that hold the same tensor, and of proving that
+the leaves of each side tile its box: each element comes from exactly one place and each place is written exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from formats.checkpoint import Checkpoint, Target
+from formats.errors import RefusedError
+from formats.layout import Placed
+from formats.pattern import Leaf
+from formats.storage import DTYPES, FLOATS, Fragment
+from formats.tensors import TENSORS
+
+CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A leaf, and the physical tensor that holds it."""
+
+    leaf: Leaf
+    fragment: Fragment
+
+
+@dataclass(frozen=True)
+class Job:
+    """One logical tensor of one layer: where its elements come from and where they go.
+
+    `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source.
+    """
+
+    tensor: str
+    layer: int | None
+    shape: tuple[int, ...]
+    source_dtype: str
+    dtype: str
+    sources: tuple[Part, ...]
+    replicas: Mapping[str, tuple[Part, ...]]
+    targets: tuple[Part, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the logical tensor, with the layer behind a dot."""
+        return self.tensor if self.layer is None else f"{self.tensor}.{self.layer}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor as it is written."""
+        return prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def edges(self) -> tuple[str, ...]:
+        """The named changes of value on the way."""
+        return () if self.source_dtype == self.dtype else (f"cast {self.source_dtype} to {self.dtype}",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs of a conversion; without a target, those of reading the source once."""
+
+    source: Checkpoint
+    jobs: tuple[Job, ...]
+    target: Target | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all logical tensors, each counted once."""
+        return sum(job.nbytes for job in self.jobs)
+
+    @property
+    def blocks(self) -> int:
+        """How many strided blocks are read and written."""
+        return sum(len(job.sources) + len(job.targets) for job in self.jobs)
+
+    @property
+    def edges(self) -> dict[str, int]:
+        """Each named change of value, and how many tensors it applies to."""
+        found: dict[str, int] = {}
+        for job in self.jobs:
+            for edge in job.edges:
+                found[edge] = found.get(edge, 0) + 1
+        return found
+
+
+def make_plan(source: Checkpoint, target: Target | None = None, cast: str | None = None) -> Plan:
+    """Join a source and a target on their logical tensors.
+
+    Args:
+        source: the opened checkpoint.
+        target: what is to be written; without it the plan only reads.
+        cast: the element type to which floating point tensors are cast.
+
+    Raises:
+        RefusedError: a side does not cover a tensor, or covers it twice.
+    """
+    sizes = source.spec.sizes(source.extra.get("padded_vocab"))
+    held = _parts(source.tensors)
+    wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
+    dtypes = source.dtypes()
+    jobs = []
+    for tensor in source.spec.tensors:
+        layered = TENSORS[tensor][0] == "layer"
+        for layer in range(source.spec.layers) if layered else [None]:
+            shape = tuple(1 if axis == "layer" else sizes[axis] for axis in TENSORS[tensor])
+            name = tensor if layer is None else f"{tensor}.{layer}"
+            sources = held.get((tensor, layer), {})
+            targets = wanted.get((tensor, layer), {})
+            if "" not in sources or (target and "" not in targets):
+                raise RefusedError(f"nothing {'writes' if '' in sources else 'holds'} {name}")
+            for side, copies in (("source", sources), ("target", targets)):
+                for copy, parts in copies.items():
+                    _prove_tiling(
+                        [part.leaf for part in parts], shape, f"{name} in the {side}{f' ({copy})' if copy else ''}"
+                    )
+            dtype = dtypes[tensor, layer]
+            jobs.append(
+                Job(
+                    tensor, layer, shape, dtype, cast_dtype(dtype, cast), tuple(sources[""]),
+                    {copy: tuple(parts) for copy, parts in sources.items() if copy},
+                    tuple(part for parts in targets.values() for part in parts),
+                )
+            )  # fmt: skip
+    if target:
+        _prove_filled(target)
+    return Plan(source, tuple(jobs), target)
+
+
+def cast_dtype(dtype: str, cast: str | None) -> str:
+    """The element type after a cast, which leaves integers alone."""
+    return CASTS[cast] if cast and dtype in FLOATS else dtype
+
+
+def _parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], dict[str, list[Part]]]:
+    """The leaves of physical tensors by (tensor, layer) and by the copy to which they belong."""
+    found: dict[tuple[str, int | None], dict[str, list[Part]]] = {}
+    for placed in tensors:
+        fragment, slot = placed.fragment, placed.slot
+        for leaf in slot.leaves(None if fragment.row_major else fragment.strides):
+            copies = found.setdefault((leaf.tensor, slot.layer), {})
+            copies.setdefault(slot.replica, []).append(Part(leaf, fragment))
+    return found
+
+
+def _prove_tiling(leaves: list[Leaf], shape: tuple[int, ...], name: str) -> None:
+    """Each element of the box lies in exactly one leaf: the sizes add up, and no two leaves overlap."""
+    total = sum(leaf.numel for leaf in leaves)
+    if total != prod(shape):
+        raise RefusedError(f"{name} has {prod(shape)} elements, the layout covers {total}")
+    for i, one in enumerate(leaves):
+        for other in leaves[:i]:
+            if all(a.start < b.stop and b.start < a.stop for a, b in zip(one.spans, other.spans, strict=True)):
+                raise RefusedError(f"two parts of {name} overlap")
+
+
+def _prove_filled(target: Target) -> None:
+    """Each element of a written tensor belongs to a leaf or to a named fill: nothing is left to chance."""
+    for file in target.files:
+        for placed in file.tensors:
+            leaves = placed.slot.leaves()
+            empty = prod(placed.slot.shape) - sum(leaf.numel for leaf in leaves)
+            if empty and "~" not in placed.slot.rule.pattern.text:
+                raise RefusedError(f"{empty} elements of {placed.key} have no source")
+
+
+def filled(target: Target) -> int:
+    """How many elements of the target are fill (zeros in vocabulary padding)."""
+    return sum(
+        prod(placed.slot.shape) - sum(leaf.numel for leaf in placed.slot.leaves())
+        for file in target.files
+        for placed in file.tensors
+    )

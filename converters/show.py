@@ -1,0 +1,155 @@
+"""What `inspect` and `plan` print, as lines for people and as records for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from math import prod
+from typing import Any
+
+from converters import assets
+from converters.digest import MANIFEST
+from converters.plan import Plan, filled
+from converters.report import size, table
+from formats.checkpoint import Checkpoint
+
+
+def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
+    """Everything that `inspect` knows."""
+    settings = {name: value for name, value in asdict(source.spec).items() if name != "notes"}
+    counted = Counter(placed.fragment.dtype for placed in source.tensors)
+    weights = sum(placed.fragment.nbytes for placed in source.tensors)
+    record: dict[str, Any] = {
+        "path": str(source.root),
+        "format": source.format,
+        "topology": dict(source.topology),
+        "settings": settings,
+        "parameters": _parameters(source),
+        "dtypes": dict(counted),
+        "tensors": len(source.tensors),
+        "files": len(source.files),
+        "bytes": weights,
+        "dropped": len(source.dropped),
+        "assets": [name for name, _ in assets.files(source.assets)] if source.assets else [],
+        "manifest": (source.root / MANIFEST).is_file(),
+        "notes": _notes(source),
+    }
+    for name in ("iteration", "folder", "padded_vocab"):
+        if name in source.extra:
+            record[name] = source.extra[name]
+    if tensors:
+        record["list"] = [
+            {"key": placed.key, "dtype": placed.fragment.dtype, "shape": list(placed.fragment.shape),
+             "file": str(placed.fragment.path.relative_to(source.root)), "offset": placed.fragment.offset,
+             "pattern": placed.slot.rule.pattern.text, "replica": placed.slot.replica}
+            for placed in source.tensors
+        ]  # fmt: skip
+    return record
+
+
+def _parameters(source: Checkpoint) -> int:
+    """Elements of the model, padding and copies left out."""
+    from formats.tensors import TENSORS
+
+    sizes = source.spec.sizes(source.extra.get("padded_vocab"))
+    return sum(prod(sizes[axis] for axis in TENSORS[name]) for name in source.spec.tensors)
+
+
+def _notes(source: Checkpoint) -> list[str]:
+    notes = list(source.spec.notes)
+    if source.assets is None:
+        notes.append("no config or tokenizer travels with it; --config BASE supplies them")
+    else:
+        notes += assets.checks(source.assets, source.spec)
+    if source.spec.vocab is None:
+        notes.append("its true vocabulary is unknown; --vocab-size N or --config BASE supplies it")
+    return notes
+
+
+def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
+    """`inspect` for people."""
+    record = inspect_record(source, tensors)
+    yield f"{record['path']}"
+    yield table(
+        (
+            (
+                "format",
+                source.format
+                + "".join(f" {name}{n}" for name, n in source.topology.items())
+                + (f" {record['folder']}" if "folder" in record else ""),
+            ),
+            ("parameters", f"{record['parameters']:,}"),
+            (
+                "weights",
+                f"{size(record['bytes'])} in {record['files']} files, {record['tensors']} tensors, "
+                + ", ".join(f"{n} {d}" for d, n in record["dtypes"].items()),
+            ),
+            *((name, value) for name, value in record["settings"].items()),
+            *([("padded vocab", record["padded_vocab"])] if "padded_vocab" in record else []),
+            ("travels along", ", ".join(record["assets"]) or "nothing"),
+        )
+    )
+    for note in record["notes"]:
+        yield f"note: {note}"
+    for entry in record.get("list", ()):
+        yield f"{entry['file']}  {entry['key']}  {entry['dtype']}{entry['shape']}  {entry['pattern']}"
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """Everything that a plan says."""
+    source, target = plan.source, plan.target
+    notes = _notes(source)
+    if source.dropped:
+        notes.append(f"{len(source.dropped)} entries carry no weights and are dropped, such as {source.dropped[0]}")
+    record: dict[str, Any] = {
+        "source": {
+            "path": str(source.root),
+            "format": source.format,
+            "topology": dict(source.topology),
+            "files": len(source.files),
+        },
+        "jobs": len(plan.jobs),
+        "blocks": plan.blocks,
+        "bytes": plan.nbytes,
+        "edges": plan.edges,
+        "notes": notes,
+    }
+    if target:
+        record["target"] = {
+            "files": {str(file.path): file.size for file in target.files},
+            "small files": sorted([*target.texts, *target.copies]),
+            "bytes": sum(file.size for file in target.files),
+            "filled elements": filled(target),
+        }
+    return record
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """A plan for people."""
+    record = plan_record(plan)
+    source, target = record["source"], record["target"]
+    topology = "".join(f" {name}{n}" for name, n in source["topology"].items())
+    yield f"read   {source['path']}: {source['format']}{topology}, {source['files']} files"
+    yield f"move   {record['jobs']} tensors, {size(record['bytes'])} in {record['blocks']} blocks; every element has one source and one place"
+    for edge, count in record["edges"].items():
+        yield f"change {edge} in {count} tensors"
+    if target["filled elements"]:
+        yield f"fill   {target['filled elements']} elements of vocabulary padding with zeros"
+    if not record["edges"]:
+        yield "change nothing: all bits are kept"
+    yield f"write  {len(target['files'])} files, {size(target['bytes'])}"
+    yield table((name.split(".partial/out/")[-1], size(nbytes)) for name, nbytes in target["files"].items())
+    yield f"       and {', '.join(target['small files'])}"
+    for note in record["notes"]:
+        yield f"note   {note}"
+
+
+def block_lines(plan: Plan) -> Iterator[str]:
+    """Each block of a plan: a leaf of one side, as box and strides."""
+    for job in plan.jobs:
+        yield f"{job.name} {job.source_dtype}{list(job.shape)}"
+        for side, parts in (("from", job.sources), ("to", job.targets)):
+            for part in parts:
+                box = " ".join(f"{span.axis}[{span.start}:{span.stop}]*{span.stride}" for span in part.leaf.spans)
+                yield f"  {side:<4} {part.fragment.path} +{part.fragment.offset} [{part.leaf.base}] {box}"

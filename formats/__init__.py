@@ -1,0 +1,1 @@
+"""What every checkpoint looks like on disk: layouts, families, readers and writers. No torch anywhere."""

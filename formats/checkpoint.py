@@ -1,0 +1,120 @@
+"""What every format reads into and writes from: an opened checkpoint, and the files of one that is to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from formats.errors import RefusedError
+from formats.layout import Placed, Slot
+from formats.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user can tell a reader that the checkpoint does not say.
+
+    Attributes:
+        vocab_size: the true vocabulary.
+        values: settings of the model that overrule what the checkpoint says.
+        config: a Hugging Face folder or config.json that belongs to the weights.
+    """
+
+    vocab_size: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    config: Path | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: headers only.
+
+    Attributes:
+        root: the folder.
+        format: the name of the format's module.
+        spec: the model's settings.
+        tensors: every physical tensor, with what it holds.
+        dropped: keys that carry no weights.
+        files: the weight files.
+        topology: the parallel sizes, in the order in which they are shown; empty when nothing is sharded.
+        assets: the folder with config, tokenizer and chat template, if there is one.
+        extra: what only the same format can use again, such as Megatron's `args`.
+    """
+
+    root: Path
+    format: str
+    spec: ModelSpec
+    tensors: tuple[Placed, ...]
+    dropped: tuple[str, ...]
+    files: tuple[Path, ...]
+    topology: Mapping[str, int] = field(default_factory=dict)
+    assets: Path | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def dtypes(self) -> dict[tuple[str, int | None], str]:
+        """The element type of each logical tensor, by (name, layer).
+
+        Raises:
+            RefusedError: parts of one logical tensor differ in type.
+        """
+        found: dict[tuple[str, int | None], str] = {}
+        for placed in self.tensors:
+            for name in placed.slot.rule.pattern.tensors:
+                key = (name, placed.slot.layer)
+                if found.setdefault(key, placed.fragment.dtype) != placed.fragment.dtype:
+                    raise RefusedError(
+                        f"{placed.key} in {placed.fragment.path} is {placed.fragment.dtype}, other parts of the same "
+                        f"tensor are {found[key]}"
+                    )
+        return found
+
+
+def slot_dtype(slot: Slot, dtypes: Mapping[tuple[str, int | None], str]) -> str:
+    """The element type of a physical tensor that is to be written.
+
+    Raises:
+        RefusedError: it would have to hold several.
+    """
+    names = {dtypes[name, slot.layer] for name in slot.rule.pattern.tensors}
+    if len(names) > 1:
+        raise RefusedError(
+            f"{slot.keys[0]} would have to hold {' and '.join(sorted(names))} together",
+            "cast all of them with --dtype",
+        )
+    return names.pop()
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file that is to be written: its tensors lie at known offsets, so they can be written in any order.
+
+    Attributes:
+        path: where it is written.
+        size: bytes.
+        tensors: what goes where.
+        checksums: byte ranges (offset, size) whose CRC-32 `headers` needs, by name.
+        headers: (offset, bytes) of everything that is no tensor, given those checksums.
+    """
+
+    path: Path
+    size: int
+    tensors: tuple[Placed, ...]
+    checksums: Mapping[str, tuple[int, int]]
+    headers: Callable[[Mapping[str, int]], Iterable[tuple[int, bytes]]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A checkpoint that is to be written.
+
+    Attributes:
+        files: the weight files.
+        texts: small files, by path relative to the folder.
+        copies: files that are copied as they are, by path relative to the folder.
+    """
+
+    files: tuple[OutputFile, ...]
+    texts: Mapping[str, bytes]
+    copies: Mapping[str, Path]

@@ -1,0 +1,55 @@
+"""Every way a conversion can be refused: one sentence, a hint that can be pasted, and an exit code."""
+
+from __future__ import annotations
+
+
+class VitruvianError(Exception):
+    """Something the user can act on. `str(error)` is one sentence with names and numbers."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(VitruvianError):
+    """The request contradicts itself or names something that does not exist."""
+
+    exit_code = 2
+
+
+class SourceError(VitruvianError):
+    """The source cannot be read, is damaged or is incomplete."""
+
+    exit_code = 3
+
+
+class UnsupportedError(VitruvianError):
+    """The source is sound, but holds something that has no layout here."""
+
+    exit_code = 4
+
+
+class RefusedError(VitruvianError):
+    """The plan would lose, guess or duplicate something."""
+
+    exit_code = 5
+
+
+class VerificationError(VitruvianError):
+    """Two things that must be equal are not."""
+
+    exit_code = 6
+
+
+class OutputError(VitruvianError):
+    """The output exists, or there is no room for it."""
+
+    exit_code = 7
+
+
+class Interrupted(VitruvianError):
+    """Stopped by a signal; running the same command again goes on where it stopped."""
+
+    exit_code = 75

@@ -1,0 +1,74 @@
+"""Model families. A family is one file here: a table of Hugging Face names and the facts of its config.
+
+To add one, copy the nearest file, change its table, and add its golden tests; nothing else lists the families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from formats.errors import UnsupportedError
+from formats.layout import Rule
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    Attributes:
+        name: `model_type` of its config.json.
+        architecture: its class in transformers.
+        tensors: the layout of its Hugging Face files.
+        drops: regular expressions of keys in those files that carry no weights.
+        requires: config keys that must have one value, or be absent.
+        rope_theta: what transformers assumes when the config names none.
+        head_dim: the same for the head dimension; None for hidden size / heads.
+        window: the config key of its sliding window, if it has one, and what transformers assumes.
+    """
+
+    name: str
+    architecture: str
+    tensors: tuple[Rule, ...]
+    drops: tuple[str, ...] = ()
+    requires: Mapping[str, Any] = field(default_factory=dict)
+    rope_theta: float = 10000.0
+    head_dim: int | None = None
+    window: str = ""
+    window_default: int | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether query, key and value have biases."""
+        return any("query_bias" in rule.pattern.tensors for rule in self.tensors)
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each query and key head is normalised."""
+        return any("query_norm" in rule.pattern.tensors for rule in self.tensors)
+
+    def fits(self, qkv_bias: bool, qk_norm: bool, windowed: bool) -> bool:
+        """Whether a model with these facts can belong to the family."""
+        return (self.qkv_bias, self.qk_norm) == (qkv_bias, qk_norm) and (bool(self.window) or not windowed)
+
+
+def family_named(name: str, where: str = "") -> Family:
+    """The family of a `model_type`.
+
+    Raises:
+        UnsupportedError: there is none; the message lists those that exist.
+    """
+    if name not in FAMILIES:
+        source = f"{where}: " if where else ""
+        raise UnsupportedError(
+            f"{source}the model type {name!r} is not supported", f"supported: {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[name]
+
+
+_found = [import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)]
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _found}
+"""Every family, by name."""

@@ -1,0 +1,28 @@
+"""Llama 1, 2 and 3, and every model with their tensors (transformers models/llama/modeling_llama.py, 5.23.0)."""
+
+from formats.families import Family
+from formats.layout import rules
+
+TABLE = """
+model.embed_tokens.weight                                embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
+model.layers.{layer}.self_attn.k_proj.weight             key: (group half pair) hidden
+model.layers.{layer}.self_attn.v_proj.weight             value: (group dim) hidden
+model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
+model.layers.{layer}.mlp.gate_proj.weight                gate: ffn hidden
+model.layers.{layer}.mlp.up_proj.weight                  up: ffn hidden
+model.layers.{layer}.mlp.down_proj.weight                down: hidden ffn
+model.layers.{layer}.input_layernorm.weight              input_norm: hidden
+model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
+model.norm.weight                                        final_norm: hidden
+lm_head.weight                                           head: vocab hidden          untied
+lm_head.weight                                           embedding: vocab hidden     tied optional
+"""
+
+FAMILY = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    tensors=rules(TABLE),
+    drops=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+    requires={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+)

@@ -1,0 +1,14 @@
+"""Mistral: the tensors of Llama, and a sliding window (transformers models/mistral/configuration_mistral.py, 5.23.0)."""
+
+from formats.families import Family
+from formats.families.llama import TABLE
+from formats.layout import rules
+
+FAMILY = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    tensors=rules(TABLE),
+    requires={"hidden_act": "silu"},
+    window="sliding_window",
+    window_default=4096,
+)

@@ -1,0 +1,190 @@
+"""Hugging Face folders: safetensors files, with an index when there are several.
+
+Facts: transformers 5.23.0 modeling_utils.py `save_pretrained`, huggingface_hub 2.4.0 serialization/_base.py (greedy
+sharding in state-dict order, units of 10^9), and the index as both write it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
+from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.families import family_named
+from formats.layout import Placed, Slot, match, slots
+from formats.spec import ModelSpec, from_huggingface
+from formats.storage import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
+
+NAME = "huggingface"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_JSON = 256 << 20
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format."""
+    return (path / "config.json").is_file() and any(
+        (path / name).is_file() for name in (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        SourceError: the file is missing, too large or no JSON object.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path} is no valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{path} holds no JSON object")
+    return value
+
+
+def read_spec(path: Path, settings: Settings) -> ModelSpec:
+    """The spec of a folder's config.json (or of a config.json itself)."""
+    file = path / "config.json" if path.is_dir() else path
+    values = dict(settings.values)
+    if settings.vocab_size is not None:
+        values["vocab"] = settings.vocab_size
+    return from_huggingface(read_json(file), values, str(file))
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a folder: its config and the headers of its safetensors files."""
+    spec = read_spec(settings.config or path, settings)
+    weight_map = read_weight_map(path)
+    names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
+    held = {name: read_safetensors(path / name)[0] for name in names}
+    found: dict[str, Fragment] = {}
+    for name, tensors in held.items():
+        for key, fragment in tensors.items():
+            if weight_map is not None and weight_map.get(key) != name:
+                raise SourceError(f"{path / name} holds {key}, which {INDEX} places in {weight_map.get(key)}")
+            found[key] = fragment
+    lost = [key for key in weight_map or {} if key not in found]
+    if weight_map and lost:
+        raise SourceError(
+            f"{path / weight_map[lost[0]]} lacks {lost[0]}, which {INDEX} places there ({len(lost)} in all)"
+        )
+    family = family_named(spec.family)
+    wanted = slots(
+        family.tensors,
+        spec.sizes(),
+        tensors=spec.tensors,
+        layers=enumerate(range(spec.layers)),
+        mesh={},
+        conditions=spec.conditions,
+    )
+    placed, dropped = match(wanted, {"": found}, family.drops)
+    return Checkpoint(path, NAME, spec, tuple(placed), tuple(dropped), tuple(path / name for name in names), {}, path)
+
+
+def read_weight_map(path: Path) -> dict[str, str] | None:
+    """The index of a folder: key to file name; None when there is one single file.
+
+    Raises:
+        SourceError: there are no weights, or the index names files outside the folder.
+        UnsupportedError: the weights are pickled.
+    """
+    if not (path / INDEX).is_file():
+        if (path / SINGLE).is_file():
+            return None
+        if any(path.glob("pytorch_model*.bin")):
+            raise UnsupportedError(f"{path} holds pickled weights (pytorch_model.bin), only safetensors are read")
+        raise SourceError(f"{path} holds neither {SINGLE} nor {INDEX}")
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{path / INDEX} has no weight_map")
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
+            raise SourceError(f"{path / INDEX} places {key} in {name!r}, which is no file name in the folder")
+    return weight_map
+
+
+def write(
+    root: Path,
+    spec: ModelSpec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    shard_size: int | None,
+    weight_map: Mapping[str, str] | None = None,
+) -> Target:
+    """Lay out a folder.
+
+    Args:
+        root: where the files are written.
+        spec: the model.
+        dtypes: the element type of each logical tensor.
+        shard_size: the size in bytes at which a new file begins; None for a single file.
+        weight_map: key to file name, to reproduce a folder that exists; then the shard size does not count.
+    """
+    wanted = list(
+        slots(
+            family_named(spec.family).tensors, spec.sizes(), tensors=spec.tensors,
+            layers=enumerate(range(spec.layers)), mesh={}, conditions=spec.conditions,
+        )
+    )  # fmt: skip
+    wanted = [slot for slot in wanted if not slot.replica or slot.keys[0] in (weight_map or {})]
+    entries = {slot.keys[0]: Entry(slot.keys[0], slot_dtype(slot, dtypes), slot.shape) for slot in wanted}
+    if weight_map is not None:
+        if set(weight_map) != set(entries):
+            raise RefusedError(f"the index that travels with the checkpoint names other tensors than the model has")
+        groups: dict[str, list[Entry]] = {}
+        for key, entry in entries.items():
+            groups.setdefault(weight_map[key], []).append(entry)
+    else:
+        groups = _shard(list(entries.values()), shard_size)
+    by_key = {slot.keys[0]: slot for slot in wanted}
+    files = tuple(_file(root / name, group, by_key) for name, group in groups.items())
+    texts = {} if list(groups) == [SINGLE] else {INDEX: _index(groups)}
+    return Target(files, texts, {})
+
+
+def _file(path: Path, entries: Sequence[Entry], slots_by_key: Mapping[str, Slot]) -> OutputFile:
+    header, offsets = safetensors_header(entries, {"format": "pt"})
+    placed = tuple(
+        Placed(
+            entry.name,
+            slots_by_key[entry.name],
+            Fragment(path, offsets[entry.name], entry.dtype, entry.shape, row_major(entry.shape)),
+        )
+        for entry in entries
+    )
+    size = len(header) + sum(prod(entry.shape) * DTYPES[entry.dtype] for entry in entries)
+    return OutputFile(path, size, placed, {}, lambda _: [(0, header)])
+
+
+def _shard(entries: Sequence[Entry], limit: int | None) -> dict[str, list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        nbytes = prod(entry.shape) * DTYPES[entry.dtype]
+        if limit is not None and shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
+
+
+def _index(groups: Mapping[str, Sequence[Entry]]) -> bytes:
+    entries = list(chain.from_iterable(groups.values()))
+    metadata = {
+        "total_parameters": sum(prod(entry.shape) for entry in entries),
+        "total_size": sum(prod(entry.shape) * DTYPES[entry.dtype] for entry in entries),
+    }
+    weight_map = {entry.name: name for name, group in groups.items() for entry in group}
+    return (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,229 @@
+"""Layouts: tables of rules that say which physical tensors a checkpoint holds, and what is in them.
+
+A rule is a line: a key, a pattern, and the conditions under which it holds.
+
+    decoder.layers.{layer}.mlp.linear_fc1.weight    (gate: ffn/tp | up: ffn/tp) hidden
+    output_layer.weight                             (head: vocab | ~padding)/tp hidden     last
+
+Columns are separated by two or more spaces. `{layer}` is a coordinate that lives in the key; `{a|b}` are spellings, of
+which a reader takes the one that it finds and a writer the one that it is told. A rule holds when the model has every
+tensor that its pattern names, and the file is where its conditions want it to be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby, product
+
+from formats.errors import SourceError
+from formats.pattern import Leaf, Mesh, Pattern, at, lower, parse, shape
+from formats.storage import Fragment
+from formats.tensors import TENSORS
+
+CONDITIONS = {
+    "first": "only in the first pipeline stage",
+    "last": "only in the last pipeline stage",
+    "tied": "only when the output head shares the embedding",
+    "untied": "only when it does not",
+    "copy": "a copy of a tensor that another file holds",
+    "optional": "may be absent",
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a layout table."""
+
+    key: str
+    pattern: Pattern
+    conditions: frozenset[str]
+
+    @cached_property
+    def spellings(self) -> tuple[str, ...]:
+        """The key templates that a reader accepts, `{layer}` still in them."""
+        parts = re.split(r"\{([^{}]*\|[^{}]*)\}", self.key)
+        choices = [[part] if i % 2 == 0 else part.split("|") for i, part in enumerate(parts)]
+        return tuple("".join(choice) for choice in product(*choices))
+
+
+def rules(table: str) -> tuple[Rule, ...]:
+    """Parse a layout table."""
+    parsed = []
+    for line in table.strip().splitlines():
+        key, pattern, *conditions = re.split(r"\s{2,}", line.strip())
+        names = frozenset(" ".join(conditions).split())
+        if names - set(CONDITIONS):
+            raise ValueError(f"unknown condition in: {line}")
+        rule = Rule(key, parse(pattern), names)
+        if set(rule.pattern.tensors) - set(TENSORS):
+            raise ValueError(f"unknown tensor in: {line}")
+        parsed.append(rule)
+    return tuple(parsed)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One physical tensor that a layout wants: its file, the spellings of its key, its shape and its content.
+
+    `replica` is empty for the one copy that counts, and otherwise says which further copy this is.
+    """
+
+    file: str
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    rule: Rule
+    mesh: tuple[tuple[str, tuple[int, int]], ...]
+    sizes: tuple[tuple[str, int], ...]
+    layer: int | None
+    replica: str
+
+    def leaves(self, strides: tuple[int, ...] | None = None) -> list[Leaf]:
+        """What the physical tensor holds, for strides in elements (row-major unless given)."""
+        leaves = _lowered(self.rule.pattern, self.sizes, self.mesh, strides)
+        return [_in_order(leaf if self.layer is None else at(leaf, "layer", self.layer)) for leaf in leaves]
+
+
+@lru_cache(maxsize=4096)
+def _lowered(
+    pattern: Pattern,
+    sizes: tuple[tuple[str, int], ...],
+    mesh: tuple[tuple[str, tuple[int, int]], ...],
+    strides: tuple[int, ...] | None,
+) -> list[Leaf]:
+    return lower(pattern, dict(sizes), dict(mesh), strides)
+
+
+@lru_cache(maxsize=4096)
+def _shape(
+    pattern: Pattern, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, tuple[int, int]], ...]
+) -> tuple[int, ...]:
+    return shape(pattern, dict(sizes), dict(mesh))
+
+
+def _in_order(leaf: Leaf) -> Leaf:
+    """Spans in the canonical order of the tensor's axes."""
+    spans = {span.axis: span for span in leaf.spans}
+    axes = TENSORS[leaf.tensor]
+    if set(spans) != set(axes) or len(leaf.spans) != len(axes):
+        raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in leaf.spans]}, it has {list(axes)}")
+    return replace(leaf, spans=tuple(spans[axis] for axis in axes))
+
+
+def slots(
+    table: Sequence[Rule],
+    sizes: Mapping[str, int],
+    *,
+    tensors: Iterable[str],
+    file: str = "",
+    prefix: str = "",
+    layers: Iterable[tuple[int, int]],
+    mesh: Mesh,
+    conditions: Iterable[str],
+) -> Iterator[Slot]:
+    """The physical tensors that a table puts into one file (or one pipeline chunk of it), in the order of its layers.
+
+    Args:
+        table: the rules.
+        sizes: the size of each axis.
+        tensors: the logical tensors that the model has.
+        file: the file's path, relative to the checkpoint.
+        prefix: what stands before every key.
+        layers: (number in the key, number in the model) of each layer that the file holds.
+        mesh: the file's rank and the number of ranks on each mesh axis.
+        conditions: those that hold in this file.
+    """
+    known, here = set(tensors), set(conditions) | {"copy", "optional"}
+    numbers = list(layers)
+    frozen_sizes, frozen_mesh = tuple(sizes.items()), tuple(mesh.items())
+    holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
+    for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key):
+        members = list(group)
+        for (local, layer), rule in product(numbers, members) if stacked else product([(0, 0)], members):
+            copies = ["copy"] if rule.conditions & {"copy", "optional"} else []
+            copies += [
+                f"{axis} rank {rank}" for axis, (rank, _) in mesh.items() if axis not in rule.pattern.meshes and rank
+            ]
+            yield Slot(
+                file,
+                tuple(prefix + spelling.replace("{layer}", str(local)) for spelling in rule.spellings),
+                _shape(rule.pattern, frozen_sizes, frozen_mesh),
+                rule,
+                frozen_mesh,
+                frozen_sizes,
+                layer if stacked else None,
+                ", ".join(copies),
+            )
+
+
+def model_tensors(table: Sequence[Rule], conditions: Iterable[str]) -> tuple[str, ...]:
+    """The logical tensors that a table defines, in its order."""
+    holds = set(conditions) | {"optional"}
+    names = [name for rule in table if rule.conditions <= holds for name in rule.pattern.tensors]
+    return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A physical tensor of a checkpoint, found (or to be written) under `key`."""
+
+    key: str
+    slot: Slot
+    fragment: Fragment
+
+
+def match(
+    wanted: Iterable[Slot], found: Mapping[str, Mapping[str, Fragment]], drops: Sequence[str] = ()
+) -> tuple[list[Placed], list[str]]:
+    """Pair the physical tensors that a layout wants with those that the files hold.
+
+    Args:
+        wanted: the slots of the layout.
+        found: the tensors of each file, by key.
+        drops: regular expressions of keys that carry no weights.
+
+    Returns:
+        The pairs, and the keys that a rule dropped.
+
+    Raises:
+        SourceError: something is missing, left over, or has another shape; the message lists names and files.
+    """
+    placed: list[Placed] = []
+    missing: list[str] = []
+    used: dict[str, set[str]] = {file: set() for file in found}
+    for slot in wanted:
+        tensors = found.get(slot.file, {})
+        keys = [key for key in slot.keys if key in tensors]
+        if len(keys) > 1:
+            raise SourceError(f"{slot.file} holds the same tensor twice: {' and '.join(keys)}")
+        if not keys:
+            if "optional" not in slot.rule.conditions:
+                missing.append(f"{slot.keys[0]} {list(slot.shape)} in {slot.file}")
+            continue
+        fragment = tensors[keys[0]]
+        if fragment.shape != slot.shape:
+            raise SourceError(
+                f"{fragment.path}: {keys[0]} has shape {list(fragment.shape)}, but the configuration implies "
+                f"{list(slot.shape)}",
+                "check that the configuration belongs to these weights",
+            )
+        used[slot.file].add(keys[0])
+        placed.append(Placed(keys[0], slot, fragment))
+    if missing:
+        raise SourceError(f"{len(missing)} tensors are missing: {_some(missing)}")
+    rest = [(file, key) for file, tensors in found.items() for key in tensors if key not in used[file]]
+    dropped = [key for _, key in rest if any(re.fullmatch(drop, key) for drop in drops)]
+    unknown = [f"{key} in {file}" for file, key in rest if not any(re.fullmatch(drop, key) for drop in drops)]
+    if unknown:
+        raise SourceError(
+            f"{len(unknown)} tensors have no place in this model: {_some(unknown)}",
+            "the model may be of another family than its configuration says; `convert formats` lists the families",
+        )
+    return placed, dropped
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    more = f", and {len(names) - limit} more" if len(names) > limit else ""
+    return "; ".join(names[:limit]) + more

@@ -1,0 +1,447 @@
+"""Megatron's classic checkpoints (`--ckpt-format torch`): one torch.save file for each tensor and pipeline rank.
+
+    ROOT/latest_checkpointed_iteration.txt     an iteration, or `release`
+    ROOT/iter_0000100/mp_rank_{tp:02d}/model_optim_rng.pt             one pipeline stage
+    ROOT/iter_0000100/mp_rank_{tp:02d}_{pp:03d}/model_optim_rng.pt    several
+
+Facts: megatron-core 0.16.1 and megatron/training/checkpointing.py at 0.18 and d98e8a64; each line of the tables is
+proven by the tests that name it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats import huggingface
+from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
+from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.layout import Placed, Slot, match, rules, slots
+from formats.pickles import DTYPES as TORCH_DTYPES
+from formats.pickles import Dtype, Namespace, StorageRef, TensorRef, keeps
+from formats.pipeline import Chunk, Pipeline, chunks
+from formats.spec import ModelSpec, from_megatron, to_megatron
+from formats.storage import DTYPES, Fragment, row_major
+from formats.torchfile import TorchFile, plan_archive, read_torch
+
+NAME = "megatron"
+TRACKER = "latest_checkpointed_iteration.txt"
+ASSETS = "huggingface"
+FLAGS = "megatron_flags.txt"
+
+MCORE = rules("""
+embedding.word_embeddings.weight                                                             (embedding: vocab | ~padding)/tp hidden    first
+decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight}  input_norm: hidden
+decoder.layers.{layer}.self_attention.linear_qkv.weight                                      (group (query: head half pair | key: half pair | value: dim))/tp hidden
+decoder.layers.{layer}.self_attention.linear_qkv.bias                                        (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
+decoder.layers.{layer}.self_attention.q_layernorm.weight                                     query_norm: (half pair)
+decoder.layers.{layer}.self_attention.k_layernorm.weight                                     key_norm: (half pair)
+decoder.layers.{layer}.self_attention.linear_proj.weight                                     output: hidden (group head dim)/tp
+decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_weight|pre_mlp_layernorm.weight}           post_norm: hidden
+decoder.layers.{layer}.mlp.linear_fc1.weight                                                 (gate: ffn/tp | up: ffn/tp) hidden
+decoder.layers.{layer}.mlp.linear_fc2.weight                                                 down: hidden ffn/tp
+decoder.final_layernorm.weight                                                               final_norm: hidden    last
+output_layer.weight                                                                          (head: vocab | ~padding)/tp hidden    last
+output_layer.weight                                                                          (embedding: vocab | ~padding)/tp hidden    last tied copy
+""")
+"""megatron-core's GPTModel. Of two spellings the first is Transformer Engine's, the second that of the local layers."""
+
+LEGACY = rules("""
+language_model.embedding.word_embeddings.weight                                                                    (embedding: vocab | ~padding)/tp hidden    first
+language_model.{encoder|transformer}.layers.{layer}.{input_norm|input_layernorm}.weight                            input_norm: hidden
+language_model.{encoder|transformer}.layers.{layer}.{self_attention|attention}.query_key_value.weight              (group (query: head half pair | key: half pair | value: dim))/tp hidden
+language_model.{encoder|transformer}.layers.{layer}.{self_attention|attention}.query_key_value.bias                (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
+language_model.{encoder|transformer}.layers.{layer}.{self_attention|attention}.dense.weight                        output: hidden (group head dim)/tp
+language_model.{encoder|transformer}.layers.{layer}.{post_attention_norm|post_attention_layernorm}.weight          post_norm: hidden
+language_model.{encoder|transformer}.layers.{layer}.mlp.dense_h_to_4h.weight                                       (gate: ffn/tp | up: ffn/tp) hidden
+language_model.{encoder|transformer}.layers.{layer}.mlp.dense_4h_to_h.weight                                       down: hidden ffn/tp
+language_model.{encoder|transformer}.{final_norm|final_layernorm}.weight                                           final_norm: hidden    last
+language_model.output_layer.weight                                                                                 (head: vocab | ~padding)/tp hidden    last
+word_embeddings_for_head.weight                                                                                    (embedding: vocab | ~padding)/tp hidden    last tied copy
+""")
+"""Megatron-LM's own models before megatron-core; read, not written."""
+
+DROPS = (r".*\._extra_state", r".*\.inv_freq")
+"""Transformer Engine's FP8 state, and rotary tables that some versions saved."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format."""
+    return (path / TRACKER).is_file() or any(path.glob("mp_rank_*"))
+
+
+def locate(path: Path) -> tuple[Path, Path]:
+    """The run folder and the folder of one iteration, from either of them.
+
+    Raises:
+        SourceError: the tracker names an iteration that is not there.
+        UnsupportedError: the iteration is in another of Megatron's formats.
+    """
+    if any(path.glob("mp_rank_*")):
+        run, iteration = (path.parent if re.fullmatch(r"iter_\d+|release", path.name) else path), path
+    else:
+        word = (path / TRACKER).read_text().strip()
+        if word != "release" and not word.isdecimal():
+            raise SourceError(f"{path / TRACKER} says {word!r}, which is neither an iteration nor `release`")
+        run, iteration = path, path / ("release" if word == "release" else f"iter_{int(word):07d}")
+        if not iteration.is_dir():
+            raise SourceError(
+                f"{path / TRACKER} names {iteration.name}, which does not exist",
+                f"present: {', '.join(sorted(p.name for p in path.iterdir() if p.is_dir())) or 'nothing'}",
+            )
+    if (iteration / "metadata.json").is_file() or (iteration / ".metadata").is_file():
+        raise UnsupportedError(
+            f"{iteration} is a distributed checkpoint (torch_dist), only --ckpt-format torch is read"
+        )
+    return run, iteration
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file: its ranks, and the object in it."""
+
+    tp: int
+    pp: int
+    file: TorchFile
+
+    @property
+    def chunks(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """(key, state dict) of each virtual pipeline chunk."""
+        names = [name for name in self.file.value if re.fullmatch(r"model\d*", str(name))]
+        return [(name, self.file.value[name]) for name in sorted(names, key=lambda name: int(name[5:] or 0))]
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: the pickles of all its files, none of the weights."""
+    run, iteration = locate(path)
+    shards = _read_shards(iteration)
+    first = shards[0]
+    args = _args(first.file)
+    tp, pp = max(shard.tp for shard in shards) + 1, max(shard.pp for shard in shards) + 1
+    _check_grid(shards, tp, pp, args, iteration)
+    assets = settings.config or (run / ASSETS if (run / ASSETS / "config.json").is_file() else None)
+    base = huggingface.read_spec(assets, settings) if assets else None
+    values = dict(settings.values) | ({"vocab": settings.vocab_size} if settings.vocab_size is not None else {})
+    spec = from_megatron(args, values, base, str(first.file.path))
+    pipeline = _pipeline(args, pp, len(first.chunks))
+    found: dict[str, dict[str, Fragment]] = {}
+    for shard in shards:
+        for name, state in shard.chunks:
+            tensors = found[f"{_folder(shard.tp, shard.pp, pp)} {name}"] = {}
+            for key, ref in _flat(state):
+                if isinstance(ref, TensorRef):
+                    tensors[key] = shard.file.fragment(ref, key)
+                elif not any(re.fullmatch(drop, key) for drop in DROPS):
+                    raise UnsupportedError(f"{shard.file.path}: {key} holds {ref!r}, which is no tensor")
+    legacy = any(
+        key.startswith(("language_model.", "word_embeddings_for_head.")) for keys in found.values() for key in keys
+    )
+    padded = _padded_vocab(found, tp)
+    if spec.vocab is not None and not spec.vocab <= padded:
+        raise SourceError(
+            f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
+            "correct it with --vocab-size",
+        )
+    wanted = _slots(spec, LEGACY if legacy else MCORE, tp, pipeline, padded)
+    placed, dropped = match(wanted, found, DROPS)
+    extra = {"args": args, "iteration": first.file.value.get("iteration", 0), "folder": iteration.name, "padded_vocab": padded,
+             "norm": "local" if any("pre_mlp_layernorm" in key for keys in found.values() for key in keys) else "te"}  # fmt: skip
+    topology = {"tp": tp, "pp": pp} | ({"vpp": pipeline.virtual} if pipeline.virtual > 1 else {})
+    folder = assets if assets is None or assets.is_dir() else assets.parent
+    return Checkpoint(
+        run,
+        NAME,
+        spec,
+        tuple(placed),
+        tuple(dropped),
+        tuple(shard.file.path for shard in shards),
+        topology,
+        folder,
+        extra,
+    )
+
+
+def _read_shards(iteration: Path) -> list[_Shard]:
+    shards = []
+    for folder in sorted(iteration.glob("mp_rank_*")):
+        match_ = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", folder.name)
+        if match_ is None:
+            raise UnsupportedError(f"{folder}: folders with expert ranks are not supported")
+        names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]
+        if not names:
+            raise SourceError(f"{folder} holds no model_optim_rng.pt")
+        file = read_torch(folder / names[0])
+        if not isinstance(file.value, dict) or not _Shard(0, 0, file).chunks:
+            raise SourceError(f"{file.path} holds no `model`")
+        shards.append(_Shard(int(match_[1]), int(match_[2] or 0), file))
+    return shards
+
+
+def _args(file: TorchFile) -> dict[str, Any]:
+    version = file.value.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or version < 2.0:
+        raise UnsupportedError(
+            f"{file.path}: checkpoint version {version} stores query, key and value in another order (before 2.0)"
+        )
+    args = file.value.get("args")
+    if not isinstance(args, Namespace):
+        raise SourceError(f"{file.path} holds no args")
+    return vars(args)
+
+
+def _check_grid(shards: list[_Shard], tp: int, pp: int, args: Mapping[str, Any], iteration: Path) -> None:
+    """Every rank once, as `args` say, of one iteration, and none under another's name."""
+    sizes = {"tensor": tp, "pipeline": pp}
+    for axis, size in sizes.items():
+        claimed = args.get(f"{axis}_model_parallel_size", size)
+        if isinstance(claimed, int) and claimed > size:
+            raise SourceError(f"{iteration}: args say {axis} parallel size {claimed}, but only {size} ranks are there")
+        if claimed != size:
+            raise SourceError(
+                f"{iteration}: args say {axis} parallel size {claimed}, but the folders are those of {size} ranks"
+            )
+    if args.get("expert_model_parallel_size", 1) not in (None, 1):
+        raise UnsupportedError(f"{iteration}: expert parallel checkpoints are not supported")
+    present = {(shard.tp, shard.pp) for shard in shards}
+    missing = [_folder(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in present]
+    if missing:
+        raise SourceError(f"{iteration}: {len(missing)} of {tp * pp} ranks are missing: {', '.join(missing[:8])}")
+    iterations = {shard.file.value.get("iteration") for shard in shards}
+    if len(iterations) > 1:
+        raise SourceError(f"{iteration}: its files are of different iterations: {', '.join(map(str, iterations))}")
+    ranks = [
+        vars(shard.file.value["args"]).get("rank") if isinstance(shard.file.value.get("args"), Namespace) else None
+        for shard in shards
+    ]
+    if len(set(ranks)) == len(ranks) and all(isinstance(rank, int) for rank in ranks):
+        for shard, rank in zip(shards, ranks, strict=True):
+            if rank % tp != shard.tp:
+                raise SourceError(
+                    f"{shard.file.path} was written by rank {rank}, which is tensor rank {rank % tp}: the files are swapped"
+                )
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a nested state dict."""
+    for key, value in state.items():
+        if isinstance(value, Mapping) and depth < 16:
+            yield from _flat(value, f"{prefix}{key}.", depth + 1)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
+    for tensors in found.values():
+        for key, fragment in tensors.items():
+            if key.endswith("embedding.word_embeddings.weight") and fragment.shape:
+                return fragment.shape[0] * tp
+    raise SourceError("no file holds the word embeddings")
+
+
+def _pipeline(args: Mapping[str, Any], pp: int, virtual: int) -> Pipeline:
+    layout = args.get("pipeline_model_parallel_layout")
+    return Pipeline(
+        pp,
+        virtual,
+        args.get("decoder_first_pipeline_num_layers"),
+        args.get("decoder_last_pipeline_num_layers"),
+        bool(args.get("account_for_embedding_in_pipeline_split")),
+        bool(args.get("account_for_loss_in_pipeline_split")),
+        layout if isinstance(layout, str) else None,
+    )
+
+
+def _folder(tp: int, pp: int, stages: int) -> str:
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if stages > 1 else "")
+
+
+def _chunk_key(chunk: Chunk, pipeline: Pipeline) -> str:
+    return f"model{chunk.virtual}" if pipeline.virtual > 1 else "model"
+
+
+def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, padded_vocab: int) -> list[Slot]:
+    """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`."""
+    if spec.heads % tp or (spec.kv_heads % tp and tp % spec.kv_heads):
+        raise RefusedError(
+            f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}",
+            "megatron-core needs heads % tp == 0, and groups % tp == 0 or tp % groups == 0",
+        )
+    found: list[Slot] = []
+    for chunk in chunks(pipeline, spec.layers):
+        conditions = set(spec.conditions)
+        conditions |= {"first"} if chunk.first else set()
+        conditions |= {"last"} if chunk.last else set()
+        here = [rule for rule in table if not (chunk.first and "copy" in rule.conditions)]
+        for rank in range(tp):
+            found += slots(
+                here,
+                spec.sizes(padded_vocab),
+                tensors=spec.tensors,
+                file=f"{_folder(rank, chunk.stage, pipeline.stages)} {_chunk_key(chunk, pipeline)}",
+                layers=enumerate(chunk.layers),
+                mesh={"tp": (rank, tp)},
+                conditions=conditions,
+            )
+    return found
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is to be written.
+
+    Attributes:
+        tp: tensor parallel size.
+        pp: pipeline parallel size.
+        vpp: virtual pipeline chunks of each stage.
+        norm: the names of the norms: `te` (Transformer Engine) or `local`.
+        vocab_multiple: the padded vocabulary is the next multiple of this times tp.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    norm: str = "te"
+    vocab_multiple: int = 128
+
+
+def write(
+    root: Path,
+    spec: ModelSpec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
+    *,
+    args: Mapping[str, Any] | None = None,
+    iteration: int | None = None,
+) -> Target:
+    """Lay out a run folder with one checkpoint.
+
+    Args:
+        root: the run folder.
+        spec: the model; its true vocabulary must be known.
+        dtypes: the element type of each logical tensor.
+        options: topology and dialect.
+        args: those of the checkpoint that is resharded; what does not concern model and topology is kept.
+        iteration: its iteration; None for a release.
+    """
+    unit = options.vocab_multiple * options.tp
+    padded = -(-(spec.vocab or 0) // unit) * unit
+    pipeline = Pipeline(options.pp, options.vpp)
+    folder = "release" if iteration is None else f"iter_{iteration:07d}"
+    merged = _new_args(spec, dtypes, options, padded, args or {}, iteration or 0)
+    by_file: dict[str, list[Slot]] = {}
+    for slot in _slots(spec, MCORE, options.tp, pipeline, padded):
+        by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
+    files = []
+    for rank in range(options.tp * options.pp):
+        name = _folder(rank % options.tp, rank // options.tp, options.pp)
+        path = root / folder / name / "model_optim_rng.pt"
+        head = {"args": Namespace(**merged, rank=rank), "checkpoint_version": 3.0, "iteration": iteration or 0}
+        files.append(_file(path, head, by_file[name], dtypes, options.norm))
+    texts = {TRACKER: (str(iteration) if iteration is not None else "release").encode(), FLAGS: _flags(merged).encode()}
+    return Target(tuple(files), texts, {})
+
+
+def _file(
+    path: Path, head: Mapping[str, Any], wanted: Iterable[Slot], dtypes: Mapping[tuple[str, int | None], str], norm: str
+) -> OutputFile:
+    models: dict[str, OrderedDict[str, TensorRef]] = {}
+    storages: dict[str, int] = {}
+    refs: list[tuple[str, Slot, TensorRef]] = []
+    for slot in wanted:
+        dtype = slot_dtype(slot, dtypes)
+        key = slot.keys[0] if norm == "te" else slot.keys[-1]
+        numel = 1
+        for n in slot.shape:
+            numel *= n
+        ref = TensorRef(StorageRef(dtype, str(len(storages)), numel), 0, slot.shape, row_major(slot.shape), dtype)
+        storages[ref.storage.key] = numel * DTYPES[dtype]
+        models.setdefault(slot.file.partition(" ")[2], OrderedDict())[key] = ref
+        refs.append((key, slot, ref))
+    archive = plan_archive({**head, **models}, storages)
+    extents = archive.storages()
+    placed = tuple(
+        Placed(
+            key, slot, Fragment(path, extents[f"archive/data/{ref.storage.key}"][0], ref.dtype, ref.shape, ref.strides)
+        )
+        for key, slot, ref in refs
+    )
+    return OutputFile(path, archive.size, placed, extents, archive.headers)
+
+
+def _new_args(
+    spec: ModelSpec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
+    padded: int,
+    old: Mapping[str, Any],
+    iteration: int,
+) -> dict[str, Any]:
+    """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
+    kept = {name: value for name, value in old.items() if keeps(value) and name != "rank"}
+    main = max(dtypes.values(), key=list(dtypes.values()).count)
+    torch_name = next(name for name, dtype in TORCH_DTYPES.items() if dtype == main)
+    per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 else None
+    base = {
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "tokenizer_type": None,
+        "tokenizer_model": None,
+    } | kept
+    return base | to_megatron(spec) | {
+        "seq_length": old.get("seq_length", spec.max_positions),
+        "transformer_impl": "transformer_engine" if options.norm == "te" else "local",
+        "tensor_model_parallel_size": options.tp,
+        "pipeline_model_parallel_size": options.pp,
+        "virtual_pipeline_model_parallel_size": options.vpp if options.vpp > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": per_chunk,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "pipeline_model_parallel_layout": None,
+        "expert_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "world_size": options.tp * options.pp,
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": options.vocab_multiple,
+        "params_dtype": Dtype(torch_name),
+        "bf16": main == "BF16",
+        "fp16": main == "F16",
+        "iteration": iteration,
+        "ckpt_format": "torch",
+        "use_legacy_models": False,
+    }  # fmt: skip
+
+
+def _flags(args: Mapping[str, Any]) -> str:
+    """The flags that Megatron does not take from a checkpoint, not even with --use-checkpoint-args."""
+    flags = [
+        f"--norm-epsilon {args['norm_epsilon']}",
+        f"--make-vocab-size-divisible-by {args['make_vocab_size_divisible_by']}",
+        f"--transformer-impl {args['transformer_impl']}",
+        f"--tensor-model-parallel-size {args['tensor_model_parallel_size']}",
+        f"--pipeline-model-parallel-size {args['pipeline_model_parallel_size']}",
+    ]
+    if args["num_layers_per_virtual_pipeline_stage"]:
+        flags.append(f"--num-layers-per-virtual-pipeline-stage {args['num_layers_per_virtual_pipeline_stage']}")
+    if args["use_rope_scaling"]:
+        flags.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
+    if args["rotary_seq_len_interpolation_factor"]:
+        flags.append(f"--rotary-seq-len-interpolation-factor {args['rotary_seq_len_interpolation_factor']}")
+    if args["qk_layernorm"]:
+        flags.append("--qk-layernorm")
+    if args["window_size"]:
+        flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
+    flags += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
+    return "--use-checkpoint-args\n" + "\n".join(flags) + "\n"

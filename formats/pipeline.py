@@ -1,0 +1,115 @@
+"""Which layers each pipeline stage holds.
+
+The rules are those of megatron-core 0.16.1 (transformer/transformer_layer.py `get_transformer_layer_offset` and
+transformer/transformer_block.py `get_num_layers_to_build`), against which the tests compare every case.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from formats.errors import RefusedError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A contiguous run of layers: virtual chunk `virtual` of pipeline stage `stage`."""
+
+    stage: int
+    virtual: int
+    layers: range
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How layers are cut into stages, in Megatron's terms.
+
+    `first_layers` and `last_layers` are --decoder-first/last-pipeline-num-layers, `embedding` and `loss` are
+    --account-for-embedding/loss-in-pipeline-split, `layout` is --pipeline-model-parallel-layout.
+    """
+
+    stages: int = 1
+    virtual: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
+    embedding: bool = False
+    loss: bool = False
+    layout: str | None = None
+
+
+def chunks(pipeline: Pipeline, layers: int) -> list[Chunk]:
+    """The chunks of a model in the order of its layers.
+
+    Raises:
+        RefusedError: the layers do not divide.
+    """
+    if pipeline.layout:
+        counts = _layout_counts(pipeline)
+        if sum(counts) != layers:
+            raise RefusedError(
+                f"the pipeline layout {pipeline.layout!r} holds {sum(counts)} layers, the model has {layers}"
+            )
+    else:
+        counts = _even_counts(pipeline, layers)
+    found, start = [], 0
+    for index, count in enumerate(counts):
+        virtual, stage = divmod(index, pipeline.stages)
+        found.append(Chunk(stage, virtual, range(start, start + count), index == 0, index == len(counts) - 1))
+        start += count
+    return found
+
+
+def _divide(layers: int, parts: int, what: str) -> int:
+    if parts < 1 or layers % parts or layers < 0:
+        raise RefusedError(f"{layers} {what} do not divide over {parts} pipeline parts")
+    return layers // parts
+
+
+def _even_counts(pipeline: Pipeline, layers: int) -> list[int]:
+    """Layers of each chunk, chunk 0 of every stage first."""
+    stages, virtual = pipeline.stages, pipeline.virtual
+    ends = [pipeline.first_layers, pipeline.last_layers]
+    if ends != [None, None]:
+        if pipeline.embedding or pipeline.loss:
+            raise RefusedError("first/last stage layers and account-for-embedding/loss exclude each other")
+        middle = stages - sum(end is not None for end in ends)
+        rest = layers - sum(end or 0 for end in ends)
+        if middle == 0 and rest:
+            raise RefusedError(f"{rest} of {layers} layers lie between the first and the last of {stages} stages")
+        share = _divide(rest, middle, "middle layers") if middle else 0
+        sizes = [share] * stages
+        if ends[0] is not None:
+            sizes[0] = ends[0]
+        if ends[1] is not None:
+            sizes[-1] = ends[1]
+        return [_divide(size, virtual, "layers of a stage") for _ in range(virtual) for size in sizes]
+    extra = int(pipeline.embedding) + int(pipeline.loss)
+    share = _divide(layers + extra, stages * virtual, "layers" if not extra else "layers with embedding and loss")
+    counts = [share] * (stages * virtual)
+    counts[0] -= pipeline.embedding
+    counts[-1] -= pipeline.loss
+    return counts
+
+
+def _layout_counts(pipeline: Pipeline) -> list[int]:
+    """Decoder layers of each entry of a layout such as `Et*3|(tt|)*29,m|L`.
+
+    E is the embedding, t a decoder layer, m a multi-token-prediction layer, L the loss; `|` ends an entry, commas are
+    cosmetic, `x*n` and `(..)*n` repeat (megatron-core transformer/pipeline_parallel_layer_layout.py).
+    """
+    text = (pipeline.layout or "").replace(",", "").replace(" ", "")
+    while repeat := re.search(r"\(([^()]*)\)\*(\d+)|([a-zA-Z|])\*(\d+)", text):
+        body, count = (repeat[1], repeat[2]) if repeat[1] is not None else (repeat[3], repeat[4])
+        text = text[: repeat.start()] + body * int(count) + text[repeat.end() :]
+    if not re.fullmatch(r"[EtmL|]*", text):
+        raise UnsupportedError(f"the pipeline layout {pipeline.layout!r} holds more than E, t, m, L and |")
+    entries = text.split("|")
+    if len(entries) != pipeline.stages * pipeline.virtual:
+        raise RefusedError(
+            f"the pipeline layout {pipeline.layout!r} has {len(entries)} entries for {pipeline.stages} stages of "
+            f"{pipeline.virtual} chunks"
+        )
+    return [entry.count("t") for entry in entries]

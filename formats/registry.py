@@ -1,0 +1,43 @@
+"""Which formats there are, and how one is recognised."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from formats.checkpoint import Checkpoint, Settings
+from formats.errors import SourceError
+
+FORMATS = {
+    "huggingface": "safetensors files with a config.json",
+    "megatron": "mp_rank_XX[_YYY]/model_optim_rng.pt, --ckpt-format torch",
+}
+"""Module in this package: what a folder of the format holds. Each module has NAME, `detect` and `read`."""
+
+
+def module(name: str) -> ModuleType:
+    """The module of a format."""
+    return import_module(f"formats.{name}")
+
+
+def open_checkpoint(path: Path, settings: Settings | None = None) -> Checkpoint:
+    """Recognise a checkpoint and read its headers.
+
+    Raises:
+        SourceError: there is nothing, or nothing known, at the path; or what is there is damaged.
+        UnsupportedError: it is sound, but of a kind that has no layout here.
+    """
+    if not path.exists():
+        raise SourceError(f"{path} does not exist")
+    if not path.is_dir():
+        raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
+    for name in FORMATS:
+        if module(name).detect(path):
+            checkpoint: Checkpoint = module(name).read(path, settings or Settings())
+            return checkpoint
+    entries = sorted(entry.name for entry in path.iterdir())
+    held = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "") or "nothing"
+    raise SourceError(
+        f"{path} is no checkpoint of a known format; it holds {held}", "`convert formats` lists what is read"
+    )

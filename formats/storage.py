@@ -1,0 +1,186 @@
+"""Where tensors lie on disk: fragments, the safetensors format, and the reading of bytes.
+
+Facts about safetensors: its format description and `tensor.rs` (safetensors 0.8.0): u64 little-endian header length,
+JSON header of at most 100 MB that starts with '{', data offsets relative to the header's end, contiguous, without
+overlap, holes or rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.errors import SourceError
+
+DTYPES = {
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
+    "F8_E5M2FNUZ": 1, "F8_E4M3FNUZ": 1, "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of each element type, in the order in which the official serializer writes the types of a file."""
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+"""The element types that a cast may turn into each other."""
+
+MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A physical tensor on disk: `offset` in bytes, `shape` and `strides` in elements."""
+
+    path: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements themselves."""
+        return prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def row_major(self) -> bool:
+        """Whether the elements lie row-major without gaps."""
+        return self.strides == row_major(self.shape)
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous tensor."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+class Entry(NamedTuple):
+    """A tensor that is to be written: its name, element type and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def file_size(path: Path) -> int:
+    """Size of a file in bytes.
+
+    Raises:
+        SourceError: there is no such file.
+    """
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from None
+
+
+# --- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return found
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Fragment], dict[str, str]]:
+    """Read a safetensors header and check every rule of the format.
+
+    Returns:
+        The tensors by name, and the file's `__metadata__`.
+
+    Raises:
+        SourceError: the file breaks a rule; the message says which.
+    """
+    size = file_size(path)
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise SourceError(f"{path}: no safetensors file, or cut off: {size} bytes, header of {length} bytes")
+        raw = file.read(length)
+    try:
+        if raw[:1] != b"{":
+            raise ValueError("it does not start with '{'")
+        header = json.loads(raw, object_pairs_hook=_unique)
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ is not a map of strings")
+        tensors = {name: _fragment(path, 8 + length, name, entry) for name, entry in header.items()}
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: the safetensors header is invalid: {error}") from None
+    position = 8 + length
+    for name, fragment in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if fragment.offset != position:
+            problem = "overlaps the tensor before it" if fragment.offset < position else "leaves a hole before it"
+            raise SourceError(f"{path}: {name} {problem}: it starts at byte {fragment.offset}, expected {position}")
+        position += fragment.nbytes
+    if position != size:
+        problem = "is cut off" if position > size else "has bytes behind its last tensor"
+        raise SourceError(f"{path}: the file {problem}: {size} bytes, the header describes {position}")
+    return tensors, metadata
+
+
+def _fragment(path: Path, data: int, name: str, entry: Any) -> Fragment:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(dims), "data_offsets": [int(start), int(stop)], **rest} if not rest:
+            pass
+        case _:
+            raise ValueError(f"the entry of {name!r} is malformed")
+    if dtype not in DTYPES:
+        raise ValueError(f"{name!r} has the unknown dtype {dtype!r}")
+    if not all(type(n) is int and 0 <= n < 2**63 for n in (*dims, start, stop)):
+        raise ValueError(f"{name!r} has a size or offset that is no natural number")
+    shape = tuple(dims)
+    if stop - start != prod(shape) * DTYPES[dtype]:
+        raise ValueError(f"{name!r} is {dtype}{dims}, but has {stop - start} bytes")
+    return Fragment(path, data + start, dtype, shape, row_major(shape))
+
+
+def safetensors_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The header of a safetensors file, byte-identical to that of the official serializer.
+
+    Returns:
+        The header with its length prefix, and the byte offset of each tensor in the file.
+    """
+    ranks = list(DTYPES)
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    position = 0
+    for entry in sorted(entries, key=lambda entry: (ranks.index(entry.dtype), entry.name)):
+        end = position + prod(entry.shape) * DTYPES[entry.dtype]
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [position, end]}
+        position = end
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    offsets = {
+        name: 8 + len(raw) + value["data_offsets"][0] for name, value in header.items() if name != "__metadata__"
+    }
+    return struct.pack("<Q", len(raw)) + raw, offsets
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill a buffer from a file.
+
+    Raises:
+        SourceError: the file ends before the buffer is full.
+    """
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], offset + done)
+        if count == 0:
+            raise SourceError(f"{path}: the file ends at byte {offset + done}, {len(buffer) - done} bytes are missing")
+        done += count
+
+
+def write_from(fd: int, buffer: memoryview, offset: int) -> None:
+    """Write a whole buffer to a file."""
+    done = 0
+    while done < len(buffer):
+        done += os.pwrite(fd, buffer[done:], offset + done)

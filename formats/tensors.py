@@ -1,0 +1,39 @@
+"""The body: every logical tensor that a model can have, and its axes.
+
+Axes are the finest split that any format needs. Their order is the canonical order of elements, in which digests are
+taken. A tensor with a `layer` axis is handled layer by layer.
+
+    group   key/value group            head    query head within its group
+    half    half of a rotary head      pair    index within that half (rotary turns (0, pair) into (1, pair))
+    dim     a head that nothing permutes, such as the value's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TENSORS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(axes)
+    for name, *axes in map(
+        str.split,
+        """
+        embedding    vocab hidden
+        input_norm   layer hidden
+        query        layer group head half pair hidden
+        query_bias   layer group head half pair
+        query_norm   layer half pair
+        key          layer group half pair hidden
+        key_bias     layer group half pair
+        key_norm     layer half pair
+        value        layer group dim hidden
+        value_bias   layer group dim
+        output       layer hidden group head dim
+        post_norm    layer hidden
+        gate         layer ffn hidden
+        up           layer ffn hidden
+        down         layer hidden ffn
+        final_norm   hidden
+        head         vocab hidden
+        """.strip().splitlines(),
+    )
+}

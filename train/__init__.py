@@ -1,0 +1,1 @@
+"""Sharded fine-tuning and its data."""

@@ -13,8 +13,9 @@ from typing import Any
 
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError
+from formats.hf_config import to_huggingface
 from formats.huggingface import INDEX, SINGLE, read_json, read_weight_map
-from formats.spec import ModelSpec, to_huggingface
+from formats.spec import ModelSpec
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 NOT_ASSETS = (INDEX, "pytorch_model.bin.index.json", "vitruvian.json")

@@ -1,20 +1,17 @@
 """A conversion from end to end: plan, write, verify, publish.
 
-Everything is written to `OUT.partial/out` beside OUT; only when all of it is there, checked and on disk is it renamed to
-OUT. So OUT is complete or absent. `OUT.partial/journal.jsonl` remembers the finished jobs, and the same command goes on
-where a killed one stopped.
+Everything is written to `OUT.partial/out` beside OUT; only when all of it is there, checked and on disk is it renamed
+to OUT. So OUT is complete or absent, and the same command goes on where a killed one stopped.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
 import signal
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from blake3 import blake3
-
 from converters import assets, digest
 from converters.engine import Files, Limits, digest_of, execute
-from converters.plan import Job, Plan, cast_dtype, make_plan
+from converters.journal import open_journal
+from converters.plan import Plan, cast_dtype, make_plan
 from converters.report import Progress, size
 from formats import huggingface, megatron
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
@@ -129,8 +125,9 @@ def plan_reading(source: Checkpoint) -> Plan:
 
 def _require_vocab(source: Checkpoint) -> None:
     if source.spec.vocab is None:
+        padded = source.extra.get("padded_vocab")
         raise RefusedError(
-            f"the true vocabulary of {source.root} is unknown, the checkpoint only holds {source.extra.get('padded_vocab')} padded rows",
+            f"the true vocabulary of {source.root} is unknown, it only holds {padded} padded rows",
             "add --vocab-size N, or --config with the model's Hugging Face folder",
         )
 
@@ -157,7 +154,7 @@ def run(plan: Plan, request: Request) -> dict[str, str]:
         raise ValueError("a plan without a target cannot run")
     target = plan.target
     _check_paths(plan.source, request)
-    with _signals() as stopped, _journal(plan, request) as journal:
+    with _signals() as stopped, open_journal(plan, request.staging, request.force, request.commit_seconds) as journal:
         _check_space(target, request)
         for path in {file.path.parent for file in target.files} | {request.root}:
             path.mkdir(parents=True, exist_ok=True)
@@ -221,7 +218,7 @@ def _signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM and SIGINT let the running jobs finish. Yields a function that says whether one came."""
     came = threading.Event()
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(_: int, __: FrameType | None) -> None:
         came.set()
 
     main = threading.current_thread() is threading.main_thread()
@@ -231,86 +228,6 @@ def _signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class _Journal:
-    """The finished jobs of a conversion, on disk."""
-
-    def __init__(self, handle: int, digests: dict[str, str], every: float) -> None:
-        self.handle, self.digests, self.every = handle, digests, every
-        self.fresh: list[tuple[str, str]] = []
-        self.committed = time.monotonic()
-
-    def note(self, job: Job, found: str, files: Files) -> None:
-        """Remember a finished job; now and then make sure that it outlives the machine."""
-        self.digests[job.name] = found
-        self.fresh.append((job.name, found))
-        if time.monotonic() - self.committed >= self.every:
-            self.commit(files)
-
-    def commit(self, files: Files) -> None:
-        """Force the data to disk, then the lines that say so."""
-        if self.fresh:
-            files.sync()
-            os.write(self.handle, "".join(json.dumps(pair) + "\n" for pair in self.fresh).encode())
-            os.fsync(self.handle)
-        self.fresh, self.committed = [], time.monotonic()
-
-
-@contextmanager
-def _journal(plan: Plan, request: Request) -> Iterator[_Journal]:
-    """Open or create the journal in the staging folder, alone, and only for this very conversion."""
-    staging, fingerprint = request.staging, _fingerprint(plan)
-    try:
-        staging.mkdir(parents=True, exist_ok=True)
-        handle = os.open(staging / "journal.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        raise OutputError(f"{staging}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(f"another conversion is writing {request.out}") from None
-        except OSError:
-            pass  # a file system without locks
-        lines = os.pread(handle, 1 << 30, 0).decode(errors="replace").splitlines()
-        if lines and lines[0] != fingerprint:
-            if not request.force:
-                raise OutputError(
-                    f"{staging} holds the beginnings of another conversion (or its source has changed since)",
-                    f"remove {staging}, or start over with --force",
-                )
-            lines = []
-            shutil.rmtree(request.root, ignore_errors=True)
-            os.ftruncate(handle, 0)
-        if not lines:
-            shutil.rmtree(request.root, ignore_errors=True)
-            os.write(handle, (fingerprint + "\n").encode())
-        yield _Journal(handle, dict(_pairs(lines[1:])), request.commit_seconds)
-    finally:
-        os.close(handle)
-
-
-def _pairs(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """The entries of a journal; a torn last line is none."""
-    for line in lines:
-        try:
-            name, found = json.loads(line)
-        except ValueError:
-            return
-        yield name, found
-
-
-def _fingerprint(plan: Plan) -> str:
-    """What makes a conversion the same one: the source's files, the target's layout, the casts."""
-    source = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in plan.source.files]
-    target = (
-        [[str(file.path), file.size, [placed.key for placed in file.tensors]] for file in plan.target.files]
-        if plan.target
-        else []
-    )
-    jobs = [[job.name, job.dtype, list(job.shape)] for job in plan.jobs]
-    return "vitruvian 1 " + blake3(json.dumps([source, target, jobs, repr(plan.source.spec)]).encode()).hexdigest()
 
 
 def _finish_files(files: tuple[OutputFile, ...], threads: int) -> None:
@@ -365,11 +282,9 @@ def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], sto
     again = make_plan(written)
     with Progress("verifying", again.nbytes, request.quiet) as progress:
         found = digest_of(again.jobs, replace(request.limits, replicas="verify"), progress.advance, stopped)
-    wrong = [name for name in digests if found.get(name) != digests[name]]
-    if wrong or set(found) != set(digests):
-        raise VerificationError(
-            f"{len(wrong)} tensors of the output do not read back as written, the first is {wrong[0] if wrong else sorted(set(found) ^ set(digests))[0]}"
-        )
+    wrong = sorted(name for name in {*found, *digests} if found.get(name) != digests.get(name))
+    if wrong:
+        raise VerificationError(f"{len(wrong)} tensors of the output do not read back as written, such as {wrong[0]}")
 
 
 def _publish(request: Request) -> None:

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from converters.edges import WORDS, to_float
+from converters.edges import WORDS, Array, to_float
 from converters.engine import Files, gather, tiles
 from converters.plan import Job, Plan
 from formats.storage import DTYPES, FLOATS
@@ -43,7 +43,7 @@ def compare(one: Plan, two: Plan, memory: int, advance: Callable[[int], None]) -
     return found
 
 
-def _compare(one: Job, two: Job, files: Files, buffers: list[np.ndarray]) -> Difference | None:
+def _compare(one: Job, two: Job, files: Files, buffers: list[Array]) -> Difference | None:
     if one.shape != two.shape:
         return Difference(one.name, f"shape {list(one.shape)} | {list(two.shape)}")
     both_float = one.source_dtype in FLOATS and two.source_dtype in FLOATS
@@ -57,7 +57,7 @@ def _compare(one: Job, two: Job, files: Files, buffers: list[np.ndarray]) -> Dif
             tile = buffer.view(word)[: prod(shape)]
             gather(files, job.sources, start, shape, tile, buffers[2].view(word))
             values.append(tile)
-        if one.source_dtype == two.source_dtype and np.array_equal(*values):
+        if one.source_dtype == two.source_dtype and np.array_equal(values[0], values[1]):
             continue
         if both_float:
             a, b = to_float(values[0], one.source_dtype), to_float(values[1], two.source_dtype)

@@ -37,7 +37,7 @@ def cast(words: Array, source: str, target: str, name: str) -> Array:
         with np.errstate(over="ignore"):
             floats = values.astype(kind)
         finite = np.isfinite(floats)
-        result = floats.view(WORDS[floats.itemsize])
+        result = as_words(floats)
     if not finite.all():
         lost = ~finite & np.isfinite(values)
         if lost.any():
@@ -54,7 +54,13 @@ def to_float(words: Array, dtype: str) -> Array:
         return (words.astype(np.uint32) << 16).view(np.float32)
     if dtype == "F16":
         return words.view(np.float16).astype(np.float32)
-    return words.view({"F32": np.float32, "F64": np.float64}[dtype])
+    return words.view(np.float32 if dtype == "F32" else np.float64)
+
+
+def as_words(values: Array) -> Array:
+    """The bits of numbers as unsigned words."""
+    words: Array = values.view(WORDS[values.itemsize])
+    return words
 
 
 def _to_bf16(values: Array) -> Array:
@@ -74,4 +80,4 @@ def mean(copies: list[Array], dtype: str) -> Array:
         total += to_float(copy, dtype)
     total /= len(copies)
     wide = "F64" if dtype == "F64" else "F32"
-    return cast(total.view(WORDS[total.itemsize]), wide, dtype, "the mean")
+    return cast(as_words(total), wide, dtype, "the mean")

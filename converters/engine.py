@@ -181,9 +181,9 @@ def gather(
         for address, position, span, dims in runs(where, len(scratch), SPARSEST_READ):
             offset = fragment.offset + address * item
             if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
-                read_into(fd, memoryview(tile[position : position + span]).cast("B"), offset, fragment.path)
+                read_into(fd, tile[position : position + span].data.cast("B"), offset, fragment.path)
             else:
-                read_into(fd, memoryview(scratch[:span]).cast("B"), offset, fragment.path)
+                read_into(fd, scratch[:span].data.cast("B"), offset, fragment.path)
                 _view(tile, position, dims, 2)[...] = _view(scratch, 0, dims, 1)
 
 
@@ -200,10 +200,10 @@ def scatter(
         for address, position, span, dims in runs(where, len(scratch), 1):
             offset = part.fragment.offset + address * item
             if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
-                write_from(fd, memoryview(tile[position : position + span]).cast("B"), offset)
+                write_from(fd, tile[position : position + span].data.cast("B"), offset)
             else:
                 _view(scratch, 0, dims, 1)[...] = _view(tile, position, dims, 2)
-                write_from(fd, memoryview(scratch[:span]).cast("B"), offset)
+                write_from(fd, scratch[:span].data.cast("B"), offset)
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def run_job(job: Job, files: Files, buffers: Any, limits: Limits, advance: Calla
                 if not np.array_equal(values, other[:count]):
                     worst[copy] = max(worst.get(copy, 0.0), _distance(values, other[:count], job.source_dtype))
         result = edges.cast(values, job.source_dtype, job.dtype, job.name)
-        digest.update(memoryview(result).cast("B"))
+        digest.update(result.data.cast("B"))
         if job.targets and (result[0] or result.any()):  # a fresh file already reads as zeros
             scatter(files, job.targets, start, shape, result, buffers.scratch.view(result.dtype))
         advance(count * item)

@@ -41,9 +41,10 @@ def matching(format_name: str, text: str) -> list[tuple[str, Rule]]:
     return list(found.values())
 
 
-def draw(rule: Rule, spec: ModelSpec, tp: int, padded_vocab: int) -> Iterator[str]:
+def draw(rule: Rule, spec: ModelSpec, tp: int) -> Iterator[str]:
     """The picture of one rule for a model, on the first and the last tensor rank."""
-    sizes = spec.sizes(padded_vocab)
+    unit = 128 * tp  # what Megatron pads to by default
+    sizes = spec.sizes(-(-(spec.vocab or 0) // unit) * unit)
     yield rule.key
     yield f"    {rule.pattern.text}"
     if rule.conditions:

@@ -71,11 +71,9 @@ class Progress:
                 self.said = now
                 rate = self.done / (now - self.began)
                 left = (self.total - self.done) / rate if rate else 0.0
-                print(
-                    f"{self.what}: {size(self.done)} of {size(self.total)}, {size(rate)}/s, {left:.0f} s left",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                line = f"{self.what}: {size(self.done)} of {size(self.total)}, {size(rate)}/s, {left:.0f} s left\n"
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

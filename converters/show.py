@@ -131,7 +131,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     source, target = record["source"], record["target"]
     topology = "".join(f" {name}{n}" for name, n in source["topology"].items())
     yield f"read   {source['path']}: {source['format']}{topology}, {source['files']} files"
-    yield f"move   {record['jobs']} tensors, {size(record['bytes'])} in {record['blocks']} blocks; every element has one source and one place"
+    yield f"move   {record['jobs']} tensors, {size(record['bytes'])} in {record['blocks']} blocks"
+    yield "prove  every element has one source and one place"
     for edge, count in record["edges"].items():
         yield f"change {edge} in {count} tensors"
     if target["filled elements"]:

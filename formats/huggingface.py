@@ -16,8 +16,9 @@ from typing import Any
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.families import family_named
+from formats.hf_config import from_huggingface
 from formats.layout import Placed, Slot, match, slots
-from formats.spec import ModelSpec, from_huggingface
+from formats.spec import ModelSpec
 from formats.storage import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 
 NAME = "huggingface"
@@ -139,7 +140,7 @@ def write(
     entries = {slot.keys[0]: Entry(slot.keys[0], slot_dtype(slot, dtypes), slot.shape) for slot in wanted}
     if weight_map is not None:
         if set(weight_map) != set(entries):
-            raise RefusedError(f"the index that travels with the checkpoint names other tensors than the model has")
+            raise RefusedError("the index that travels with the checkpoint names other tensors than the model has")
         groups: dict[str, list[Entry]] = {}
         for key, entry in entries.items():
             groups.setdefault(weight_map[key], []).append(entry)

@@ -21,10 +21,11 @@ from formats import huggingface
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.layout import Placed, Slot, match, rules, slots
+from formats.megatron_args import flags, from_megatron, to_megatron
 from formats.pickles import DTYPES as TORCH_DTYPES
 from formats.pickles import Dtype, Namespace, StorageRef, TensorRef, keeps
 from formats.pipeline import Chunk, Pipeline, chunks
-from formats.spec import ModelSpec, from_megatron, to_megatron
+from formats.spec import ModelSpec
 from formats.storage import DTYPES, Fragment, row_major
 from formats.torchfile import TorchFile, plan_archive, read_torch
 
@@ -213,18 +214,16 @@ def _check_grid(shards: list[_Shard], tp: int, pp: int, args: Mapping[str, Any],
     missing = [_folder(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in present]
     if missing:
         raise SourceError(f"{iteration}: {len(missing)} of {tp * pp} ranks are missing: {', '.join(missing[:8])}")
-    iterations = {shard.file.value.get("iteration") for shard in shards}
+    iterations = {str(shard.file.value.get("iteration")) for shard in shards}
     if len(iterations) > 1:
-        raise SourceError(f"{iteration}: its files are of different iterations: {', '.join(map(str, iterations))}")
-    ranks = [
-        vars(shard.file.value["args"]).get("rank") if isinstance(shard.file.value.get("args"), Namespace) else None
-        for shard in shards
-    ]
-    if len(set(ranks)) == len(ranks) and all(isinstance(rank, int) for rank in ranks):
-        for shard, rank in zip(shards, ranks, strict=True):
+        raise SourceError(f"{iteration}: its files are of different iterations: {', '.join(sorted(iterations))}")
+    writers = [(shard, _args(shard.file).get("rank")) for shard in shards]
+    ranks = [(shard, rank) for shard, rank in writers if isinstance(rank, int)]
+    if len({rank for _, rank in ranks}) == len(shards):  # some converters write rank 0 into every file
+        for shard, rank in ranks:
             if rank % tp != shard.tp:
                 raise SourceError(
-                    f"{shard.file.path} was written by rank {rank}, which is tensor rank {rank % tp}: the files are swapped"
+                    f"{shard.file.path} was written by rank {rank}, which is tensor rank {rank % tp}: files are swapped"
                 )
 
 
@@ -347,7 +346,7 @@ def write(
         path = root / folder / name / "model_optim_rng.pt"
         head = {"args": Namespace(**merged, rank=rank), "checkpoint_version": 3.0, "iteration": iteration or 0}
         files.append(_file(path, head, by_file[name], dtypes, options.norm))
-    texts = {TRACKER: (str(iteration) if iteration is not None else "release").encode(), FLAGS: _flags(merged).encode()}
+    texts = {TRACKER: (str(iteration) if iteration is not None else "release").encode(), FLAGS: flags(merged).encode()}
     return Target(tuple(files), texts, {})
 
 
@@ -422,26 +421,3 @@ def _new_args(
         "ckpt_format": "torch",
         "use_legacy_models": False,
     }  # fmt: skip
-
-
-def _flags(args: Mapping[str, Any]) -> str:
-    """The flags that Megatron does not take from a checkpoint, not even with --use-checkpoint-args."""
-    flags = [
-        f"--norm-epsilon {args['norm_epsilon']}",
-        f"--make-vocab-size-divisible-by {args['make_vocab_size_divisible_by']}",
-        f"--transformer-impl {args['transformer_impl']}",
-        f"--tensor-model-parallel-size {args['tensor_model_parallel_size']}",
-        f"--pipeline-model-parallel-size {args['pipeline_model_parallel_size']}",
-    ]
-    if args["num_layers_per_virtual_pipeline_stage"]:
-        flags.append(f"--num-layers-per-virtual-pipeline-stage {args['num_layers_per_virtual_pipeline_stage']}")
-    if args["use_rope_scaling"]:
-        flags.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
-    if args["rotary_seq_len_interpolation_factor"]:
-        flags.append(f"--rotary-seq-len-interpolation-factor {args['rotary_seq_len_interpolation_factor']}")
-    if args["qk_layernorm"]:
-        flags.append("--qk-layernorm")
-    if args["window_size"]:
-        flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
-    flags += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
-    return "--use-checkpoint-args\n" + "\n".join(flags) + "\n"

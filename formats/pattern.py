@@ -230,6 +230,7 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
+        """How many coordinates there are."""
         return self.stop - self.start
 
 

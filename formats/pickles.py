@@ -75,8 +75,13 @@ class Opaque:
 
     module = ""
     name = ""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: Any
+    entries: list[Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Opaque:
+        """Remember the arguments."""
         self = object.__new__(cls)
         self.args = args
         self.kwargs = kwargs
@@ -84,16 +89,14 @@ class Opaque:
         self.entries = []
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args: tuple[Any, ...]
-        self.kwargs: dict[str, Any]
-        self.state: Any
-        self.entries: list[Any]
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
     def append(self, entry: Any) -> None:
+        """Remember an element that the pickle appends."""
         self.entries.append(entry)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -153,7 +156,7 @@ def scan(data: bytes, name: str) -> None:
     raise SourceError(f"{name}: the pickle is cut off after {end} bytes")
 
 
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorRef:
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorRef:
     if not isinstance(storage, StorageRef):
         raise SourceError("a tensor in the pickle has no storage")
     numbers = (offset, *shape, *strides)
@@ -162,9 +165,8 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: 
     return TensorRef(storage, offset, tuple(shape), tuple(strides), storage.dtype)
 
 
-def _rebuild_tensor_v3(
-    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
-) -> Any:
+def _rebuild_tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorRef:
+    dtype = rest[2] if len(rest) > 2 else None
     ref = _rebuild_tensor(storage, offset, shape, strides)
     if not isinstance(dtype, Dtype) or dtype.name not in DTYPES:
         raise SourceError(f"a tensor in the pickle has the unknown dtype {dtype!r}")
@@ -174,12 +176,12 @@ def _rebuild_tensor_v3(
 _PLAIN: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): lambda data, *rest: data,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     ("torch", "Size"): lambda sizes=(): tuple(sizes),
     ("torch.serialization", "_get_layout"): lambda name: name,
     ("collections", "OrderedDict"): OrderedDict,
     ("argparse", "Namespace"): Namespace,
-    ("_codecs", "encode"): lambda text, encoding: text.encode("latin1"),
+    ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
     ("builtins", "set"): set,
     ("__builtin__", "set"): set,
 }
@@ -222,7 +224,7 @@ def loads(data: bytes, name: str) -> Any:
         return _Inert(io.BytesIO(data), encoding="latin1").load()
     except SourceError as error:
         raise SourceError(f"{name}: {error}") from None
-    except Exception as error:  # an unpickler meets any error on damaged bytes
+    except Exception as error:  # noqa: BLE001  damaged bytes can raise anything
         raise SourceError(f"{name}: the pickle is damaged ({type(error).__name__}: {str(error)[:120]})") from None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -141,7 +142,7 @@ class Archive:
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         """(offset, bytes) of everything but the storages, given the CRC-32 of each storage by member name."""
-        crcs = {name: zipfile.crc32(content) for name, _, content, _ in self.members if content is not None}
+        crcs = {name: zlib.crc32(content) for name, _, content, _ in self.members if content is not None}
         crcs.update(checksums)
         for name, start, content, size in self.members:
             yield start, _local_header(name, start, crcs[name], size) + (content or b"")
@@ -173,8 +174,8 @@ def plan_archive(value: Any, storages: Mapping[str, int]) -> Archive:
         ("version", b"3\n", 0),
     ]
     members, position = [], 0
-    for name, content, size in contents:
-        size = size if content is None else len(content)
+    for name, content, nbytes in contents:
+        size = nbytes if content is None else len(content)
         members.append((f"archive/{name}", position, content, size))
         position += len(_local_header(f"archive/{name}", position, 0, size)) + size
     return Archive(tuple(members), position)

@@ -1,0 +1,1 @@
+"""The commands of `convert`: one file a section of its help."""

@@ -1,0 +1,117 @@
+"""The commands that read weights to prove something about them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from converters.commands.options import FOLDER, as_json, effort, memory, opened, reading, replicas
+from formats.errors import SourceError, VerificationError
+
+if TYPE_CHECKING:
+    from formats.checkpoint import Checkpoint
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.option("--tensors", is_flag=True, help="Print the digest of every logical tensor too.")
+@reading
+@replicas
+@effort
+@as_json
+def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
+    """A hash of the weights, the same in every format and topology."""
+    from converters.digest import total
+
+    found = _digests(opened(src, options), options, as_json)
+    if as_json:
+        click.echo(json.dumps({"digest": total(found), "tensors": found}, indent=1))
+        return
+    for name in sorted(found) if tensors else ():
+        click.echo(f"{found[name]}  {name}")
+    click.echo(f"{total(found)}  {src}")
+
+
+@click.command()
+@click.argument("out", type=FOLDER)
+@click.argument("src", type=FOLDER, required=False)
+@reading
+@replicas
+@effort
+@as_json
+def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
+    """Check OUT against its manifest, or against SRC in any format."""
+    from converters.digest import MANIFEST, read_manifest, total
+
+    checkpoint = opened(out, options)
+    if src is not None:
+        against, name = _digests(opened(src, options), options, as_json), str(src)
+    else:
+        remembered, name = read_manifest(out), MANIFEST
+        if remembered is None:
+            raise SourceError(f"{out} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC")
+        against = remembered
+    found = _digests(checkpoint, options, as_json)
+    wrong = sorted(tensor for tensor in {*found, *against} if found.get(tensor) != against.get(tensor))
+    if as_json:
+        facts = {"equal": not wrong, "digest": total(found), "against": total(against), "differing": wrong}
+        click.echo(json.dumps(facts, indent=1))
+    if wrong:
+        names = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
+        raise VerificationError(
+            f"{len(wrong)} of {len(against)} tensors of {out} differ from {name}: {names}",
+            f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source",
+        )
+    if not as_json:
+        click.echo(f"{out} equals {name}: {len(found)} tensors\ndigest {total(found)}")
+
+
+@click.command()
+@click.argument("one", type=FOLDER)
+@click.argument("two", type=FOLDER)
+@reading
+@memory
+@as_json
+def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> None:
+    """Compare two checkpoints in any formats; exit 6 when they differ."""
+    from converters.convert import plan_reading
+    from converters.diff import compare
+    from converters.report import Progress, table
+
+    first, second = opened(one, options), opened(two, options)
+    settings = first.spec.differences(second.spec)
+    left, right = plan_reading(first), plan_reading(second)
+    with Progress("comparing", left.nbytes, as_json) as progress:
+        found = compare(left, right, memory, progress.advance)
+    if as_json:
+        tensors = [{"name": d.name, "what": d.what, "elements": d.count, "largest": d.largest} for d in found]
+        facts = {"equal": not settings and not found, "settings": settings, "tensors": tensors}
+        click.echo(json.dumps(facts, indent=1))
+    else:
+        for line in settings:
+            click.echo(f"setting {line}")
+        counts = (f"{d.count} elements differ by up to {d.largest:g}" if d.count else "" for d in found)
+        rows = [(d.name, d.what, count) for d, count in zip(found, counts, strict=True)]
+        click.echo(table(rows, ""), nl=bool(rows))
+    if settings or found:
+        raise VerificationError(
+            f"{one} and {two} differ in {len(settings)} settings and {len(found)} of {len(left.jobs)} tensors"
+        )
+    if not as_json:
+        click.echo(f"{one} and {two} are equal: {len(left.jobs)} tensors, all settings")
+
+
+def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dict[str, str]:
+    """The digest of each logical tensor of a checkpoint."""
+    from converters.convert import plan_reading
+    from converters.engine import Limits, digest_of
+    from converters.report import Progress
+
+    plan = plan_reading(source)
+    limits = Limits(options["threads"], options["memory"], options["replicas"])
+    with Progress("hashing", plan.nbytes, quiet) as progress:
+        return digest_of(plan.jobs, limits, progress.advance)

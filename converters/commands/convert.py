@@ -1,0 +1,138 @@
+"""The commands that write a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from converters.commands.options import FOLDER, Size, opened, reading, topology, writing
+
+if TYPE_CHECKING:
+    from converters.convert import Request
+    from converters.plan import Plan
+
+USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
+USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@topology
+@click.option(
+    "--norm",
+    type=click.Choice(["te", "local"]),
+    default="te",
+    show_default=True,
+    help="Names of the norms: Transformer Engine's or those of the local layers.",
+)
+@click.option(
+    "--make-vocab-size-divisible-by",
+    "multiple",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="The vocabulary is padded to a multiple of this times tp.",
+)
+@click.option("--iteration", type=click.IntRange(1), metavar="N", help="Write iter_N instead of release.")
+@reading
+@writing
+def hf2megatron(src: Path, out: Path, **options: Any) -> None:
+    """Hugging Face folder to Megatron tensor and pipeline shards."""
+    from converters.convert import plan_megatron
+    from formats.megatron import Options
+
+    source = opened(src, options, "huggingface", USE_RESHARD)
+    wanted = Options(options["tp"], options["pp"], options["vpp"], options["norm"], options["multiple"])
+    request = _request(out, options)
+    _convert(plan_megatron(source, request, wanted, options["iteration"]), request, options)
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.option(
+    "--shard-size",
+    type=Size(),
+    help="Size of each safetensors file.  [default: the files that the model once had, else 5GB]",
+)
+@reading
+@writing
+def megatron2hf(src: Path, out: Path, **options: Any) -> None:
+    """Megatron shards to a Hugging Face folder.
+
+    SRC is the run folder, an iter_* folder, or release/.
+    """
+    from converters.convert import plan_huggingface
+
+    source = opened(src, options, "megatron", USE_HF2MEGATRON)
+    request = _request(out, options)
+    _convert(plan_huggingface(source, request, options["shard_size"]), request, options)
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@topology
+@click.option("--norm", type=click.Choice(["te", "local"]), help="Names of the norms.  [default: as in SRC]")
+@click.option(
+    "--make-vocab-size-divisible-by",
+    "multiple",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Vocabulary padding.  [default: as in SRC]",
+)
+@reading
+@writing
+def reshard(src: Path, out: Path, **options: Any) -> None:
+    """Megatron shards to Megatron shards of another topology."""
+    from converters.convert import plan_megatron
+    from formats.megatron import Options
+
+    source = opened(src, options, "megatron", USE_HF2MEGATRON)
+    multiple = options["multiple"] or source.extra["args"].get("make_vocab_size_divisible_by") or 128
+    norm = options["norm"] or source.extra["norm"]
+    iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
+    request = _request(out, options)
+    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple)
+    _convert(plan_megatron(source, request, wanted, iteration), request, options)
+
+
+def _request(out: Path, options: Mapping[str, Any]) -> Request:
+    from converters.convert import Request
+    from converters.engine import Limits
+
+    limits = Limits(options["threads"], options["memory"], options["replicas"])
+    cast = None if options["dtype"] == "keep" else options["dtype"]
+    return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])
+
+
+def _convert(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
+    """Print the plan, or run it and print what came out."""
+    from converters import digest
+    from converters.convert import run
+    from converters.report import size
+    from converters.show import plan_lines, plan_record
+
+    record = plan_record(plan)
+    if options["dry_run"]:
+        click.echo(json.dumps(record, indent=1) if options["as_json"] else "\n".join(plan_lines(plan)))
+        return
+    for note in record["notes"]:
+        click.echo(f"note: {note}", err=True)
+    began = time.monotonic()
+    digests = run(plan, request)
+    seconds, total = time.monotonic() - began, digest.total(digests)
+    if options["as_json"]:
+        facts = {"out": str(request.out), "digest": total, "tensors": len(digests), "bytes": plan.nbytes}
+        click.echo(json.dumps(facts | {"seconds": round(seconds, 3), "verified": request.verify}))
+        return
+    checked = "read back and equal" if request.verify else "not read back"
+    click.echo(f"{request.out}: {len(digests)} tensors, {size(plan.nbytes)} in {seconds:.1f} s, {checked}")
+    click.echo(f"digest {total}")

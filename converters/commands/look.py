@@ -1,0 +1,91 @@
+"""The commands that look at a checkpoint or a layout. They read headers only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from converters.commands.options import FOLDER, as_json, dtype, opened, reading, topology
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.option("--tensors", is_flag=True, help="List every physical tensor.")
+@reading
+@as_json
+def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
+    """What a checkpoint is: format, family, topology, sizes, files."""
+    from converters.show import inspect_lines, inspect_record
+
+    source = opened(src, options)
+    click.echo(
+        json.dumps(inspect_record(source, tensors), indent=1) if as_json else "\n".join(inspect_lines(source, tensors))
+    )
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.option("--to", type=click.Choice(["megatron", "huggingface"]), required=True, help="The format to plan for.")
+@topology
+@dtype
+@click.option("--blocks", is_flag=True, help="List every strided block.")
+@reading
+@as_json
+def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> None:
+    """What a conversion would do: coverage, changes, files, blocks."""
+    from converters.convert import Request, plan_huggingface, plan_megatron
+    from converters.show import block_lines, plan_lines, plan_record
+    from formats.megatron import Options
+
+    source = opened(src, options)
+    request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
+    if to == "megatron":
+        planned = plan_megatron(source, request, Options(options["tp"], options["pp"], options["vpp"]), None)
+    else:
+        planned = plan_huggingface(source, request, None)
+    click.echo(json.dumps(plan_record(planned), indent=1) if as_json else "\n".join(plan_lines(planned)))
+    for line in block_lines(planned) if blocks else ():
+        click.echo(line)
+
+
+@click.command()
+@click.argument("format_name", metavar="FORMAT")
+@click.argument("key", default="")
+@click.option("--model", type=FOLDER, metavar="SRC", help="Draw the sizes of this checkpoint.  [default: Llama-3 8B]")
+@click.option("--tp", type=click.IntRange(1), default=2, show_default=True, help="Tensor parallel size.")
+def explain(format_name: str, key: str, model: Path | None, tp: int) -> None:
+    """Draw a layout: `convert explain megatron linear_qkv`.
+
+    KEY is any part of a key. Without it, the rules of the format are listed.
+    """
+    from converters.explain import EXAMPLE, draw, matching, tables
+    from converters.report import table
+    from formats.registry import open_checkpoint
+
+    if not key:
+        for name, rules in tables(format_name).items():
+            rows = ((rule.key, rule.pattern.text, " ".join(sorted(rule.conditions))) for rule in rules)
+            click.echo(f"{name}\n{table(rows)}\n")
+        return
+    spec = open_checkpoint(model).spec if model else EXAMPLE
+    for name, rule in matching(format_name, key):
+        click.echo(f"{name}: " + "\n".join(draw(rule, spec, tp)) + "\n")
+
+
+@click.command()
+@as_json
+def formats(as_json: bool) -> None:
+    """Which formats and model families there are."""
+    from converters.report import table
+    from formats.families import FAMILIES
+    from formats.registry import FORMATS
+
+    if as_json:
+        families = {family.name: family.architecture for family in FAMILIES.values()}
+        click.echo(json.dumps({"formats": dict(FORMATS), "families": families}, indent=1))
+        return
+    click.echo("formats (each is read and written)\n" + table(FORMATS.items()))
+    click.echo("families\n" + table((family.name, family.architecture) for family in FAMILIES.values()))

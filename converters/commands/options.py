@@ -1,0 +1,111 @@
+"""The options that several commands share, and how a command opens its source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from formats.checkpoint import Checkpoint
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+FOLDER = click.Path(path_type=Path)
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """Bytes, such as 5GB or 64MiB."""
+
+    name = "size"
+    units: Mapping[str, int] = {
+        "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+    }  # fmt: skip
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse a size."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(value))
+        if match is None or match[2].upper() not in self.units or float(match[1]) <= 0:
+            self.fail(f"{value!r} is no size such as 5GB or 64MiB", param, ctx)
+        return int(float(match[1]) * self.units[match[2].upper()])
+
+
+def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Several options as one decorator."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+reading = together(
+    click.option("--vocab-size", type=click.IntRange(1), metavar="N",
+                 help="True vocabulary, where the checkpoint only knows a padded one."),
+    click.option("--config", type=FOLDER, metavar="BASE",
+                 help="Hugging Face folder (or config.json) that belongs to the weights."),
+    click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
+                 help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000."),
+)  # fmt: skip
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+memory = click.option("--memory", type=Size(), default="16MiB", show_default=True, help="All buffers together.")
+effort = together(
+    click.option("-j", "--threads", type=click.IntRange(1, 256), default=2, show_default=True,
+                 help="Tensors at a time."),
+    memory,
+)  # fmt: skip
+replicas = click.option(
+    "--replicas", type=click.Choice(["verify", "first", "mean"]), default="verify", show_default=True,
+    help="Further copies of a tensor: compare, ignore, or average in float32.",
+)  # fmt: skip
+dtype = click.option(
+    "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), default="keep", show_default=True,
+    help="Cast floating point weights.",
+)  # fmt: skip
+topology = together(
+    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel size."),
+    click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline parallel size."),
+    click.option("--vpp", type=click.IntRange(1), default=1, show_default=True,
+                 help="Virtual pipeline chunks of each stage."),
+)  # fmt: skip
+writing = together(
+    dtype,
+    replicas,
+    click.option("-n", "--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    click.option("--force", is_flag=True, help="Replace OUT if it exists."),
+    click.option("--verify/--no-verify", default=True, show_default=True,
+                 help="Read OUT back and compare before it is published."),
+    effort,
+    click.option("-q", "--quiet", is_flag=True, help="No progress."),
+    as_json,
+)  # fmt: skip
+
+
+def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: str = "") -> Checkpoint:
+    """Open the checkpoint that a command was given.
+
+    Args:
+        path: its folder.
+        options: those of `reading`.
+        wanted: the format that the command reads; empty for any.
+        instead: what to do with another one.
+    """
+    from formats.checkpoint import Settings
+    from formats.registry import open_checkpoint
+    from formats.spec import parse_settings
+
+    config = options["config"]
+    if config is not None and not config.exists():
+        raise UsageError(f"--config {config} does not exist")
+    source = open_checkpoint(path, Settings(options["vocab_size"], parse_settings(options["settings"]), config))
+    if wanted and source.format != wanted:
+        raise UsageError(f"{path} is a {source.format} checkpoint, this command reads {wanted}", instead)
+    return source

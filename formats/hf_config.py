@@ -1,0 +1,113 @@
+"""The config.json of transformers 4 and 5: which key is which setting.
+
+What has no key in the table is residue: it stays in the file that travels with the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import UnsupportedError
+from formats.families import Family, family_named
+from formats.spec import ModelSpec, checked
+
+HUGGINGFACE = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+"""Setting: config key. rope_theta, rope_scaling and sliding_window have rules of their own, below."""
+
+
+def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> ModelSpec:
+    """Read a config.json of transformers 4 or 5.
+
+    Args:
+        config: the parsed file.
+        settings: values that overrule it.
+        where: what to call the file in an error.
+
+    Raises:
+        SourceError: a setting is missing.
+        UnsupportedError: the model computes something that has no layout here.
+    """
+    family = family_named(str(config.get("model_type")), where)
+    for key in ("quantization_config", "text_config"):
+        if config.get(key):
+            raise UnsupportedError(f"{where}: models with a {key} are not supported")
+    for key, only in family.requires.items():
+        value = config.get(key, only)
+        if value != only:
+            raise UnsupportedError(f"{where}: {key} = {value!r} is not supported for {family.name}, only {only!r}")
+    layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
+    if layer_types:
+        raise UnsupportedError(
+            f"{where}: layers of type {', '.join(sorted(layer_types))} are not supported for {family.name}"
+        )
+    notes: list[str] = []
+
+    def get(key: str, fallback: Any = None) -> Any:
+        if config.get(key) is not None or fallback is None:
+            return config.get(key)
+        notes.append(f"{key} = {fallback} (not in {where}: the default of transformers for {family.name})")
+        return fallback
+
+    values: dict[str, Any] = {"family": family.name}
+    values |= {name: config.get(key) for name, key in HUGGINGFACE.items()}
+    heads, hidden = values["heads"], values["hidden"]
+    if isinstance(heads, int) and isinstance(hidden, int) and heads:
+        values["kv_heads"] = get("num_key_value_heads", heads)
+        values["head_dim"] = config.get("head_dim") or (family.head_dim or hidden // heads)
+    values["tied"] = get("tie_word_embeddings", False) or False
+    values["rope_theta"], values["rope_scaling"] = _rope(config, family, get, where)
+    values["sliding_window"] = None
+    if family.window:
+        values["sliding_window"] = config.get(family.window, family.window_default)
+        if family.window not in config:
+            notes.append(f"{family.window} = {family.window_default} (not in {where}: the default of transformers)")
+    return checked(values | {"notes": tuple(notes)} | dict(settings), where)
+
+
+def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tuple[Any, dict[str, Any] | None]:
+    """rope_theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedError(f"{where}: rotary settings that differ between layers are not supported")
+    theta = parameters.pop("rope_theta", None) or get("rope_theta", family.rope_theta)
+    old_type = parameters.pop("type", "default")
+    rope_type = parameters.pop("rope_type", old_type)
+    if parameters.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise UnsupportedError(f"{where}: partial_rotary_factor is not supported for {family.name}")
+    return theta, None if rope_type == "default" else {"rope_type": rope_type, **parameters}
+
+
+def to_huggingface(spec: ModelSpec, base: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json for a spec: `base` with every setting that differs put in its place.
+
+    With an empty base the spelling is that of transformers 4, which version 5 reads too.
+    """
+    family = family_named(spec.family)
+    config = dict(base) or {"architectures": [family.architecture], "model_type": family.name, **family.requires}
+    for name, key in HUGGINGFACE.items():
+        if config.get(key) != getattr(spec, name):
+            config[key] = getattr(spec, name)
+    if family.window:
+        config[family.window] = spec.sliding_window
+    known = from_huggingface(config, {}, "the new config") if base else None
+    if known is None or (known.rope_theta, known.rope_scaling) != (spec.rope_theta, spec.rope_scaling):
+        if "rope_parameters" in config:
+            config["rope_parameters"] = {
+                "rope_theta": spec.rope_theta,
+                **(spec.rope_scaling or {"rope_type": "default"}),
+            }
+        else:
+            config["rope_theta"], config["rope_scaling"] = spec.rope_theta, spec.rope_scaling
+    return config

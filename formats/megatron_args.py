@@ -1,0 +1,203 @@
+"""The `args` of a Megatron checkpoint: which argument is which setting, and which have no counterpart.
+
+An argument that changes what a model computes and has no counterpart is refused, never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import RefusedError, UnsupportedError
+from formats.families import FAMILIES, family_named
+from formats.spec import ModelSpec, checked
+
+MEGATRON = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "ffn": "ffn_hidden_size",
+    "max_positions": "max_position_embeddings",
+    "norm_epsilon": "layernorm_epsilon norm_epsilon",
+    "rope_theta": "rotary_base",
+}
+"""Setting: argument and its older spellings (megatron/training/arguments.py at 0.18 and at d98e8a64)."""
+
+MEGATRON_ONLY = {
+    "swiglu": (True,),
+    "normalization": ("RMSNorm",),
+    "position_embedding_type": ("rope",),
+    "add_bias_linear": (False,),
+    "disable_bias_linear": (True,),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "apply_layernorm_1p": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "squared_relu": (False,),
+    "quick_geglu": (False,),
+    "qk_l2_norm": (False,),
+    "attention_output_gate": (False,),
+    "multi_latent_attention": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "softmax_type": ("vanilla",),
+    "no_rope_freq": (None,),
+    "window_attn_skip_freq": (None,),
+    "num_experts": (None,),
+    "mtp_num_layers": (None, 0),
+    "linear_attention_freq": (None,),
+    "experimental_attention_variant": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "is_hybrid_model": (False,),
+    "use_mup": (False,),
+}
+"""Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
+
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core fixes of the llama3 rope scaling (models/common/embeddings/rotary_pos_embedding.py, 0.16.1)."""
+
+
+def from_megatron(
+    args: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None, where: str
+) -> ModelSpec:
+    """Read the `args` of a Megatron checkpoint.
+
+    Args:
+        args: the attributes of the namespace.
+        settings: values that overrule it.
+        base: the spec of the Hugging Face config that travels with the checkpoint, if there is one.
+        where: what to call the file in an error.
+
+    Raises:
+        SourceError: a setting is missing.
+        UnsupportedError: the model computes something that has no layout here.
+        RefusedError: args and config contradict each other.
+    """
+    for name, allowed in MEGATRON_ONLY.items():
+        if (
+            name in args
+            and args[name] not in allowed
+            and not (name == "position_embedding_type" and args.get("use_rotary_position_embeddings"))
+        ):
+            raise UnsupportedError(f"{where}: {name} = {args[name]!r} is not supported, only {allowed[0]!r}")
+    values: dict[str, Any] = {}
+    for setting, names in MEGATRON.items():
+        values[setting] = next((args[name] for name in names.split() if args.get(name) is not None), None)
+    if not args.get("group_query_attention") or values["kv_heads"] is None:
+        values["kv_heads"] = values["heads"]
+    if values["head_dim"] is None and isinstance(values["hidden"], int) and values["heads"]:
+        values["head_dim"] = values["hidden"] // values["heads"]
+    untied = args.get("untie_embeddings_and_output_weights")
+    values["tied"] = None if untied is None else not untied
+    window = args.get("window_size")
+    values["sliding_window"] = window[0] + 1 if window and window[0] >= 0 else None
+    values["rope_scaling"] = _megatron_rope(args)
+    values["vocab"] = base.vocab if base else args.get("vocab_size") or None
+    values |= dict(settings)
+    facts = (bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")), values["sliding_window"] is not None)
+    values["family"] = _family(facts, base, where)
+    notes = []
+    if base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
+        notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")
+        values["max_positions"] = base.max_positions
+    spec = checked(values | {"notes": tuple(notes)}, where)
+    if base:
+        differences = [line for line in spec.differences(base) if line.partition(":")[0] not in settings]
+        if differences:
+            raise RefusedError(
+                f"{where} and its config contradict each other (args | config): {'; '.join(differences)}",
+                "decide with --set NAME=VALUE, or give the right config with --config",
+            )
+    return spec
+
+
+def _megatron_rope(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    if args.get("use_rope_scaling"):
+        return {"rope_type": "llama3", "factor": float(args.get("rope_scaling_factor") or 8.0), **LLAMA3_SCALING}
+    if args.get("rotary_seq_len_interpolation_factor"):
+        return {"rope_type": "linear", "factor": float(args["rotary_seq_len_interpolation_factor"])}
+    return None
+
+
+def _family(facts: tuple[bool, bool, bool], base: ModelSpec | None, where: str) -> str:
+    """The family with these facts: (bias on query, key and value; norms on query and key; sliding window)."""
+    fitting = [family.name for family in FAMILIES.values() if family.fits(*facts)]
+    if base and base.family in fitting:
+        return base.family
+    if base:
+        raise RefusedError(
+            f"{where} describes a model like {' or '.join(fitting) or 'none known'}, its config a {base.family}"
+        )
+    if not fitting:
+        raise UnsupportedError(
+            f"{where}: no known family has this combination of biases, query/key norms and sliding window"
+        )
+    return fitting[0]
+
+
+def to_megatron(spec: ModelSpec) -> dict[str, Any]:
+    """The model settings of a Megatron namespace, with both spellings where two exist.
+
+    Raises:
+        RefusedError: Megatron has no such rotary embedding.
+    """
+    facts = family_named(spec.family)
+    args: dict[str, Any] = {
+        name: getattr(spec, setting) for setting, names in MEGATRON.items() for name in names.split()
+    }
+    args |= {name: allowed[0] for name, allowed in MEGATRON_ONLY.items()}
+    args |= {
+        "rotary_base": int(spec.rope_theta) if spec.rope_theta == int(spec.rope_theta) else spec.rope_theta,
+        "group_query_attention": spec.kv_heads != spec.heads,
+        "use_rotary_position_embeddings": False,
+        "add_position_embedding": True,
+        "untie_embeddings_and_output_weights": not spec.tied,
+        "add_qkv_bias": facts.qkv_bias,
+        "qk_layernorm": facts.qk_norm,
+        "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
+        "seq_length": spec.max_positions,
+        "vocab_size": spec.vocab,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_rope_scaling": False,
+        "rope_scaling_factor": 8.0,
+        "rotary_seq_len_interpolation_factor": None,
+    }
+    scaling = dict(spec.rope_scaling or {})
+    match scaling.pop("rope_type", None):
+        case None:
+            pass
+        case "llama3" if {name: scaling.get(name) for name in LLAMA3_SCALING} == LLAMA3_SCALING:
+            args |= {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+        case "linear" if float(scaling["factor"]).is_integer():
+            args["rotary_seq_len_interpolation_factor"] = int(scaling["factor"])
+        case kind:
+            raise RefusedError(
+                f"Megatron has no rope scaling {kind} with {scaling}",
+                f"it knows llama3 with {LLAMA3_SCALING}, and linear with a whole factor",
+            )
+    return args
+
+
+def flags(args: Mapping[str, Any]) -> str:
+    """The flags that Megatron does not take from a checkpoint, not even with --use-checkpoint-args."""
+    flags = [
+        f"--norm-epsilon {args['norm_epsilon']}",
+        f"--make-vocab-size-divisible-by {args['make_vocab_size_divisible_by']}",
+        f"--transformer-impl {args['transformer_impl']}",
+        f"--tensor-model-parallel-size {args['tensor_model_parallel_size']}",
+        f"--pipeline-model-parallel-size {args['pipeline_model_parallel_size']}",
+    ]
+    if args["num_layers_per_virtual_pipeline_stage"]:
+        flags.append(f"--num-layers-per-virtual-pipeline-stage {args['num_layers_per_virtual_pipeline_stage']}")
+    if args["use_rope_scaling"]:
+        flags.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
+    if args["rotary_seq_len_interpolation_factor"]:
+        flags.append(f"--rotary-seq-len-interpolation-factor {args['rotary_seq_len_interpolation_factor']}")
+    if args["qk_layernorm"]:
+        flags.append("--qk-layernorm")
+    if args["window_size"]:
+        flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
+    flags += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
+    return "--use-checkpoint-args\n" + "\n".join(flags) + "\n"

@@ -1,0 +1,477 @@
+"""Judge: does a Megatron "classic" checkpoint hold the same model as a Hugging Face folder?
+
+The real megatron-core (0.16.1, local layer spec, CPU, gloo) is built from the Hugging Face config alone,
+loads the checkpoint with strict=True and must give the logits of transformers. What the checkpoint's `args`
+claim is compared with the Hugging Face config as well. Exit status 0 means that everything agrees.
+
+    torchrun --nproc-per-node TP*PP megatron_judge.py MEGATRON_DIR HF_DIR [--tp N --pp N --vpp N ...]
+
+Line numbers in the docstrings are those of megatron-core 0.16.1, relative to megatron/core/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import os
+import re
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+warnings.filterwarnings("ignore")  # megatron-core announces every missing accelerator package
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import megatron.core.tensor_parallel.random as megatron_random
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging
+
+FILE = "model_optim_rng.pt"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+StateDict = dict[str, Any]
+
+
+class JudgementError(Exception):
+    """The checkpoint or the Hugging Face folder cannot be judged, or they differ."""
+
+
+class CpuForCuda(TorchFunctionMode):
+    """Gives the CPU to calls that name the cuda device: the masks of transformer/utils.py:35 and :40."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def patch_for_cpu() -> None:
+    """Replace the CUDA calls that megatron-core makes even when nothing is on a GPU.
+
+    current_device: models/common/embeddings/rotary_pos_embedding.py:162.
+    fork, for dropout even when it is 0: tensor_parallel/random.py:243.
+    cuda() of a tied head, while building: models/common/language_module/language_module.py:244.
+    """
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    megatron_random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+
+
+class Topology(NamedTuple):
+    """How the checkpoint is cut. `vpp` is None without virtual chunks, as in megatron-core."""
+
+    tp: int
+    pp: int
+    vpp: int | None
+    uneven: dict[str, Any]  # TransformerConfig's fields for uneven pipelines: transformer_config.py:62-100
+
+    @classmethod
+    def read(cls, claims: argparse.Namespace, options: argparse.Namespace) -> Topology:
+        """The command line first, then what the file's args say."""
+
+        def pick(option: int | None, name: str, default: Any = None) -> Any:
+            return option if option is not None else getattr(claims, name, default)
+
+        pp = pick(options.pp, "pipeline_model_parallel_size", 1)
+        vpp = pick(options.vpp, "virtual_pipeline_model_parallel_size")
+        layout = pick(None, "pipeline_model_parallel_layout")
+        if isinstance(layout, str) and vpp is None:
+            vpp = PipelineParallelLayerLayout.get_num_stages_from_str(layout) // pp
+        uneven = {
+            "num_layers_in_first_pipeline_stage": pick(options.first, "decoder_first_pipeline_num_layers"),
+            "num_layers_in_last_pipeline_stage": pick(options.last, "decoder_last_pipeline_num_layers"),
+            "pipeline_model_parallel_layout": layout,
+        }
+        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+            uneven[name] = pick(None, name, False)
+        tp = pick(options.tp, "tensor_model_parallel_size", 1)
+        return cls(tp, pp, vpp if vpp and vpp > 1 else None, uneven)
+
+    def folder(self, tp_rank: int, pp_rank: int) -> str:
+        """mp_rank_KK without a pipeline, mp_rank_KK_PPP with one."""
+        return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if self.pp > 1 else "")
+
+    def chunks(self) -> list[str]:
+        """The file's model keys: `model`, or `model0`, `model1`, ... with virtual chunks."""
+        return ["model"] if self.vpp is None else [f"model{i}" for i in range(self.vpp)]
+
+
+def iteration_folder(root: Path) -> Path:
+    """The folder of mp_rank_* folders that `root` means: itself, or what its tracker names."""
+    tracker = root / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return root
+    word = tracker.read_text().strip()
+    return root / ("release" if word == "release" else f"iter_{int(word):07d}")
+
+
+def load_file(folder: Path) -> dict[str, Any]:
+    """One rank's checkpoint file, by plain torch.load."""
+    return torch.load(folder / FILE, map_location="cpu", weights_only=False, mmap=True)
+
+
+def check_folders(folder: Path, topology: Topology) -> None:
+    """Exactly one folder for each (tensor rank, pipeline rank)."""
+    found = {p.parent.name for p in folder.glob(f"mp_rank_*/{FILE}")}
+    wanted = {topology.folder(k, p) for k in range(topology.tp) for p in range(topology.pp)}
+    if found != wanted:
+        raise JudgementError(f"folders found {sorted(found)}, expected {sorted(wanted)}")
+
+
+def window_fields(c: PreTrainedConfig) -> dict[str, Any]:
+    """The sliding window as TransformerConfig fields, empty without one.
+
+    Hugging Face sees W positions with the query's own (masking_utils.py, sliding_window_overlay: kv > q - W),
+    megatron-core `left` and the query's own (transformer/utils.py:38: kv >= q - left), hence left = W - 1.
+    Layers with full attention are the zeros of window_attn_skip_freq (transformer/utils.py:451).
+    """
+    window, layers = getattr(c, "sliding_window", None), getattr(c, "layer_types", None)
+    if not window or (layers and "sliding_attention" not in layers):
+        return {}
+    fields: dict[str, Any] = {"window_size": (window - 1, 0)}
+    if layers and set(layers) != {"sliding_attention"}:
+        fields["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in layers]
+    return fields
+
+
+def rope_arguments(c: PreTrainedConfig) -> dict[str, Any]:
+    """GPTModel's rotary arguments; the other llama3 numbers are fixed: rotary_pos_embedding.py:92-99."""
+    rope = dict(c.rope_parameters)
+    kind, base = rope.get("rope_type", "default"), float(rope["rope_theta"])
+    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0 or kind not in ("default", "llama3"):
+        raise JudgementError(f"rope parameters {rope} are beyond this judge")
+    if kind == "default":
+        return {"rotary_base": base}
+    if wrong := {k: rope.get(k) for k, v in LLAMA3_FIXED.items() if rope.get(k) != v}:
+        raise JudgementError(f"megatron-core fixes {LLAMA3_FIXED}, the model has {wrong}")
+    return {"rotary_base": base, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
+    """What describes the model under the same name in TransformerConfig and in a checkpoint's args."""
+    if c.model_type not in FAMILIES or c.hidden_act != "silu":
+        raise JudgementError(f"model_type {c.model_type!r} with {c.hidden_act!r} is beyond this judge")
+    if getattr(c, "attention_bias", False) or getattr(c, "mlp_bias", False):
+        raise JudgementError("attention_bias and mlp_bias are beyond this judge")
+    return {
+        "num_layers": c.num_hidden_layers,
+        "hidden_size": c.hidden_size,
+        "ffn_hidden_size": c.intermediate_size,
+        "num_attention_heads": c.num_attention_heads,
+        "num_query_groups": c.num_key_value_heads,
+        "kv_channels": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "layernorm_epsilon": c.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "add_qkv_bias": c.model_type == "qwen2",
+        "qk_layernorm": c.model_type == "qwen3",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's configuration of a Hugging Face model, with all kernel fusions off (the default)."""
+    return TransformerConfig(
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp,
+        **model_fields(c),
+        **window_fields(c),
+        **topology.uneven,
+    )
+
+
+def padded_vocabulary(c: PreTrainedConfig, topology: Topology, claims: argparse.Namespace) -> int:
+    """Rows of the padded vocabulary; Megatron-LM pads to a multiple of make_vocab_size_divisible_by * TP."""
+    unit = getattr(claims, "make_vocab_size_divisible_by", None)
+    if unit is None:
+        return getattr(claims, "padded_vocab_size", c.vocab_size)
+    return -(-c.vocab_size // (unit * topology.tp)) * unit * topology.tp
+
+
+def expected_claims(
+    c: PreTrainedConfig, topology: Topology, dtype: torch.dtype, padded: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What args must say, and what args must say if they say anything."""
+    rope = rope_arguments(c)
+    required = model_fields(c) | {
+        "rotary_base": rope["rotary_base"],
+        "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
+        "swiglu": True,
+        "padded_vocab_size": padded,
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+    }
+    optional = {
+        "add_bias_linear": required.pop("add_bias_linear"),
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": "rope_scaling" in rope,
+        "apply_layernorm_1p": False,
+        "layernorm_zero_centered_gamma": False,
+        "window_size": window_fields(c).get("window_size"),
+        "decoder_first_pipeline_num_layers": topology.uneven["num_layers_in_first_pipeline_stage"],
+        "decoder_last_pipeline_num_layers": topology.uneven["num_layers_in_last_pipeline_stage"],
+        "params_dtype": dtype,
+    }
+    if "rope_scaling" in rope:
+        optional["rope_scaling_factor"] = rope["rope_scaling_factor"]
+    return required, optional
+
+
+def claim_failures(claims: argparse.Namespace, required: dict[str, Any], optional: dict[str, Any]) -> list[str]:
+    """One line per attribute of args that is absent or says something else."""
+    said = dict(vars(claims))
+    if said.get("group_query_attention") is False:  # Megatron-LM then ignores num_query_groups, 1 by default
+        said["num_query_groups"] = said.get("num_attention_heads")
+    if isinstance(said.get("window_size"), list):
+        said["window_size"] = tuple(said["window_size"])
+    wrong = {n: v for n, v in (required | optional).items() if n in said and said[n] != v}
+    absent = [f"args.{n} is absent, expected {v!r}" for n, v in required.items() if n not in said]
+    return absent + [f"args.{n} is {said[n]!r}, expected {v!r}" for n, v in wrong.items()]
+
+
+def build_chunks(c: PreTrainedConfig, config: TransformerConfig, padded: int) -> list[GPTModel]:
+    """This rank's real GPTModels, one per virtual chunk (models/gpt/gpt_model.py:88), in the file's dtype.
+
+    The local spec makes its norms in float32 whatever params_dtype says (transformer/torch_norm.py), so all
+    is cast afterwards, as the framework does by Float16Module (transformer/module.py:440).
+    """
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    vpp = config.virtual_pipeline_model_parallel_size
+    return [
+        GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=padded,
+            max_sequence_length=c.max_position_embeddings,
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            parallel_output=False,
+            share_embeddings_and_output_weights=c.tie_word_embeddings,
+            position_embedding_type="rope",
+            vp_stage=stage,
+            **rope_arguments(c),
+        ).to(config.params_dtype)
+        for stage in ([None] if vpp is None else range(vpp))
+    ]
+
+
+def from_te_names(state: StateDict) -> StateDict:
+    """Rename the norms of a Transformer Engine checkpoint to the local spec's names.
+
+    The pairs are megatron-core's own: sharded_state_dict_keys_map, models/gpt/gpt_layer_specs.py:417.
+    """
+    pairs = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+    renamed = {}
+    for old, value in state.items():
+        key = old
+        for local, te in pairs.items():
+            if re.search(rf"layers\.\d+\.{re.escape(local)}", key):
+                raise JudgementError(f"{key} is a local name, --norm te expects {te}*")
+            key = re.sub(rf"(layers\.\d+\.){re.escape(te)}", rf"\g<1>{local}", key)
+        renamed[key] = value
+    return renamed
+
+
+def load_chunks(chunks: list[GPTModel], stored: dict[str, Any], names: list[str], norm: str) -> list[str]:
+    """Load every chunk with strict=True; the model must then hold each tensor bit for bit, in its dtype."""
+    present = [key for key in stored if re.fullmatch(r"model\d*", key)]
+    if set(present) != set(names):
+        return [f"the file holds {present}, expected {names}"]
+    failures = []
+    for chunk, name in zip(chunks, names, strict=True):
+        try:
+            state = from_te_names(stored[name]) if norm == "te" else dict(stored[name])
+            chunk.load_state_dict(state, strict=True)
+        except (JudgementError, RuntimeError) as error:
+            failures.append(f"{name}: {error}")
+            continue
+        held = chunk.state_dict()
+        failures += [
+            f"{name}: {key} changes when loaded ({value.dtype} becomes {held[key].dtype})"
+            for key, value in state.items()
+            if isinstance(held[key], torch.Tensor)
+            and (held[key].dtype != value.dtype or not torch.equal(held[key], value))
+        ]
+    return failures
+
+
+def vocabulary_failures(stored: dict[str, Any], topology: Topology) -> list[str]:
+    """args.padded_vocab_size against the rows that the file really has."""
+    lines = []
+    for name in topology.chunks():
+        for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            rows = len(stored.get(name, {}).get(key, ())) * topology.tp
+            if rows and rows != getattr(stored["args"], "padded_vocab_size", None):
+                lines.append(f"args.padded_vocab_size is not the {rows} rows of {key}")
+    return lines
+
+
+def save_real(out: Path, chunks: list[GPTModel], topology: Topology, claims: argparse.Namespace) -> None:
+    """Write what the real model holds, as the framework would (state_dict_for_save_checkpoint, module.py:44).
+
+    The norms have the local spec's names, also after --norm te.
+    """
+    ranks = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
+    folder = out / "iter_0000007" / topology.folder(*ranks)
+    folder.mkdir(parents=True, exist_ok=True)
+    states = [chunk.state_dict_for_save_checkpoint() for chunk in chunks]
+    content = {"args": claims, "checkpoint_version": 3.0, "iteration": 7}
+    torch.save(content | dict(zip(topology.chunks(), states, strict=True)), folder / FILE)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (out / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def token_ids(c: PreTrainedConfig) -> torch.Tensor:
+    """Two random sequences, longer than the sliding window where there is a small one."""
+    window = window_fields(c).get("window_size", (0, 0))[0] + 1
+    length = window + 16 if window <= 512 else 17
+    return torch.randint(0, c.vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def pipeline_forward(chunks: list[GPTModel], ids: torch.Tensor) -> torch.Tensor | None:
+    """Chunk 0 through all stages, then chunk 1, ...; logits on the last stage, None elsewhere.
+
+    Without a mask megatron-core makes its own, causal or windowed: fusions/fused_softmax.py:321-327.
+    Between stages travel hidden states [sequence, batch, hidden].
+    """
+    positions = torch.arange(ids.shape[1])[None].expand_as(ids)
+    y = None
+    for chunk in chunks:
+        if not chunk.pre_process:
+            x = torch.empty(ids.shape[1], ids.shape[0], chunk.config.hidden_size)
+            dist.recv(x, src=ps.get_pipeline_model_parallel_prev_rank())
+            chunk.set_input_tensor(x)
+        with CpuForCuda():
+            y = chunk(ids, positions, None)
+        if not chunk.post_process:
+            dist.send(y.contiguous(), dst=ps.get_pipeline_model_parallel_next_rank())
+            y = None
+    return y
+
+
+def hugging_face_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """The logits of transformers in float32 with eager attention; incomplete folders are refused."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    if faults := {name: list(keys) for name, keys in info.items() if keys}:
+        raise JudgementError(f"{folder} does not load cleanly: {faults}")
+    return model.eval()(ids).logits
+
+
+def compare_logits(ours: torch.Tensor, theirs: torch.Tensor, atol: float) -> list[str]:
+    """Print the difference on the true vocabulary; a failure when it is more than atol or not a number."""
+    difference = (ours[..., : theirs.shape[-1]] - theirs).abs().max().item()
+    print(f"max abs logit difference {difference:.3g} of max {theirs.abs().max().item():.3g}", flush=True)
+    return [] if difference <= atol else [f"logit difference {difference:.3g} > {atol:g}"]
+
+
+def agree(failures: list[str]) -> None:
+    """Collect every rank's failures; all ranks end when any has one, so that none waits for another."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, failures)
+    lines = [f"rank {rank}: {line}" for rank, found in enumerate(gathered) for line in found]
+    if lines and dist.get_rank() == 0:
+        print("FAILED", *lines, sep="\n", file=sys.stderr, flush=True)
+    dist.barrier()  # torchrun ends the others as soon as one ends: rank 0 must have printed
+    if lines:
+        sys.exit(1)
+
+
+def start_groups(topology: Topology) -> None:
+    """megatron-core's process groups (rank = pp * TP + tp), none of which waits longer than a minute."""
+    if dist.get_world_size() != topology.tp * topology.pp:
+        raise JudgementError(f"{dist.get_world_size()} processes for TP {topology.tp} x PP {topology.pp}")
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp,
+        distributed_timeout_minutes=1,
+    )
+
+
+@torch.no_grad()
+def judge(options: argparse.Namespace) -> None:
+    """Everything above in order; ends every rank when anything is wrong."""
+    folder = iteration_folder(options.megatron)
+    files = sorted(folder.glob(f"mp_rank_*/{FILE}"))
+    if not files:
+        raise JudgementError(f"no mp_rank_*/{FILE} in {folder}")
+    topology = Topology.read(load_file(files[0].parent)["args"], options)
+    check_folders(folder, topology)
+    c = AutoConfig.from_pretrained(options.hf)
+    start_groups(topology)
+    ranks = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
+    stored = load_file(folder / topology.folder(*ranks))
+    tensors = [t for name in topology.chunks() for t in stored.get(name, {}).values()]
+    dtype = next((t.dtype for t in tensors if isinstance(t, torch.Tensor)), torch.float32)
+    padded = padded_vocabulary(c, topology, stored["args"])
+    failures = claim_failures(stored["args"], *expected_claims(c, topology, dtype, padded))
+    failures += vocabulary_failures(stored, topology)
+    chunks = build_chunks(c, transformer_config(c, topology, dtype), padded)
+    agree(failures + load_chunks(chunks, stored, topology.chunks(), options.norm))
+    if options.save:
+        save_real(options.save, chunks, topology, stored["args"])
+    ids, failures = token_ids(c), []
+    logits = pipeline_forward([chunk.float().eval() for chunk in chunks], ids)
+    if logits is not None and ranks[0] == 0:
+        failures = compare_logits(logits, hugging_face_logits(options.hf, ids), options.atol)
+    agree(failures)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("megatron", type=Path, help="run root with a tracker, or an iter_*/release folder")
+    parser.add_argument("hf", type=Path, help="Hugging Face folder")
+    for name in ("tp", "pp", "vpp", "first", "last"):
+        parser.add_argument(f"--{name}", type=int, help="default: what the file's args say")
+    parser.add_argument("--norm", choices=("local", "te"), default="local", help="the file's norm names")
+    parser.add_argument("--save", type=Path, help="write back what the real model holds")
+    parser.add_argument("--atol", type=float, default=1e-4)
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds until the process ends itself")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Exit status 0 when the checkpoints agree, 1 when not."""
+    options = parse()
+    faulthandler.dump_traceback_later(options.limit, exit=True)
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    patch_for_cpu()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        judge(options)
+    except JudgementError as error:
+        print(f"FAILED\nrank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

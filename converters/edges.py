@@ -70,7 +70,8 @@ def _to_bf16(values: Array) -> Array:
     nan = np.isnan(values)
     if nan.any():
         rounded = np.where(nan, (bits >> 16) | 0x40, rounded)
-    return rounded.astype(np.uint16)
+    words: Array = rounded.astype(np.uint16)
+    return words
 
 
 def mean(copies: list[Array], dtype: str) -> Array:

@@ -26,6 +26,8 @@ HUGGINGFACE = {
 }
 """Setting: config key. rope_theta, rope_scaling and sliding_window have rules of their own, below."""
 
+KEYS = (*HUGGINGFACE, "rope_theta", "rope_scaling", "sliding_window")
+
 
 def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> ModelSpec:
     """Read a config.json of transformers 4 or 5.
@@ -52,11 +54,17 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
         raise UnsupportedError(
             f"{where}: layers of type {', '.join(sorted(layer_types))} are not supported for {family.name}"
         )
+    values, notes = _values(config, family, where)
+    return checked(values | {"notes": tuple(notes)} | dict(settings), where)
+
+
+def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict[str, Any], list[str]]:
+    """Every setting that a config says, and what had to come from the defaults of transformers."""
     notes: list[str] = []
 
-    def get(key: str, fallback: Any = None) -> Any:
-        if config.get(key) is not None or fallback is None:
-            return config.get(key)
+    def get(key: str, fallback: Any) -> Any:
+        if config.get(key) is not None:
+            return config[key]
         notes.append(f"{key} = {fallback} (not in {where}: the default of transformers for {family.name})")
         return fallback
 
@@ -66,14 +74,14 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
     if isinstance(heads, int) and isinstance(hidden, int) and heads:
         values["kv_heads"] = get("num_key_value_heads", heads)
         values["head_dim"] = config.get("head_dim") or (family.head_dim or hidden // heads)
-    values["tied"] = get("tie_word_embeddings", False) or False
+    values["tied"] = get("tie_word_embeddings", False)
     values["rope_theta"], values["rope_scaling"] = _rope(config, family, get, where)
     values["sliding_window"] = None
     if family.window:
         values["sliding_window"] = config.get(family.window, family.window_default)
         if family.window not in config:
             notes.append(f"{family.window} = {family.window_default} (not in {where}: the default of transformers)")
-    return checked(values | {"notes": tuple(notes)} | dict(settings), where)
+    return values, notes
 
 
 def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tuple[Any, dict[str, Any] | None]:
@@ -96,13 +104,14 @@ def to_huggingface(spec: ModelSpec, base: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = family_named(spec.family)
     config = dict(base) or {"architectures": [family.architecture], "model_type": family.name, **family.requires}
+    known = _values(config, family, "the config")[0] if base else {}
+    changed = {name for name in KEYS if name not in known or known[name] != getattr(spec, name)}
     for name, key in HUGGINGFACE.items():
-        if config.get(key) != getattr(spec, name):
+        if name in changed:
             config[key] = getattr(spec, name)
-    if family.window:
+    if family.window and "sliding_window" in changed:
         config[family.window] = spec.sliding_window
-    known = from_huggingface(config, {}, "the new config") if base else None
-    if known is None or (known.rope_theta, known.rope_scaling) != (spec.rope_theta, spec.rope_scaling):
+    if changed & {"rope_theta", "rope_scaling"}:
         if "rope_parameters" in config:
             config["rope_parameters"] = {
                 "rope_theta": spec.rope_theta,

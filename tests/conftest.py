@@ -1,0 +1,58 @@
+"""Fixtures: tiny models, built once a session, and the command line in this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+class Ran(NamedTuple):
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`model(name, dtype, ...)`: the folder of a tiny Hugging Face model, to be read only."""
+    from tests.models import build
+
+    built: dict[str, Path] = {}
+
+    def get(name: str = "llama", dtype: str = "float32", **changes: Any) -> Path:
+        key = f"{name} {dtype} {sorted(changes.items())}"
+        if key not in built:
+            built[key] = build(tmp_path_factory.mktemp(name) / "hf", name, dtype, **changes)
+        return built[key]
+
+    return get
+
+
+@pytest.fixture
+def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """`convert("digest", path)`: run a command and get (exit code, stdout, stderr). A bug is raised, not reported."""
+    from converters import cli
+
+    def run(*words: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["convert", *map(str, words)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as done:
+            code = int(done.code or 0)
+        captured = capsys.readouterr()
+        assert "bug:" not in captured.err, captured.err
+        return Ran(code, captured.out, captured.err)
+
+    return run

@@ -1,0 +1,58 @@
+"""Tiny models that transformers itself builds and saves, with weights in which every mistake shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 128,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama-mha": {"model_type": "llama", "num_key_value_heads": 8},
+    "llama-mqa": {"model_type": "llama", "num_key_value_heads": 1},
+    "llama3": {"model_type": "llama", "rope_parameters": LLAMA3},
+    "mistral": {"model_type": "mistral", "sliding_window": 8, "head_dim": 16},
+    "mistral-tied": {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 2},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+}
+"""Every family, tied and untied, with MHA, GQA and MQA, head_dim other than hidden / heads, llama3 rope scaling."""
+
+
+def build(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", **changes: Any) -> Path:
+    """Save a tiny model with transformers: norms in 0.5..1.5, matrices and biases N(0, 0.08)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = SMALL | MODELS[name] | changes
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0, 0.08, generator=generator)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
+    (folder / "tokenizer.model").write_bytes(b"stands for a tokenizer: carried, never read")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, by relative name, the manifest left out."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in found.items() if name != "vitruvian.json"}

@@ -1,0 +1,99 @@
+"""HF to Megatron to another Megatron topology to HF: every file comes back byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models import MODELS, files
+
+TOPOLOGIES = ["tp1 pp1", "tp2 pp2", "tp4 pp1", "tp1 pp4", "tp2 pp2 vpp2", "tp8 pp1"]
+
+
+def flags(topology: str) -> list[str]:
+    """`tp2 pp2` as options."""
+    return [word for part in topology.split() for word in (f"--{part.rstrip('0123456789')}", part.lstrip("tpv"))]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_family_and_type_comes_back(model, convert, tmp_path, name, dtype):
+    source = model(name, dtype, shard="100KB" if dtype == "bfloat16" else "50GB")
+    for norm, one, two in (("te", TOPOLOGIES[1], TOPOLOGIES[2]), ("local", TOPOLOGIES[4], TOPOLOGIES[3])):
+        first, second, back = (tmp_path / f"{norm} {step}" for step in ("one", "two", "back"))
+        assert convert("hf2megatron", source, first, "--norm", norm, *flags(one)).code == 0
+        assert convert("reshard", first, second, *flags(two)).code == 0
+        assert convert("megatron2hf", second, back).code == 0
+        assert files(back) == files(source)
+
+
+@pytest.mark.parametrize("two", TOPOLOGIES)
+@pytest.mark.parametrize("one", TOPOLOGIES)
+def test_every_topology_reaches_every_other(model, convert, tmp_path, one, two):
+    source = model("qwen2-tied", "bfloat16")
+    assert convert("hf2megatron", source, tmp_path / "one", *flags(one)).code == 0
+    assert convert("reshard", tmp_path / "one", tmp_path / "two", *flags(two)).code == 0
+    assert convert("hf2megatron", source, tmp_path / "direct", *flags(two)).code == 0
+    assert files(tmp_path / "two") == files(tmp_path / "direct"), "A to B to C is not A to C"
+    assert convert("megatron2hf", tmp_path / "two", tmp_path / "back").code == 0
+    assert files(tmp_path / "back") == files(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "topology", "reason"),
+    [
+        ("llama", {}, "tp7 pp1", "8 heads in 4 key/value groups do not divide over tp = 7"),
+        (
+            "llama",
+            {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 48},
+            "tp3 pp1",
+            "do not divide over tp = 3",
+        ),
+        (
+            "llama",
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 48},
+            "tp2 pp1",
+            "3 heads",
+        ),
+        ("llama", {"intermediate_size": 97}, "tp2 pp1", "97 rows do not divide over tp = 2"),
+        ("llama", {}, "tp1 pp3", "4 layers do not divide over 3 pipeline parts"),
+        ("llama", {}, "tp1 pp2 vpp4", "4 layers do not divide over 8 pipeline parts"),
+    ],
+)
+def test_what_does_not_divide_is_refused(model, convert, tmp_path, name, changes, topology, reason):
+    ran = convert("hf2megatron", model(name, **changes), tmp_path / "out", *flags(topology))
+    assert ran.code == 5
+    assert reason in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "topology"),
+    [(3, 3, "tp3 pp1"), (3, 1, "tp3 pp2"), (7, 7, "tp7 pp1"), (12, 6, "tp3 pp1"), (8, 2, "tp8 pp1")],
+)
+def test_odd_sizes_come_back(model, convert, tmp_path, heads, groups, topology):
+    source = model("llama", num_attention_heads=heads, num_key_value_heads=groups, head_dim=12, hidden_size=168,
+                   intermediate_size=168)  # fmt: skip
+    assert convert("hf2megatron", source, tmp_path / "one", *flags(topology)).code == 0
+    assert convert("megatron2hf", tmp_path / "one", tmp_path / "back").code == 0
+    assert files(tmp_path / "back") == files(source)
+
+
+def test_a_single_file_can_become_shards_and_come_back(model, convert, tmp_path):
+    source, digest = model("qwen3", "bfloat16"), None
+    convert("hf2megatron", source, tmp_path / "m", "--tp", 2)
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "h", "--shard-size", "50kB").code == 0
+    shards = sorted(path.name for path in (tmp_path / "h").glob("*.safetensors"))
+    assert len(shards) > 2
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    for folder in (source, tmp_path / "m", tmp_path / "h"):
+        found = convert("digest", folder).out.split()[0]
+        assert digest in (None, found)
+        digest = found
+
+
+def test_shards_are_those_of_transformers(model, convert, tmp_path):
+    """Fresh sharding cuts where transformers cuts, and gives the same bytes."""
+    whole, cut = model("qwen2"), model("qwen2", shard="60kB")
+    convert("hf2megatron", whole, tmp_path / "m")
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "h", "--shard-size", "60kB").code == 0
+    assert files(tmp_path / "h") == files(cut)

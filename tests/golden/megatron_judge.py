@@ -4,7 +4,9 @@ The real megatron-core (0.16.1, local layer spec, CPU, gloo) is built from the H
 loads the checkpoint with strict=True and must give the logits of transformers. What the checkpoint's `args`
 claim is compared with the Hugging Face config as well. Exit status 0 means that everything agrees.
 
-    torchrun --nproc-per-node TP*PP megatron_judge.py MEGATRON_DIR HF_DIR [--tp N --pp N --vpp N ...]
+    torchrun --nproc-per-node TP*PP megatron_judge.py MEGATRON_DIR=HF_DIR [MEGATRON_DIR=HF_DIR ...] [--save OUT ...]
+
+Several pairs of one topology are judged in one run, because starting the framework takes longest.
 
 Line numbers in the docstrings are those of megatron-core 0.16.1, relative to megatron/core/.
 """
@@ -413,15 +415,15 @@ def start_groups(topology: Topology) -> None:
 
 
 @torch.no_grad()
-def judge(options: argparse.Namespace) -> None:
+def judge(megatron: Path, hf: Path, save: Path | None, options: argparse.Namespace) -> None:
     """Everything above in order; ends every rank when anything is wrong."""
-    folder = iteration_folder(options.megatron)
+    folder = iteration_folder(megatron)
     files = sorted(folder.glob(f"mp_rank_*/{FILE}"))
     if not files:
         raise JudgementError(f"no mp_rank_*/{FILE} in {folder}")
     topology = Topology.read(load_file(files[0].parent)["args"], options)
     check_folders(folder, topology)
-    c = AutoConfig.from_pretrained(options.hf)
+    c = AutoConfig.from_pretrained(hf)
     start_groups(topology)
     ranks = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
     stored = load_file(folder / topology.folder(*ranks))
@@ -432,24 +434,24 @@ def judge(options: argparse.Namespace) -> None:
     failures += vocabulary_failures(stored, topology)
     chunks = build_chunks(c, transformer_config(c, topology, dtype), padded)
     agree(failures + load_chunks(chunks, stored, topology.chunks(), options.norm))
-    if options.save:
-        save_real(options.save, chunks, topology, stored["args"])
+    if save:
+        save_real(save, chunks, topology, stored["args"])
     ids, failures = token_ids(c), []
     logits = pipeline_forward([chunk.float().eval() for chunk in chunks], ids)
     if logits is not None and ranks[0] == 0:
-        failures = compare_logits(logits, hugging_face_logits(options.hf, ids), options.atol)
+        failures = compare_logits(logits, hugging_face_logits(hf, ids), options.atol)
     agree(failures)
+    ps.destroy_model_parallel()
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("megatron", type=Path, help="run root with a tracker, or an iter_*/release folder")
-    parser.add_argument("hf", type=Path, help="Hugging Face folder")
+    parser.add_argument("pairs", nargs="+", help="MEGATRON=HF: a run root or iter_*/release folder, and its model")
     for name in ("tp", "pp", "vpp", "first", "last"):
         parser.add_argument(f"--{name}", type=int, help="default: what the file's args say")
     parser.add_argument("--norm", choices=("local", "te"), default="local", help="the file's norm names")
-    parser.add_argument("--save", type=Path, help="write back what the real model holds")
+    parser.add_argument("--save", type=Path, help="write back what the real models hold, into OUT/0, OUT/1, ...")
     parser.add_argument("--atol", type=float, default=1e-4)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds until the process ends itself")
     return parser.parse_args()
@@ -465,7 +467,11 @@ def main() -> int:
     patch_for_cpu()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     try:
-        judge(options)
+        for number, pair in enumerate(options.pairs):
+            megatron, _, hf = pair.partition("=")
+            if dist.get_rank() == 0:
+                print(f"{megatron} against {hf}", flush=True)
+            judge(Path(megatron), Path(hf), options.save / str(number) if options.save else None, options)
     except JudgementError as error:
         print(f"FAILED\nrank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
         return 1

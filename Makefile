@@ -1,0 +1,52 @@
+# `make` lists the targets. Nothing is needed before any of them but Python 3.10 or newer.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+JOBS   ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint type bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "installing what the demo needs into $(VENV) (once) ..."
+	$(PIP) torch==2.13.0
+	$(PIP) --editable '.[transformers]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	@echo "installing what the tests need into $(VENV) (once) ..."
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+setup: $(VENV)/.test  ## make the virtual environment with everything that development needs
+
+demo: $(VENV)/.demo  ## the main job on a tiny real model: HF -> Megatron TP2xPP2 -> TP4 -> HF, equal logits
+	$(BIN)/python -m tests.demo
+
+test: $(VENV)/.test  ## all tests, real megatron-core included
+	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal
+
+test-fast: $(VENV)/.test  ## the tests that start no other framework
+	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) -m "not megatron"
+
+lint: $(VENV)/.test  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(VENV)/.test  ## mypy --strict
+	$(BIN)/mypy
+
+bench: $(VENV)/.test  ## compare with cp and with a plain torch script, as ratios
+	$(BIN)/python -m tests.bench.bench
+
+clean:  ## remove the virtual environment and everything that was made
+	rm -rf $(VENV) build dist demo *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

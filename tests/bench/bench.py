@@ -1,0 +1,295 @@
+"""The benchmarks: python -m tests.bench.bench [--quick] [--json OUT] [--work DIR] [--only speed memory start].
+
+This process imports nothing heavy: Linux counts the memory of the process that starts another into the other's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).parent
+CONVERT = str(Path(sys.executable).with_name("convert"))
+CP = ("cp", "-r")
+CP_SYNC = ("sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +')
+KEEP_FREE = 20 * 10**9
+STARTS = 15
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one run took: seconds, seconds of CPU (user and system), bytes at its peak."""
+
+    wall: float
+    cpu: float
+    rss: int
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A command; `{out}` in it is a path that does not exist yet."""
+
+    name: str
+    command: tuple[str, ...]
+
+
+@dataclass
+class Results:
+    """Everything that was measured, for --json, and the targets: what, measured, wanted at most, unit."""
+
+    machine: dict[str, Any]
+    samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
+    targets: list[tuple[str, float, float, str]] = field(default_factory=list)
+
+
+class FailedError(Exception):
+    """A command that is measured failed."""
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def run(
+    command: Sequence[str], env: Mapping[str, str] | None = None, address_space: int = 0, disk: Path | None = None
+) -> Sample:
+    """Run a command to its end; kill it when the file system of `disk` gets full."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+
+    with tempfile.TemporaryFile() as errors:
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            env=os.environ | dict(env or {}),
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            preexec_fn=limit if address_space else None,
+        )
+        ended = threading.Event()
+        if disk:
+            threading.Thread(target=guard, args=(process.pid, disk, ended), daemon=True).start()
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - began
+        ended.set()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            errors.seek(0)
+            message = errors.read().decode(errors="replace")[-2000:]
+            raise FailedError(f"exit code {process.returncode}: {' '.join(command)}\n{message}")
+    return Sample(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def guard(pid: int, disk: Path, ended: threading.Event) -> None:
+    while not ended.wait(0.5):
+        if shutil.disk_usage(disk).free < KEEP_FREE:
+            os.kill(pid, 9)
+            return
+
+
+def interleave(contenders: Sequence[Contender], rounds: int, out: Path) -> dict[str, list[Sample]]:
+    """Run A B C A B C ...; the first round does not count. Outputs are deleted, and the disk is idle, before each."""
+    found: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
+    for i in range(rounds + 1):
+        for contender in contenders:
+            if shutil.disk_usage(out.parent).free < KEEP_FREE:
+                raise FailedError(f"less than {KEEP_FREE / 1e9:.0f} GB are free in {out.parent}")
+            sample = run([word.format(out=out) for word in contender.command])
+            shutil.rmtree(out, ignore_errors=True)
+            os.sync()
+            if i:
+                found[contender.name].append(sample)
+    return found
+
+
+# --- printing --------------------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    return f"{median(values):.{digits}f} [{min(values):.{digits}f}..{max(values):.{digits}f}]"
+
+
+def ratios(samples: Sequence[Sample], base: Sequence[Sample]) -> tuple[float, float]:
+    """The ratio of the medians of the wall time, and the median of the ratios within each round."""
+    pairs = [one.wall / other.wall for one, other in zip(samples, base, strict=True)]
+    return median([one.wall for one in samples]) / median([other.wall for other in base]), median(pairs)
+
+
+def show(title: str, found: Mapping[str, list[Sample]], bases: Sequence[str] = ()) -> None:
+    rows = [["", "wall s", "CPU s", "peak RSS MB", *(f"x {base}" for base in bases)]]
+    for name, samples in found.items():
+        row = [name, spread([s.wall for s in samples]), spread([s.cpu for s in samples])]
+        row.append(spread([s.rss / 1e6 for s in samples], 0))
+        rows.append(row + ["{:.2f} ({:.2f})".format(*ratios(samples, found[base])) for base in bases])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    print(f"\n{title}")
+    for row in rows:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), flush=True)
+
+
+def machine() -> dict[str, Any]:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    libraries = {name: version(name) for name in ("numpy", "blake3", "click", "torch", "vitruvian")}
+    return {
+        "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "memory": f"{memory / 2**30:.0f} GiB",
+        "kernel": platform.release(), "python": platform.python_version(), "load": round(os.getloadavg()[0], 1),
+        **libraries,
+    }  # fmt: skip
+
+
+# --- the benchmarks --------------------------------------------------------------------------------------------------
+
+
+def model(work: Path, name: str, *arguments: str) -> str:
+    """A model folder; made once and kept."""
+    out = work / "-".join((name, *(word.strip("-") for word in arguments)))
+    if not out.exists():
+        fresh = work / "fresh"
+        shutil.rmtree(fresh, ignore_errors=True)
+        run([sys.executable, "-m", "tests.bench.make_model", name, str(fresh), *arguments], disk=work)
+        fresh.rename(out)
+    return str(out)
+
+
+def speed(work: Path, rounds: int, results: Results) -> None:
+    """Conversions against `cp -r` of the same bytes, and against the naive script."""
+    bf16, fp32, megatron = model(work, "617M"), model(work, "617M", "--dtype", "fp32"), str(work / "617M-tp2-pp2")
+    cut, naive = ("--tp", "2", "--pp", "2"), str(HERE / "naive.py")
+    if not Path(megatron).exists():
+        run([CONVERT, "hf2megatron", bf16, megatron, *cut, "-q"])
+    run([sys.executable, naive, bf16, str(work / "naive"), *cut])
+    run([sys.executable, naive, "--same", megatron, str(work / "naive")])
+    shutil.rmtree(work / "naive")
+
+    def case(title: str, verb: str, source: str, options: Sequence[str], copied: str, compare: bool) -> None:
+        ours = (CONVERT, verb, source, "{out}", *options, "-q")
+        contenders = [
+            Contender("convert", ours),
+            Contender("cp -r", (*CP, copied, "{out}")),
+            Contender("convert --no-verify", (*ours, "--no-verify")),
+            Contender("cp -r + sync", (*CP_SYNC, copied, "{out}")),
+        ]
+        if compare:
+            contenders.append(Contender("naive.py", (sys.executable, naive, source, "{out}", *options)))
+        found = interleave(contenders, rounds, work / "out")
+        results.samples[title] = found
+        show(title, found, ["cp -r", "cp -r + sync"])
+        if "cast" not in title:
+            for name in ("convert", "convert --no-verify"):
+                for base in ("cp -r", "cp -r + sync"):
+                    value = ratios(found[name], found[base])[0]
+                    results.targets.append((f"{title}, {name}: wall x {base}", value, 1.5, "x"))
+        rss = max(sample.rss for name in ("convert", "convert --no-verify") for sample in found[name])
+        results.targets.append((f"{title}: peak RSS", rss / 1e6, 64, "MB"))
+
+    case("hf2megatron TP2xPP2, bf16", "hf2megatron", bf16, cut, bf16, True)
+    case("megatron2hf, bf16", "megatron2hf", megatron, (), megatron, False)
+    case("reshard TP2xPP2 -> TP4, bf16", "reshard", megatron, ("--tp", "4"), megatron, False)
+    for wanted, source in (("fp32", bf16), ("bf16", fp32)):  # compared with a copy of the larger side
+        title = f"cast to {wanted}, hf2megatron TP2xPP2"
+        case(title, "hf2megatron", source, (*cut, "--dtype", wanted), fp32, True)
+
+
+def memory(work: Path, quick: bool, results: Results) -> None:
+    """Peak RSS, and the smallest address space, of a small and of a very large model."""
+    small, large, out = model(work, "617M"), model(work, "30B", "--sparse"), work / "out"
+    cut = ("--tp", "8", "--pp", "4", "-q", *(("--no-verify",) if quick else ()))
+    limit = 0
+    for name, command in (
+        ("digest 617M", (CONVERT, "digest", small)),
+        ("digest 30B", (CONVERT, "digest", large)),
+        ("hf2megatron 617M TP8xPP4", (CONVERT, "hf2megatron", small, str(out), *cut)),
+        ("hf2megatron 30B TP8xPP4", (CONVERT, "hf2megatron", large, str(out), *cut)),
+    ):
+        for env in ({}, {"OPENBLAS_NUM_THREADS": "1"}) if "digest 617M" in name else ({},):
+            limit, sample = smallest(command, env, 64 << 20 if limit == 0 or env else limit, work)
+            title = " ".join([f"{key}={value}" for key, value in env.items()] + [name])
+            disk = sum(path.stat().st_blocks * 512 for path in out.rglob("*")) if out.exists() else 0
+            line = f"{title}: peak RSS {sample.rss / 1e6:.1f} MB, {sample.wall:.1f} s, under {limit >> 20} MiB"
+            print(f"  {line} of address space" + (f", {disk / 1e6:.0f} MB on disk" if disk else ""), flush=True)
+            shutil.rmtree(out, ignore_errors=True)
+            results.samples[f"memory: {title}"] = {"convert": [sample]}
+            results.limits[title] = limit
+            if env:
+                limit = results.limits[name]
+            else:
+                results.targets.append((f"{title}: peak RSS", sample.rss / 1e6, 64, "MB"))
+
+
+def smallest(command: Sequence[str], env: Mapping[str, str], start: int, work: Path) -> tuple[int, Sample]:
+    """The smallest limit of the address space, in steps of 32 MiB, under which a command succeeds."""
+    for limit in range(start, 4 << 30, 32 << 20):
+        try:
+            return limit, run(command, env, limit, work)
+        except FailedError as error:
+            failure = error
+            for path in (work / "out", work / "out.partial"):
+                shutil.rmtree(path, ignore_errors=True)
+    raise failure
+
+
+def start(work: Path, results: Results) -> None:
+    """How long a command takes that only reads headers."""
+    hf, megatron = model(work, "70B", "--sparse"), model(work, "70B", "--megatron", "8", "4")
+    contenders = [
+        Contender("python -c pass", (sys.executable, "-c", "pass")),
+        Contender("convert --help", (CONVERT, "--help")),
+        Contender("inspect 70B Hugging Face", (CONVERT, "inspect", hf)),
+        Contender("inspect 70B Megatron TP8xPP4", (CONVERT, "inspect", megatron)),
+    ]
+    found = interleave(contenders, STARTS, work / "out")
+    results.samples["start-up"] = found
+    show("start-up", found)
+    for contender in contenders[1:]:
+        wall = median([sample.wall for sample in found[contender.name]])
+        results.targets.append((f"{contender.name}: wall", wall, 0.3, "s"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 5, and 30B is not read back")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every sample")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "vitruvian-bench")
+    parser.add_argument("--only", nargs="+", choices=["speed", "memory", "start"])
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    for name in ("out", "out.partial", "naive"):
+        shutil.rmtree(options.work / name, ignore_errors=True)
+    results = Results(machine())
+    print(", ".join(f"{name} {value}" for name, value in results.machine.items()))
+    wanted = options.only or ["speed", "memory", "start"]
+    if "start" in wanted:
+        start(options.work, results)
+    if "speed" in wanted:
+        speed(options.work, 3 if options.quick else 5, results)
+    if "memory" in wanted:
+        print("\nmemory")
+        memory(options.work, options.quick, results)
+    print("\ntargets")
+    for what, value, most, unit in results.targets:
+        print(f"  {'reached' if value <= most else 'MISSED '}  {value:6.2f} {unit:2} (at most {most} {unit})  {what}")
+    if options.json:
+        options.json.write_text(json.dumps(asdict(results), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FailedError as error:
+        sys.exit(str(error))

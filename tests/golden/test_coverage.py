@@ -1,0 +1,52 @@
+"""No line of a layout table without a witness from outside: the golden cases together use every one of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from formats import megatron
+from formats.families import FAMILIES
+from formats.registry import open_checkpoint
+from tests.golden.cases import EVERY, TOPOLOGIES
+from tests.golden.test_megatron_lm import FOLDERS
+
+
+def lines(table) -> set[tuple[str, str]]:
+    """Each spelling of each rule, with its pattern."""
+    return {(spelling, rule.pattern.text) for rule in table for spelling in rule.spellings}
+
+
+def used(folder) -> set[tuple[str, str]]:
+    """The lines that a folder's tensors are read by."""
+    found = set()
+    for placed in open_checkpoint(folder).tensors:
+        spelling = placed.slot.rule.spellings[placed.slot.keys.index(placed.key)]
+        found.add((spelling, placed.slot.rule.pattern.text))
+    return found
+
+
+def test_every_line_of_megatron_core_is_judged(model, convert, tmp_path):
+    """The folders are those that `test_megatron_core.py` has real megatron-core load."""
+    seen = set()
+    for name, topology in TOPOLOGIES.items():
+        for number, case in enumerate(topology.cases):
+            out = tmp_path / f"{name}{number}"
+            assert convert("hf2megatron", model(case.model, case.dtype), out, *topology.flags).code == 0
+            seen |= used(out)
+    assert lines(megatron.MCORE) - seen == set()
+
+
+def test_every_line_of_the_older_names_was_written_by_megatron_lm():
+    seen = set().union(*(used(folder) for folder in FOLDERS["legacy"]))
+    assert lines(megatron.LEGACY) - seen == set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_line_of_a_family_was_written_by_transformers(model, family):
+    """The tiny models are saved by transformers, and every one of them is judged by its logits."""
+    seen = set()
+    for case in EVERY:
+        if case.model.partition("-")[0].rstrip("3") == family or case.model.partition("-")[0] == family:
+            seen |= used(model(case.model, case.dtype))
+    explicit_tied_head = {("lm_head.weight", "embedding: vocab hidden")}  # test_huggingface.py
+    assert lines(FAMILIES[family].tensors) - seen - explicit_tied_head == set()

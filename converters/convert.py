@@ -22,12 +22,13 @@ from types import FrameType
 
 from converters import assets, digest
 from converters.engine import Files, Limits, digest_of, execute
-from converters.journal import open_journal
+from converters.journal import fingerprint, open_journal
 from converters.plan import Plan, cast_dtype, make_plan
 from converters.report import Progress, size
 from formats import huggingface, megatron
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, VerificationError
+from formats.megatron_args import Options
 from formats.registry import open_checkpoint
 from formats.storage import read_into
 
@@ -98,7 +99,7 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
     return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
 
 
-def plan_megatron(source: Checkpoint, request: Request, options: megatron.Options, iteration: int | None) -> Plan:
+def plan_megatron(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:
     """A plan that writes a Megatron run folder, with the model's config and tokenizer in it."""
     _require_vocab(source)
     dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
@@ -154,7 +155,9 @@ def run(plan: Plan, request: Request) -> dict[str, str]:
         raise ValueError("a plan without a target cannot run")
     target = plan.target
     _check_paths(plan.source, request)
-    with _signals() as stopped, open_journal(plan, request.staging, request.force, request.commit_seconds) as journal:
+    mark = fingerprint(plan, request.limits.replicas)
+    opened = open_journal(request.staging, mark, target.files, force=request.force, every=request.commit_seconds)
+    with _signals() as stopped, opened as journal:
         _check_space(target, request)
         for path in {file.path.parent for file in target.files} | {request.root}:
             path.mkdir(parents=True, exist_ok=True)

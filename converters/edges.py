@@ -29,20 +29,22 @@ def cast(words: Array, source: str, target: str, name: str) -> Array:
     if source == target:
         return words
     values = to_float(words, source)
-    if target == "BF16":
-        result = _to_bf16(values.astype(np.float32, copy=False))
-        finite = (result & 0x7F80) != 0x7F80
-    else:
-        kind = {"F64": np.float64, "F32": np.float32, "F16": np.float16}[target]
-        with np.errstate(over="ignore"):
-            floats = values.astype(kind)
-        finite = np.isfinite(floats)
-        result = as_words(floats)
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow is refused below, a NaN is a value like any other
+        if source == "F64" and target != "F64":
+            values = values.astype(np.float32)  # in two steps, as torch does
+        if target == "BF16":
+            result = _to_bf16(values)
+            finite = (result & 0x7F80) != 0x7F80
+        else:
+            floats = values.astype({"F64": np.float64, "F32": np.float32, "F16": np.float16}[target])
+            finite = np.isfinite(floats)
+            result = as_words(floats)
     if not finite.all():
-        lost = ~finite & np.isfinite(values)
-        if lost.any():
+        original = to_float(words, source)
+        lost = original[~finite & np.isfinite(original)]
+        if len(lost):
             raise RefusedError(
-                f"{name} holds {values[lost][0]:g}, which is too large for {target} ({int(lost.sum())} such values)",
+                f"{name} holds {lost[0]:g}, which is too large for {target} ({len(lost)} such values)",
                 "choose --dtype bf16, fp32 or keep",
             )
     return result

@@ -6,12 +6,13 @@ name and its digest. Lines are written after the data that they speak of was for
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from blake3 import blake3
 
 from converters.engine import Files
 from converters.plan import Job, Plan
+from formats.checkpoint import OutputFile
 from formats.errors import OutputError
 
 
@@ -47,66 +49,86 @@ class Journal:
 
 
 @contextmanager
-def open_journal(plan: Plan, staging: Path, force: bool, every: float) -> Iterator[Journal]:
+def open_journal(
+    staging: Path, fingerprint: str, files: Iterable[OutputFile], *, force: bool, every: float
+) -> Iterator[Journal]:
     """Open or create the journal in a staging folder, alone, and only for this very conversion.
 
     Args:
-        plan: the conversion.
-        staging: the folder; what it holds of another conversion is discarded with `force`, else refused.
-        force: see above.
+        staging: the folder.
+        fingerprint: what the journal must be of.
+        files: what the finished jobs wrote to; if one of them is gone, nothing counts as finished.
+        force: discard what the folder holds of another conversion, instead of refusing.
         every: seconds after which finished work is forced to disk.
 
     Raises:
-        OutputError: another process, or another conversion, has the folder.
+        OutputError: another process, or another conversion, has the folder; or it cannot be written.
     """
-    fingerprint = _fingerprint(plan)
+    handle = -1
     try:
         staging.mkdir(parents=True, exist_ok=True)
         handle = os.open(staging / "journal.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        raise OutputError(f"{staging}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(f"another conversion is writing {staging}") from None
-        except OSError:
-            pass  # a file system without locks
-        lines = os.pread(handle, 1 << 30, 0).decode(errors="replace").splitlines()
-        if lines and lines[0] != fingerprint:
-            if not force:
-                raise OutputError(
-                    f"{staging} holds the beginnings of another conversion (or its source has changed since)",
-                    f"remove {staging}, or start over with --force",
-                )
-            lines = []
+        _lock(handle, staging)
+        head, finished, length = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
+        if head not in ("", fingerprint) and not force:
+            raise OutputError(
+                f"{staging} holds the beginnings of another conversion (or its source has changed since)",
+                f"remove {staging}, or start over with --force",
+            )
+        whole = all(file.path.is_file() and file.path.stat().st_size == file.size for file in files)
+        if head != fingerprint or (finished and not whole):
             shutil.rmtree(staging / "out", ignore_errors=True)
-            os.ftruncate(handle, 0)
-        if not lines:
-            shutil.rmtree(staging / "out", ignore_errors=True)
+            finished, length = {}, 0
+        os.ftruncate(handle, length)
+        if not length:
             os.write(handle, (fingerprint + "\n").encode())
-        yield Journal(handle, dict(_pairs(lines[1:])), every)
+    except OSError as error:
+        if handle >= 0:
+            os.close(handle)
+        raise OutputError(f"{staging}: {error.strerror}") from None
+    except OutputError:
+        os.close(handle)
+        raise
+    try:
+        yield Journal(handle, finished, every)
     finally:
         os.close(handle)
 
 
-def _pairs(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """The entries of a journal; a torn last line is none."""
+def _lock(handle: int, staging: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(f"another process is writing {staging}") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
+            raise
+
+
+def _entries(content: bytes) -> tuple[str, dict[str, str], int]:
+    """Fingerprint, finished jobs and their digests, and how many bytes of the journal are whole."""
+    head, *lines = content.splitlines(keepends=True) or [b""]
+    if not head.endswith(b"\n"):
+        return "", {}, 0
+    finished, length = {}, len(head)
     for line in lines:
         try:
             name, found = json.loads(line)
         except ValueError:
-            return
-        yield name, found
+            break
+        finished[name] = found
+        length += len(line)
+    return head.decode(errors="replace").strip(), finished, length
 
 
-def _fingerprint(plan: Plan) -> str:
-    """What makes a conversion the same one: the source's files, the target's layout, the casts."""
+def fingerprint(plan: Plan, replicas: str) -> str:
+    """What makes a conversion the same one: the source's files, the target's layout, casts and replica policy."""
     source = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in plan.source.files]
-    target = (
-        [[str(file.path), file.size, [placed.key for placed in file.tensors]] for file in plan.target.files]
-        if plan.target
-        else []
-    )
+    files = plan.target.files if plan.target else ()
+    target = [
+        [str(file.path), file.size, [(placed.slot.file, placed.key, placed.slot.layer) for placed in file.tensors]]
+        for file in files
+    ]
     jobs = [[job.name, job.dtype, list(job.shape)] for job in plan.jobs]
-    return "vitruvian 1 " + blake3(json.dumps([source, target, jobs, repr(plan.source.spec)]).encode()).hexdigest()
+    facts = json.dumps([source, target, jobs, repr(plan.source.spec), replicas])
+    return "vitruvian 1 " + blake3(facts.encode()).hexdigest()

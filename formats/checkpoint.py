@@ -19,7 +19,7 @@ class Settings:
     Attributes:
         vocab_size: the true vocabulary.
         values: settings of the model that overrule what the checkpoint says.
-        config: a Hugging Face folder or config.json that belongs to the weights.
+        config: a Hugging Face folder whose settings and tokenizer belong to the weights.
     """
 
     vocab_size: int | None = None

@@ -54,8 +54,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_spec(path: Path, settings: Settings) -> ModelSpec:
-    """The spec of a folder's config.json (or of a config.json itself)."""
-    file = path / "config.json" if path.is_dir() else path
+    """The spec of a folder's config.json."""
+    file = path / "config.json"
     values = dict(settings.values)
     if settings.vocab_size is not None:
         values["vocab"] = settings.vocab_size

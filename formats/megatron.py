@@ -21,9 +21,8 @@ from formats import huggingface
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.layout import Placed, Slot, match, rules, slots
-from formats.megatron_args import flags, from_megatron, to_megatron
-from formats.pickles import DTYPES as TORCH_DTYPES
-from formats.pickles import Dtype, Namespace, StorageRef, TensorRef, keeps
+from formats.megatron_args import Options, flags, from_megatron, namespace
+from formats.pickles import STORAGE_OF, Namespace, StorageRef, TensorRef
 from formats.pipeline import Chunk, Pipeline, chunks
 from formats.spec import ModelSpec
 from formats.storage import DTYPES, Fragment, row_major
@@ -52,19 +51,19 @@ output_layer.weight                                                             
 """megatron-core's GPTModel. Of two spellings the first is Transformer Engine's, the second that of the local layers."""
 
 LEGACY = rules("""
-language_model.embedding.word_embeddings.weight                                                                    (embedding: vocab | ~padding)/tp hidden    first
-language_model.{encoder|transformer}.layers.{layer}.{input_norm|input_layernorm}.weight                            input_norm: hidden
-language_model.{encoder|transformer}.layers.{layer}.{self_attention|attention}.query_key_value.weight              (group (query: head half pair | key: half pair | value: dim))/tp hidden
-language_model.{encoder|transformer}.layers.{layer}.{self_attention|attention}.query_key_value.bias                (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
-language_model.{encoder|transformer}.layers.{layer}.{self_attention|attention}.dense.weight                        output: hidden (group head dim)/tp
-language_model.{encoder|transformer}.layers.{layer}.{post_attention_norm|post_attention_layernorm}.weight          post_norm: hidden
-language_model.{encoder|transformer}.layers.{layer}.mlp.dense_h_to_4h.weight                                       (gate: ffn/tp | up: ffn/tp) hidden
-language_model.{encoder|transformer}.layers.{layer}.mlp.dense_4h_to_h.weight                                       down: hidden ffn/tp
-language_model.{encoder|transformer}.{final_norm|final_layernorm}.weight                                           final_norm: hidden    last
-language_model.output_layer.weight                                                                                 (head: vocab | ~padding)/tp hidden    last
-word_embeddings_for_head.weight                                                                                    (embedding: vocab | ~padding)/tp hidden    last tied copy
+language_model.embedding.word_embeddings.weight                             (embedding: vocab | ~padding)/tp hidden    first
+language_model.encoder.layers.{layer}.input_norm.weight                     input_norm: hidden
+language_model.encoder.layers.{layer}.self_attention.query_key_value.weight  (group (query: head half pair | key: half pair | value: dim))/tp hidden
+language_model.encoder.layers.{layer}.self_attention.query_key_value.bias    (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
+language_model.encoder.layers.{layer}.self_attention.dense.weight           output: hidden (group head dim)/tp
+language_model.encoder.layers.{layer}.post_attention_norm.weight            post_norm: hidden
+language_model.encoder.layers.{layer}.mlp.dense_h_to_4h.weight              (gate: ffn/tp | up: ffn/tp) hidden
+language_model.encoder.layers.{layer}.mlp.dense_4h_to_h.weight              down: hidden ffn/tp
+language_model.encoder.final_norm.weight                                    final_norm: hidden    last
+language_model.output_layer.weight                                          (head: vocab | ~padding)/tp hidden    last
+word_embeddings_for_head.weight                                             (embedding: vocab | ~padding)/tp hidden    last tied copy
 """)
-"""Megatron-LM's own models before megatron-core; read, not written."""
+"""Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; read, not written."""
 
 DROPS = (r".*\._extra_state", r".*\.inv_freq")
 """Transformer Engine's FP8 state, and rotary tables that some versions saved."""
@@ -127,11 +126,37 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     args = _args(first.file)
     tp, pp = max(shard.tp for shard in shards) + 1, max(shard.pp for shard in shards) + 1
     _check_grid(shards, tp, pp, args, iteration)
+    found, table = _tensors(shards, pp), MCORE
+    keys = {key for tensors in found.values() for key in tensors}
+    if any(key.startswith("language_model.") for key in keys):
+        table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
     assets = settings.config or (run / ASSETS if (run / ASSETS / "config.json").is_file() else None)
     base = huggingface.read_spec(assets, settings) if assets else None
     values = dict(settings.values) | ({"vocab": settings.vocab_size} if settings.vocab_size is not None else {})
     spec = from_megatron(args, values, base, str(first.file.path))
     pipeline = _pipeline(args, pp, len(first.chunks))
+    padded = _padded_vocab(found, tp)
+    if spec.vocab is not None and not spec.vocab <= padded:
+        raise SourceError(
+            f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
+            "correct it with --vocab-size",
+        )
+    placed, dropped = match(_slots(spec, table, tp, pipeline, padded), found, DROPS)
+    topology = {"tp": tp, "pp": pp} | ({"vpp": pipeline.virtual} if pipeline.virtual > 1 else {})
+    files = tuple(shard.file.path for shard in shards)
+    norm = "local" if any(key.endswith("pre_mlp_layernorm.weight") for key in keys) else "te"
+    extra = {
+        "args": args,
+        "iteration": first.file.value.get("iteration", 0),
+        "folder": iteration.name,
+        "padded_vocab": padded,
+        "norm": norm,
+    }
+    return Checkpoint(run, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, extra)
+
+
+def _tensors(shards: Iterable[_Shard], pp: int) -> dict[str, dict[str, Fragment]]:
+    """The tensors of each chunk of each file, by dotted key."""
     found: dict[str, dict[str, Fragment]] = {}
     for shard in shards:
         for name, state in shard.chunks:
@@ -141,32 +166,22 @@ def read(path: Path, settings: Settings) -> Checkpoint:
                     tensors[key] = shard.file.fragment(ref, key)
                 elif not any(re.fullmatch(drop, key) for drop in DROPS):
                     raise UnsupportedError(f"{shard.file.path}: {key} holds {ref!r}, which is no tensor")
-    legacy = any(
-        key.startswith(("language_model.", "word_embeddings_for_head.")) for keys in found.values() for key in keys
-    )
-    padded = _padded_vocab(found, tp)
-    if spec.vocab is not None and not spec.vocab <= padded:
-        raise SourceError(
-            f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
-            "correct it with --vocab-size",
+    return found
+
+
+def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path: Path) -> dict[str, Any]:
+    """The args of a model before megatron-core, which ignored `rotary_base` and always used 10000.
+
+    megatron/legacy/model/language_model.py:390 at 0.18, megatron/model/language_model.py:372 in 2023-10.
+    """
+    if any(key.startswith("language_model.transformer.") or key.endswith(".final_layernorm.weight") for key in keys):
+        raise UnsupportedError(f"{path}: its names are those of Megatron-LM before 2023-09, which had no RMSNorm")
+    if args.get("rotary_base") not in (None, 10000) and "rope_theta" not in settings.values:
+        raise RefusedError(
+            f"{path}: args say rotary_base {args['rotary_base']}, but Megatron-LM's own models ignored it and used 10000",
+            "--set rope_theta=10000, or the other value if your fork heeded it",
         )
-    wanted = _slots(spec, LEGACY if legacy else MCORE, tp, pipeline, padded)
-    placed, dropped = match(wanted, found, DROPS)
-    extra = {"args": args, "iteration": first.file.value.get("iteration", 0), "folder": iteration.name, "padded_vocab": padded,
-             "norm": "local" if any("pre_mlp_layernorm" in key for keys in found.values() for key in keys) else "te"}  # fmt: skip
-    topology = {"tp": tp, "pp": pp} | ({"vpp": pipeline.virtual} if pipeline.virtual > 1 else {})
-    folder = assets if assets is None or assets.is_dir() else assets.parent
-    return Checkpoint(
-        run,
-        NAME,
-        spec,
-        tuple(placed),
-        tuple(dropped),
-        tuple(shard.file.path for shard in shards),
-        topology,
-        folder,
-        extra,
-    )
+    return args | {"rotary_base": 10000}
 
 
 def _read_shards(iteration: Path) -> list[_Shard]:
@@ -294,25 +309,6 @@ def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, p
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a checkpoint is to be written.
-
-    Attributes:
-        tp: tensor parallel size.
-        pp: pipeline parallel size.
-        vpp: virtual pipeline chunks of each stage.
-        norm: the names of the norms: `te` (Transformer Engine) or `local`.
-        vocab_multiple: the padded vocabulary is the next multiple of this times tp.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    norm: str = "te"
-    vocab_multiple: int = 128
-
-
 def write(
     root: Path,
     spec: ModelSpec,
@@ -336,7 +332,7 @@ def write(
     padded = -(-(spec.vocab or 0) // unit) * unit
     pipeline = Pipeline(options.pp, options.vpp)
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
-    merged = _new_args(spec, dtypes, options, padded, args or {}, iteration or 0)
+    merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration or 0)
     by_file: dict[str, list[Slot]] = {}
     for slot in _slots(spec, MCORE, options.tp, pipeline, padded):
         by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
@@ -359,6 +355,10 @@ def _file(
     for slot in wanted:
         dtype = slot_dtype(slot, dtypes)
         key = slot.keys[0] if norm == "te" else slot.keys[-1]
+        if dtype not in STORAGE_OF:
+            raise UnsupportedError(
+                f"{key} would be {dtype}, for which torch.save has no storage", "cast it with --dtype"
+            )
         numel = 1
         for n in slot.shape:
             numel *= n
@@ -375,49 +375,3 @@ def _file(
         for key, slot, ref in refs
     )
     return OutputFile(path, archive.size, placed, extents, archive.headers)
-
-
-def _new_args(
-    spec: ModelSpec,
-    dtypes: Mapping[tuple[str, int | None], str],
-    options: Options,
-    padded: int,
-    old: Mapping[str, Any],
-    iteration: int,
-) -> dict[str, Any]:
-    """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
-    kept = {name: value for name, value in old.items() if keeps(value) and name != "rank"}
-    main = max(dtypes.values(), key=list(dtypes.values()).count)
-    torch_name = next(name for name, dtype in TORCH_DTYPES.items() if dtype == main)
-    per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 else None
-    base = {
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "tokenizer_type": None,
-        "tokenizer_model": None,
-    } | kept
-    return base | to_megatron(spec) | {
-        "seq_length": old.get("seq_length", spec.max_positions),
-        "transformer_impl": "transformer_engine" if options.norm == "te" else "local",
-        "tensor_model_parallel_size": options.tp,
-        "pipeline_model_parallel_size": options.pp,
-        "virtual_pipeline_model_parallel_size": options.vpp if options.vpp > 1 else None,
-        "num_layers_per_virtual_pipeline_stage": per_chunk,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-        "pipeline_model_parallel_layout": None,
-        "expert_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "data_parallel_size": 1,
-        "world_size": options.tp * options.pp,
-        "padded_vocab_size": padded,
-        "make_vocab_size_divisible_by": options.vocab_multiple,
-        "params_dtype": Dtype(torch_name),
-        "bf16": main == "BF16",
-        "fp16": main == "F16",
-        "iteration": iteration,
-        "ckpt_format": "torch",
-        "use_legacy_models": False,
-    }  # fmt: skip

@@ -5,11 +5,13 @@ An argument that changes what a model computes and has no counterpart is refused
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError
 from formats.families import FAMILIES, family_named
+from formats.pickles import DTYPES, Dtype, keeps
 from formats.spec import ModelSpec, checked
 
 MEGATRON = {
@@ -178,6 +180,67 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
                 f"it knows llama3 with {LLAMA3_SCALING}, and linear with a whole factor",
             )
     return args
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is to be written.
+
+    Attributes:
+        tp: tensor parallel size.
+        pp: pipeline parallel size.
+        vpp: virtual pipeline chunks of each stage.
+        norm: the names of the norms: `te` (Transformer Engine) or `local`.
+        vocab_multiple: the padded vocabulary is the next multiple of this times tp.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    norm: str = "te"
+    vocab_multiple: int = 128
+
+
+def namespace(
+    spec: ModelSpec, dtypes: Iterable[str], options: Options, padded: int, old: Mapping[str, Any], iteration: int
+) -> dict[str, Any]:
+    """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
+    kept = {name: value for name, value in old.items() if keeps(value) and name != "rank"}
+    counted = list(dtypes)
+    main = max(counted, key=counted.count)
+    torch_name = next(name for name, dtype in DTYPES.items() if dtype == main)
+    per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 else None
+    base = {
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "tokenizer_type": None,
+        "tokenizer_model": None,
+    } | kept
+    return base | to_megatron(spec) | {
+        "seq_length": old.get("seq_length", spec.max_positions),
+        "transformer_impl": "transformer_engine" if options.norm == "te" else "local",
+        "tensor_model_parallel_size": options.tp,
+        "pipeline_model_parallel_size": options.pp,
+        "virtual_pipeline_model_parallel_size": options.vpp if options.vpp > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": per_chunk,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "pipeline_model_parallel_layout": None,
+        "expert_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "world_size": options.tp * options.pp,
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": options.vocab_multiple,
+        "params_dtype": Dtype(torch_name),
+        "bf16": main == "BF16",
+        "fp16": main == "F16",
+        "iteration": iteration,
+        "ckpt_format": "torch",
+        "use_legacy_models": False,
+    }  # fmt: skip
 
 
 def flags(args: Mapping[str, Any]) -> str:

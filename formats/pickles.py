@@ -230,7 +230,9 @@ def loads(data: bytes, name: str) -> Any:
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
-_STORAGE_OF = {dtype: name for name, dtype in reversed(STORAGES.items())}
+STORAGE_OF = {dtype: name for name, dtype in reversed(STORAGES.items())}
+"""The storage class of each element type that can be written."""
+
 _KEPT = ("megatron.core.enums", "megatron.core.transformer.enums", "signal")
 """Modules whose enum members may travel on in `args`. Any other opaque value is left out: it might run code."""
 
@@ -299,7 +301,7 @@ def _emit(value: Any, write: Any) -> None:
             write(b"b")
         case TensorRef():
             write(
-                f"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\n{_STORAGE_OF[value.dtype]}\n".encode()
+                f"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\n{STORAGE_OF[value.dtype]}\n".encode()
             )
             for inner in (value.storage.key, "cpu", value.storage.numel):
                 _emit(inner, write)

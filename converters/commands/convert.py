@@ -46,7 +46,7 @@ USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
 def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     """Hugging Face folder to Megatron tensor and pipeline shards."""
     from converters.convert import plan_megatron
-    from formats.megatron import Options
+    from formats.megatron_args import Options
 
     source = opened(src, options, "huggingface", USE_RESHARD)
     wanted = Options(options["tp"], options["pp"], options["vpp"], options["norm"], options["multiple"])
@@ -93,7 +93,7 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 def reshard(src: Path, out: Path, **options: Any) -> None:
     """Megatron shards to Megatron shards of another topology."""
     from converters.convert import plan_megatron
-    from formats.megatron import Options
+    from formats.megatron_args import Options
 
     source = opened(src, options, "megatron", USE_HF2MEGATRON)
     multiple = options["multiple"] or source.extra["args"].get("make_vocab_size_divisible_by") or 128

@@ -38,7 +38,7 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     """What a conversion would do: coverage, changes, files, blocks."""
     from converters.convert import Request, plan_huggingface, plan_megatron
     from converters.show import block_lines, plan_lines, plan_record
-    from formats.megatron import Options
+    from formats.megatron_args import Options
 
     source = opened(src, options)
     request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])

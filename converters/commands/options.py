@@ -51,7 +51,7 @@ reading = together(
     click.option("--vocab-size", type=click.IntRange(1), metavar="N",
                  help="True vocabulary, where the checkpoint only knows a padded one."),
     click.option("--config", type=FOLDER, metavar="BASE",
-                 help="Hugging Face folder (or config.json) that belongs to the weights."),
+                 help="Hugging Face folder whose settings and tokenizer belong to the weights."),
     click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
                  help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000."),
 )  # fmt: skip
@@ -103,8 +103,8 @@ def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: st
     from formats.spec import parse_settings
 
     config = options["config"]
-    if config is not None and not config.exists():
-        raise UsageError(f"--config {config} does not exist")
+    if config is not None and not (config / "config.json").is_file():
+        raise UsageError(f"--config {config} is no folder with a config.json")
     source = open_checkpoint(path, Settings(options["vocab_size"], parse_settings(options["settings"]), config))
     if wanted and source.format != wanted:
         raise UsageError(f"{path} is a {source.format} checkpoint, this command reads {wanted}", instead)

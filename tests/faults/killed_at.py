@@ -1,0 +1,53 @@
+"""Runs a conversion and kills itself, as `kill -9` would, at the N-th call that changes the disk.
+
+python killed_at.py N SRC OUT TP PP        (N = 0: count the calls and print how many there are)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Wrap the calls, then convert."""
+    limit, source, out, tp, pp = int(sys.argv[1]), *map(str, sys.argv[2:4]), *map(int, sys.argv[4:6])
+    calls = 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name in (
+        (os, "pwrite"),
+        (os, "write"),
+        (os, "fsync"),
+        (os, "fdatasync"),
+        (os, "ftruncate"),
+        (shutil, "rmtree"),
+    ):
+        setattr(module, name, counted(getattr(module, name)))
+    for name in ("rename", "mkdir", "open"):
+        setattr(Path, name, counted(getattr(Path, name)))
+
+    from converters.convert import Request, plan_megatron, run
+    from converters.engine import Limits
+    from formats.megatron_args import Options
+    from formats.registry import open_checkpoint
+
+    request = Request(Path(out), limits=Limits(threads=1), quiet=True, commit_seconds=0.0)
+    run(plan_megatron(open_checkpoint(Path(source)), request, Options(tp, pp), None), request)
+    sys.stdout.write(str(calls))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""kill -9 and SIGTERM: the output is complete or absent, and the same command goes on to the same bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from formats.registry import open_checkpoint
+from tests.models import files
+
+HERE = Path(__file__).parent
+ENV = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+
+
+def run_killed(limit: int, source: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(HERE / "killed_at.py"), str(limit), str(source), str(out), "2", "2"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory) -> tuple[Path, dict[str, bytes], int]:
+    """The source, the files of an undisturbed conversion, and how many calls it made."""
+    source, out = model("llama", "bfloat16"), tmp_path_factory.mktemp("whole") / "out"
+    ran = run_killed(0, source, out)
+    assert ran.returncode == 0, ran.stderr
+    return source, files(out), int(ran.stdout)
+
+
+@pytest.mark.parametrize("part", range(12))
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(whole, tmp_path, part):
+    """Each part kills at two random points of its twelfth of the run, the second time while it goes on."""
+    source, expected, calls = whole
+    out, dice = tmp_path / "out", random.Random(part)
+    low, high = 1 + calls * part // 12, calls * (part + 1) // 12
+    for _ in range(2):
+        ran = run_killed(dice.randint(low, high), source, out)
+        assert ran.returncode in (-signal.SIGKILL, 0, 1), ran.stderr
+        if out.exists():
+            assert files(out) == expected, "published, but not complete"
+    if not out.exists():
+        assert run_killed(0, source, out).returncode == 0
+    assert files(out) == expected
+
+
+def test_finished_work_is_not_done_again(whole, tmp_path):
+    source, expected, calls = whole
+    out = tmp_path / "out"
+    run_killed(calls * 2 // 3, source, out)
+    done = (tmp_path / "out.partial/journal.jsonl").read_text().count("\n") - 1
+    assert done > 5
+    ran = run_killed(0, source, out)
+    assert int(ran.stdout) < calls * 2 / 3
+    assert files(out) == expected
+
+
+def test_a_journal_whose_files_are_gone_counts_for_nothing(whole, tmp_path):
+    source, expected, calls = whole
+    run_killed(calls * 2 // 3, source, tmp_path / "out")
+    next((tmp_path / "out.partial/out").rglob("*.pt")).unlink()
+    assert run_killed(0, source, tmp_path / "out").returncode == 0
+    assert files(tmp_path / "out") == expected
+
+
+def test_another_conversion_does_not_go_on(whole, convert, tmp_path):
+    source, _, calls = whole
+    run_killed(calls // 2, source, tmp_path / "out")
+    ran = convert("hf2megatron", source, tmp_path / "out", "--tp", 4)
+    assert ran.code == 7
+    assert "another conversion" in ran.err
+    assert convert("hf2megatron", source, tmp_path / "out", "--tp", 2, "--pp", 2, "--dtype", "fp32").code == 7
+    assert convert("hf2megatron", source, tmp_path / "out", "--tp", 4, "--force").code == 0
+    assert dict(open_checkpoint(tmp_path / "out").topology) == {"tp": 4, "pp": 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_with_75_and_the_same_command_goes_on(whole, model, convert, tmp_path, number):
+    source, out = model("llama", "float32", num_hidden_layers=24, vocab_size=20000), tmp_path / "out"
+    code = (
+        "import os, time; from converters import cli; write = os.pwrite\n"
+        "def slow(*args):\n    time.sleep(0.01)\n    return write(*args)\n"
+        "os.pwrite = slow\ncli.main()"
+    )
+    words = ["hf2megatron", str(source), str(out), "--tp", "2"]
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True, env=ENV)
+    journal = tmp_path / "out.partial/journal.jsonl"
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and journal.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "goes on where this one stopped" in err
+    assert not out.exists()
+    assert journal.read_text().count("\n") > 1
+    assert convert(*words).code == 0
+    assert convert("verify", out, source).code == 0
+
+
+def test_two_processes_do_not_write_the_same_output(whole, convert, tmp_path):
+    import fcntl
+
+    source, _, calls = whole
+    run_killed(calls // 2, source, tmp_path / "out")
+    with (tmp_path / "out.partial/journal.jsonl").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        ran = convert("hf2megatron", source, tmp_path / "out", "--tp", 2, "--pp", 2)
+    assert ran.code == 7
+    assert "another process" in ran.err

@@ -69,9 +69,11 @@ def shard_map(source: Checkpoint) -> bytes:
     return _dump({"metadata": {}, "weight_map": {placed.key: SINGLE for placed in source.tensors}})
 
 
-def remembered_map(folder: Path | None) -> dict[str, str] | None:
+def remembered_index(folder: Path | None) -> dict[str, Any] | None:
     """The index that travels with a checkpoint, None without one."""
-    return read_weight_map(folder) if folder and (folder / INDEX).is_file() else None
+    if folder is None or not (folder / INDEX).is_file():
+        return None
+    return read_json(folder / INDEX) | {"weight_map": read_weight_map(folder)}
 
 
 def checks(folder: Path, spec: ModelSpec) -> list[str]:

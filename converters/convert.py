@@ -7,7 +7,6 @@ to OUT. So OUT is complete or absent, and the same command goes on where a kille
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -22,8 +21,8 @@ from types import FrameType
 
 from converters import assets, digest
 from converters.engine import Files, Limits, digest_of, execute
-from converters.journal import fingerprint, open_journal
-from converters.plan import Plan, cast_dtype, make_plan
+from converters.journal import Journal, fingerprint, open_journal
+from converters.plan import Job, Plan, cast_dtype, make_plan
 from converters.report import Progress, size
 from formats import huggingface, megatron
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
@@ -32,7 +31,9 @@ from formats.megatron_args import Options
 from formats.registry import open_checkpoint
 from formats.storage import read_into
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SHARD_SIZE = 5 * 10**9
+"""Bytes of a safetensors file, when nothing says otherwise."""
 COMMIT_SECONDS = 10.0
 """How much work a killed run may lose."""
 
@@ -62,7 +63,8 @@ class Request:
     @property
     def staging(self) -> Path:
         """Where the work is done."""
-        return self.out.with_name(self.out.name + ".partial")
+        place = self.out.resolve()
+        return place.with_name(place.name + ".partial")
 
     @property
     def root(self) -> Path:
@@ -77,23 +79,9 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
     """A plan that writes a Hugging Face folder. Without a shard size, the files that the model once had come back."""
     _require_vocab(source)
     dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
-    remembered = assets.remembered_map(source.assets) if shard_size is None else None
-    target = None
-    if remembered is not None:
-        try:
-            target = huggingface.write(request.root, source.spec, dtypes, None, remembered)
-        except RefusedError:
-            remembered = None
-    if target is None:
-        target = huggingface.write(request.root, source.spec, dtypes, shard_size or 5 * 10**9)
+    index = assets.remembered_index(source.assets) if shard_size is None else None
+    target = huggingface.write(request.root, source.spec, dtypes, shard_size or SHARD_SIZE, index)
     texts = dict(target.texts)
-    if remembered and source.assets and huggingface.INDEX in texts:
-        original = (source.assets / huggingface.INDEX).read_bytes()
-        if (
-            json.loads(original).get("metadata", {}).get("total_size")
-            == json.loads(texts[huggingface.INDEX])["metadata"]["total_size"]
-        ):
-            texts[huggingface.INDEX] = original
     texts["config.json"] = assets.config_text(source, _cast_to(request))
     copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
     return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
@@ -155,40 +143,15 @@ def run(plan: Plan, request: Request) -> dict[str, str]:
         raise ValueError("a plan without a target cannot run")
     target = plan.target
     _check_paths(plan.source, request)
+    _check_space(target, request)
     mark = fingerprint(plan, request.limits.replicas)
     opened = open_journal(request.staging, mark, target.files, force=request.force, every=request.commit_seconds)
     with _signals() as stopped, opened as journal:
-        _check_space(target, request)
-        for path in {file.path.parent for file in target.files} | {request.root}:
-            path.mkdir(parents=True, exist_ok=True)
         try:
-            for file in target.files:
-                with file.path.open("ab") as handle:
-                    handle.truncate(file.size)
-            todo = [job for job in plan.jobs if job.name not in journal.digests]
-            nbytes = sum(job.nbytes for job in todo)
-            with Files() as files, Progress("converting", nbytes, request.quiet) as progress:
-                try:
-                    execute(
-                        todo,
-                        files,
-                        request.limits,
-                        done=lambda job, found: journal.note(job, found, files),
-                        advance=progress.advance,
-                        stop=stopped,
-                    )
-                finally:
-                    journal.commit(files)
-            _finish_files(target.files, request.limits.threads)
-            texts = dict(target.texts) | {digest.MANIFEST: digest.manifest(plan, journal.digests)}
-            _write_small_files(request.root, texts, target.copies)
+            _write(plan, target, request, journal, stopped)
         except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            raise OutputError(
-                f"{error.filename or request.staging}: {error.strerror}",
-                "free some space; the same command goes on where this one stopped",
-            ) from None
+            hint = "free some space; the same command goes on where this one stopped" if error.errno in NO_ROOM else ""
+            raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
         if stopped():
             raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
         if request.verify:
@@ -197,8 +160,33 @@ def run(plan: Plan, request: Request) -> dict[str, str]:
         return journal.digests
 
 
+def _write(plan: Plan, target: Target, request: Request, journal: Journal, stopped: Callable[[], bool]) -> None:
+    """Write everything into the staging folder. What the journal says is done is not done again."""
+    for path in {file.path.parent for file in target.files} | {request.root}:
+        path.mkdir(parents=True, exist_ok=True)
+    for file in target.files:
+        with file.path.open("ab") as handle:
+            handle.truncate(file.size)
+    todo = [job for job in plan.jobs if job.name not in journal.digests]
+    nbytes = sum(job.nbytes for job in todo)
+    with Files() as files, Progress("converting", nbytes, request.quiet) as progress:
+
+        def done(job: Job, found: str) -> None:
+            journal.note(job, found, files)
+
+        try:
+            execute(todo, files, request.limits, done=done, advance=progress.advance, stop=stopped)
+        finally:
+            journal.commit(files)
+    _finish_files(target.files, request.limits.threads)
+    texts = dict(target.texts) | {digest.MANIFEST: digest.manifest(plan, journal.digests)}
+    _write_small_files(request.root, texts, target.copies)
+
+
 def _check_paths(source: Checkpoint, request: Request) -> None:
     out = request.out
+    if not out.resolve().name:
+        raise OutputError(f"{out} cannot be replaced by a checkpoint")
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} exists and is no folder")
     if out.is_dir() and any(out.iterdir()) and not request.force:
@@ -211,9 +199,10 @@ def _check_paths(source: Checkpoint, request: Request) -> None:
 def _check_space(target: Target, request: Request) -> None:
     needed = sum(file.size for file in target.files) + sum(path.stat().st_size for path in target.copies.values())
     held = sum(file.path.stat().st_blocks * 512 for file in target.files if file.path.exists())
-    free = shutil.disk_usage(request.staging).free
+    place = next(path for path in request.staging.parents if path.exists())
+    free = shutil.disk_usage(place).free
     if needed - held > free:
-        raise OutputError(f"{request.out} needs {size(needed - held)}, {request.staging.parent} has {size(free)} free")
+        raise OutputError(f"{request.out} needs {size(needed - held)}, {place} has {size(free)} free")
 
 
 @contextmanager

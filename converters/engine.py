@@ -25,7 +25,7 @@ from converters import edges
 from converters.digest import hasher
 from converters.edges import WORDS, Array
 from converters.plan import Job, Part
-from formats.errors import Interrupted, VerificationError
+from formats.errors import Interrupted, OutputError, SourceError, VerificationError
 from formats.storage import DTYPES, FLOATS, read_into, write_from
 
 DEFAULT_MEMORY = 16 << 20
@@ -59,7 +59,10 @@ class Files:
         """The descriptor of a file, opened on first use."""
         with self.lock:
             if (path, writable) not in self.descriptors:
-                self.descriptors[path, writable] = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+                try:
+                    self.descriptors[path, writable] = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+                except OSError as error:
+                    raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}") from None
             return self.descriptors[path, writable]
 
     def sync(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
-from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.errors import SourceError, UnsupportedError
 from formats.families import family_named
 from formats.hf_config import from_huggingface
 from formats.layout import Placed, Slot, match, slots
@@ -80,16 +80,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             f"{path / weight_map[lost[0]]} lacks {lost[0]}, which {INDEX} places there ({len(lost)} in all)"
         )
     family = family_named(spec.family)
-    wanted = slots(
-        family.tensors,
-        spec.sizes(),
-        tensors=spec.tensors,
-        layers=enumerate(range(spec.layers)),
-        mesh={},
-        conditions=spec.conditions,
-    )
-    placed, dropped = match(wanted, {"": found}, family.drops)
+    placed, dropped = match(_slots(spec), {"": found}, family.drops)
     return Checkpoint(path, NAME, spec, tuple(placed), tuple(dropped), tuple(path / name for name in names), {}, path)
+
+
+def _slots(spec: ModelSpec) -> list[Slot]:
+    table, layers = family_named(spec.family).tensors, enumerate(range(spec.layers))
+    return list(slots(table, spec.sizes(), tensors=spec.tensors, layers=layers, mesh={}, conditions=spec.conditions))
 
 
 def read_weight_map(path: Path) -> dict[str, str] | None:
@@ -118,8 +115,8 @@ def write(
     root: Path,
     spec: ModelSpec,
     dtypes: Mapping[tuple[str, int | None], str],
-    shard_size: int | None,
-    weight_map: Mapping[str, str] | None = None,
+    shard_size: int,
+    index: Mapping[str, Any] | None = None,
 ) -> Target:
     """Lay out a folder.
 
@@ -127,28 +124,22 @@ def write(
         root: where the files are written.
         spec: the model.
         dtypes: the element type of each logical tensor.
-        shard_size: the size in bytes at which a new file begins; None for a single file.
-        weight_map: key to file name, to reproduce a folder that exists; then the shard size does not count.
+        shard_size: the size in bytes at which a new file begins.
+        index: that of a folder to be reproduced; then the shard size does not count. It is ignored when it names
+            other tensors than the model has.
     """
-    wanted = list(
-        slots(
-            family_named(spec.family).tensors, spec.sizes(), tensors=spec.tensors,
-            layers=enumerate(range(spec.layers)), mesh={}, conditions=spec.conditions,
-        )
-    )  # fmt: skip
-    wanted = [slot for slot in wanted if not slot.replica or slot.keys[0] in (weight_map or {})]
+    weight_map: Mapping[str, str] = index["weight_map"] if index else {}
+    wanted = [slot for slot in _slots(spec) if not slot.replica or slot.keys[0] in weight_map]
     entries = {slot.keys[0]: Entry(slot.keys[0], slot_dtype(slot, dtypes), slot.shape) for slot in wanted}
-    if weight_map is not None:
-        if set(weight_map) != set(entries):
-            raise RefusedError("the index that travels with the checkpoint names other tensors than the model has")
-        groups: dict[str, list[Entry]] = {}
+    groups: dict[str, list[Entry]] = {}
+    if set(weight_map) == set(entries):
         for key, entry in entries.items():
             groups.setdefault(weight_map[key], []).append(entry)
     else:
-        groups = _shard(list(entries.values()), shard_size)
+        groups, index = _shard(list(entries.values()), shard_size), None
     by_key = {slot.keys[0]: slot for slot in wanted}
     files = tuple(_file(root / name, group, by_key) for name, group in groups.items())
-    texts = {} if list(groups) == [SINGLE] else {INDEX: _index(groups)}
+    texts = {} if list(groups) == [SINGLE] else {INDEX: _index(groups, index)}
     return Target(files, texts, {})
 
 
@@ -166,12 +157,12 @@ def _file(path: Path, entries: Sequence[Entry], slots_by_key: Mapping[str, Slot]
     return OutputFile(path, size, placed, {}, lambda _: [(0, header)])
 
 
-def _shard(entries: Sequence[Entry], limit: int | None) -> dict[str, list[Entry]]:
+def _shard(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
         nbytes = prod(entry.shape) * DTYPES[entry.dtype]
-        if limit is not None and shards[-1] and size + nbytes > limit:
+        if shards[-1] and size + nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(entry)
@@ -181,11 +172,13 @@ def _shard(entries: Sequence[Entry], limit: int | None) -> dict[str, list[Entry]
     return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
 
 
-def _index(groups: Mapping[str, Sequence[Entry]]) -> bytes:
+def _index(groups: Mapping[str, Sequence[Entry]], like: Mapping[str, Any] | None) -> bytes:
+    """The index of a folder; with the same metadata keys as another one, if it is to be reproduced."""
     entries = list(chain.from_iterable(groups.values()))
-    metadata = {
+    totals = {
         "total_parameters": sum(prod(entry.shape) for entry in entries),
         "total_size": sum(prod(entry.shape) * DTYPES[entry.dtype] for entry in entries),
     }
+    metadata = {key: totals.get(key, value) for key, value in like["metadata"].items()} if like else totals
     weight_map = {entry.name: name for name, group in groups.items() for entry in group}
     return (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()

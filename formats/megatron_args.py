@@ -95,7 +95,8 @@ def from_megatron(
     window = args.get("window_size")
     values["sliding_window"] = window[0] + 1 if window and window[0] >= 0 else None
     values["rope_scaling"] = _megatron_rope(args)
-    values["vocab"] = base.vocab if base else args.get("vocab_size") or None
+    # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
+    values["vocab"] = base.vocab if base else args.get("true_vocab_size")
     values |= dict(settings)
     facts = (bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")), values["sliding_window"] is not None)
     values["family"] = _family(facts, base, where)
@@ -160,6 +161,7 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
         "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
         "seq_length": spec.max_positions,
         "vocab_size": spec.vocab,
+        "true_vocab_size": spec.vocab,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "use_rope_scaling": False,

@@ -32,11 +32,14 @@ def open_checkpoint(path: Path, settings: Settings | None = None) -> Checkpoint:
         raise SourceError(f"{path} does not exist")
     if not path.is_dir():
         raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
-    for name in FORMATS:
-        if module(name).detect(path):
-            checkpoint: Checkpoint = module(name).read(path, settings or Settings())
-            return checkpoint
-    entries = sorted(entry.name for entry in path.iterdir())
+    try:
+        for name in FORMATS:
+            if module(name).detect(path):
+                checkpoint: Checkpoint = module(name).read(path, settings or Settings())
+                return checkpoint
+        entries = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise SourceError(f"{error.filename or path}: {error.strerror}") from None
     held = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "") or "nothing"
     raise SourceError(
         f"{path} is no checkpoint of a known format; it holds {held}", "`convert formats` lists what is read"

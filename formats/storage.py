@@ -173,7 +173,10 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
     """
     done = 0
     while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise SourceError(f"{path}: {error.strerror} at byte {offset + done}") from None
         if count == 0:
             raise SourceError(f"{path}: the file ends at byte {offset + done}, {len(buffer) - done} bytes are missing")
         done += count

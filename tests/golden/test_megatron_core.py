@@ -74,7 +74,12 @@ def test_pipeline_stages_are_those_of_megatron_core():
     grid = [
         {"layers": layers, "pp": pp, "vpp": vpp, "first": first, "last": last, "embedding": embedding, "loss": loss}
         for layers, pp, vpp, first, last, (embedding, loss) in product(
-            (4, 7, 8, 12), (1, 2, 3, 4), (None, 2), (None, 1, 3, 4), (None, 2), ((False, False), (True, False), (True, True))
+            (4, 7, 8, 12),
+            (1, 2, 3, 4),
+            (None, 2),
+            (None, 1, 3, 4),
+            (None, 2),
+            ((False, False), (True, False), (True, True)),
         )
     ]
     grid += [

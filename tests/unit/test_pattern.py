@@ -31,7 +31,6 @@ def picture(text: str, rank: int = 0, ranks: int = 1) -> list[str]:
 
 def test_products_are_row_major():
     assert picture("query: (group pair)") == ["q00", "q01", "q10", "q11"]
-    assert picture("query: (pair group)") == ["q00", "q10", "q01", "q11"] or True
     leaf = lower(parse("query: (pair group)"), SIZES, {})[0]
     assert [(span.axis, span.stride) for span in leaf.spans] == [("pair", 2), ("group", 1)]
 
@@ -83,7 +82,7 @@ def test_errors_point_at_the_character(text, at, problem):
     with pytest.raises(PatternError) as raised:
         parse(text)
     message, shown, arrow = str(raised.value).split("\n")
-    assert problem.replace("found the end", "found").split(", found")[0] in message
+    assert problem.replace("the end", "'the end'") in message
     assert shown.strip() == text
     assert arrow.index("^") - 4 == at - 1
 

@@ -1,0 +1,207 @@
+"""The commands as a user meets them: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import click
+import pytest
+
+from converters.commands.options import Size
+from tests.models import files
+
+
+def test_help_names_every_command_and_exit_code(convert):
+    text = convert("--help").out
+    for word in (
+        "hf2megatron",
+        "megatron2hf",
+        "reshard",
+        "inspect",
+        "plan",
+        "explain",
+        "formats",
+        "digest",
+        "verify",
+        "diff",
+    ):
+        assert word in text
+    assert "75 interrupted" in text
+
+
+@pytest.mark.parametrize(
+    "words", [["nonsense"], ["inspect"], ["inspect", "a", "--tp", "2"], ["hf2megatron", "a", "b", "--tp", "0"]]
+)
+def test_usage_errors_are_2(convert, words):
+    assert convert(*words).code == 2
+
+
+def test_inspect_says_what_it_is(model, convert, tmp_path):
+    source = model("qwen3")
+    facts = json.loads(convert("inspect", source, "--json", "--tensors").out)
+    assert (facts["format"], facts["settings"]["family"], facts["settings"]["head_dim"]) == ("huggingface", "qwen3", 16)
+    assert facts["tensors"] == len(facts["list"]) == 4 * 11 + 3
+    convert("hf2megatron", source, tmp_path / "m", "--tp", 2, "--pp", 2, "--iteration", 12)
+    facts = json.loads(convert("inspect", tmp_path / "m/iter_0000012", "--json").out)
+    assert (facts["topology"], facts["iteration"], facts["padded_vocab"]) == ({"tp": 2, "pp": 2}, 12, 256)
+    text = convert("inspect", tmp_path / "m").out
+    assert "megatron tp2 pp2 iter_0000012" in text
+    assert "tokenizer.model" in text
+
+
+def test_the_plan_lists_what_changes_and_what_is_written(model, convert, tmp_path):
+    text = convert("plan", model("llama"), "--to", "megatron", "--tp", 2, "--dtype", "bf16", "--blocks").out
+    assert "cast F32 to BF16 in 39 tensors" in text
+    assert "fill   5760 elements of vocabulary padding with zeros" in text
+    assert "release/mp_rank_01/model_optim_rng.pt" in text
+    assert "gate.3 F32[1, 96, 64]" in text
+    assert "change nothing: all bits are kept" in convert("plan", model("llama"), "--to", "huggingface").out
+    ran = convert("hf2megatron", model("llama"), tmp_path / "out", "--tp", 2, "-n", "--json")
+    assert json.loads(ran.out)["edges"] == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_explain_draws_the_fused_projection(model, convert):
+    text = convert("explain", "megatron", "linear_qkv.weight", "--model", model("llama"), "--tp", 2).out
+    for line in (
+        "0 .. 15  query        group 0",
+        "16 .. 23  key          group 0",
+        "24 .. 31  value        group 0 dim 0..7",
+    ):
+        assert line in text
+    assert "head = 2" in text
+    refused = convert("explain", "megatron", "linear_fc1.weight", "--model", model("llama"), "--tp", 5)
+    assert "refused for tp = 5" in refused.out
+    assert "q_proj" in convert("explain", "huggingface").out
+    assert convert("explain", "megatron", "no_such_key").code == 2
+    assert convert("explain", "nothing").code == 2
+
+
+def test_formats_lists_formats_and_families(convert):
+    facts = json.loads(convert("formats", "--json").out)
+    assert set(facts["formats"]) == {"huggingface", "megatron"}
+    assert set(facts["families"]) == {"llama", "mistral", "qwen2", "qwen3"}
+
+
+def test_diff_finds_one_changed_weight_and_says_by_how_much(model, convert, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source, other = model("llama"), tmp_path / "other"
+    shutil.copytree(source, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 5] += 0.5
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    convert("hf2megatron", source, tmp_path / "m", "--tp", 2)
+    ran = convert("diff", tmp_path / "m", other, "--json")
+    assert ran.code == 6
+    found = {entry["name"]: entry for entry in json.loads(ran.out)["tensors"]}
+    assert set(found) == {"up.2", "final_norm"}
+    assert found["up.2"]["elements"] == 1
+    assert found["up.2"]["largest"] == pytest.approx(0.5)
+    assert found["final_norm"]["largest"] == float("inf")
+    assert "up.2" in convert("verify", tmp_path / "m", other).err
+
+
+def test_diff_compares_types_as_numbers_and_settings_by_name(model, convert, tmp_path):
+    source = model("llama", "bfloat16")
+    convert("hf2megatron", source, tmp_path / "wide", "--dtype", "fp32")
+    ran = convert("diff", source, tmp_path / "wide")
+    assert ran.code == 6
+    assert "BF16 | F32" in ran.out
+    assert "elements differ" not in ran.out
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    ran = convert("diff", source, other)
+    assert ran.code == 6
+    assert "setting norm_epsilon: 1e-06 | 1e-05" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "there", "name"),
+    [("float32", "bf16", "bfloat16"), ("bfloat16", "fp32", "float32"), ("float32", "fp16", "float16")],
+)
+def test_casts_are_those_of_transformers(model, convert, tmp_path, dtype, there, name):
+    """A cast on the way gives the file that transformers saves in that type, config included."""
+    source, wanted = model("llama", dtype), model("llama", name)
+    convert("hf2megatron", source, tmp_path / "m", "--tp", 2, "--dtype", there)
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "h").code == 0
+    if dtype == "float32":
+        assert files(tmp_path / "h") == files(wanted)
+    else:
+        config = json.loads((tmp_path / "h/config.json").read_text())
+        assert config["dtype"] == name
+    assert convert("verify", tmp_path / "h", tmp_path / "m").code == 0
+
+
+def test_an_explicit_tied_head_is_compared_and_comes_back(model, convert, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = tmp_path / "source"
+    shutil.copytree(model("llama-tied"), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert convert("digest", source).out.split()[0] == convert("digest", model("llama-tied")).out.split()[0]
+    convert("hf2megatron", source, tmp_path / "m", "--pp", 2)
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "h").code == 0
+    assert files(tmp_path / "h") == files(source)
+    tensors["lm_head.weight"][7, 7] += 1
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    ran = convert("hf2megatron", source, tmp_path / "other")
+    assert ran.code == 6
+    assert "embedding differs between its copies" in ran.err
+    assert "by up to 1 " in ran.err
+
+
+@pytest.mark.parametrize(("text", "value"), [("5GB", 5 * 10**9), ("64MiB", 64 << 20), ("1.5 kB", 1500), ("7", 7)])
+def test_sizes(text, value):
+    assert Size().convert(text, None, None) == value
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "5 parsecs", "0"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(click.BadParameter):
+        Size().convert(text, None, None)
+
+
+def test_an_unknown_vocabulary_is_never_guessed(model, convert, tmp_path):
+    """A run of Megatron's own knows only the padded size; everything but moving weights still works."""
+    import torch
+
+    source = model("llama")
+    convert("hf2megatron", source, tmp_path / "m")
+    shutil.rmtree(tmp_path / "m/huggingface")
+    path = tmp_path / "m/release/mp_rank_00/model_optim_rng.pt"
+    stored = torch.load(path, weights_only=False)
+    del stored["args"].true_vocab_size
+    torch.save(stored, path)
+    assert "its true vocabulary is unknown" in convert("inspect", tmp_path / "m").out
+    for words in (
+        ["megatron2hf", tmp_path / "m", tmp_path / "h"],
+        ["reshard", tmp_path / "m", tmp_path / "r"],
+        ["digest", tmp_path / "m"],
+    ):
+        ran = convert(*words)
+        assert ran.code == 5
+        assert "it only holds 256 padded rows" in ran.err
+        assert "--vocab-size" in ran.err
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "h", "--vocab-size", 211).code == 0
+    assert convert("verify", tmp_path / "h", source).code == 0
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "i", "--vocab-size", 300).code == 3
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "i", "--config", source).code == 0
+    assert files(tmp_path / "i") == files(source)
+
+
+def test_the_flags_that_megatron_does_not_take_from_a_checkpoint(model, convert, tmp_path):
+    convert("hf2megatron", model("mistral"), tmp_path / "m", "--tp", 2, "--pp", 2, "--vpp", 2)
+    flags = (tmp_path / "m/megatron_flags.txt").read_text().split("\n")
+    assert "--use-checkpoint-args" in flags
+    assert "--window-size 7,0" in flags
+    assert "--num-layers-per-virtual-pipeline-stage 1" in flags
+    convert("hf2megatron", model("llama3"), tmp_path / "n")
+    assert "--use-rope-scaling --rope-scaling-factor 8.0" in (tmp_path / "n/megatron_flags.txt").read_text()

@@ -1,0 +1,197 @@
+"""Settings: both spellings of transformers, Megatron's args, and what is refused rather than guessed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
+from formats.families import FAMILIES
+from formats.hf_config import from_huggingface, to_huggingface
+from formats.megatron_args import LLAMA3_SCALING, from_megatron, to_megatron
+from formats.spec import parse_settings
+from tests.models import LLAMA3, MODELS, SMALL
+
+
+def config(name: str, **changes) -> dict:
+    """A config.json as transformers 5 writes it."""
+    settings = SMALL | MODELS[name] | changes
+    return AutoConfig.for_model(settings.pop("model_type"), **settings).to_dict()
+
+
+def old_spelling(new: dict) -> dict:
+    """The same config as transformers 4 wrote it."""
+    old = dict(new)
+    rope = dict(old.pop("rope_parameters"))
+    old["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    old["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **rope}
+    old["torch_dtype"] = old.pop("dtype", None)
+    return old
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_spellings_of_transformers_mean_the_same(name):
+    new = config(name)
+    assert from_huggingface(new, {}, "new") == from_huggingface(old_spelling(new), {}, "old")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_that_nothing_changed_comes_back_as_it_was(name):
+    for one in (config(name), old_spelling(config(name))):
+        assert to_huggingface(from_huggingface(one, {}, "one"), one) == one
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_we_write_without_a_base_transformers_reads_as_the_same_model(name, tmp_path):
+    spec = from_huggingface(config(name), {}, "one")
+    (tmp_path / "config.json").write_text(json.dumps(to_huggingface(spec, {})))
+    again = AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert from_huggingface(again, {}, "again") == spec
+    assert again["architectures"] == [FAMILIES[spec.family].architecture]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_settings_survive_megatron(name):
+    spec = from_huggingface(config(name), {}, "one")
+    args = to_megatron(spec)
+    assert from_megatron(args, {}, spec, "args") == spec
+    alone = from_megatron(args, {}, None, "args")
+    assert [line for line in alone.differences(spec) if not line.startswith("family")] == []
+
+
+def test_each_changed_setting_reaches_the_config():
+    base = config("mistral")
+    spec = from_huggingface(base, {}, "base")
+    for setting, key, value in [
+        ("norm_epsilon", "rms_norm_eps", 1e-3),
+        ("vocab", "vocab_size", 300),
+        ("tied", "tie_word_embeddings", True),
+        ("sliding_window", "sliding_window", 99),
+        ("max_positions", "max_position_embeddings", 77),
+    ]:
+        changed = from_huggingface(base, {setting: value}, "base")
+        assert changed != spec
+        assert to_huggingface(changed, base)[key] == value
+    changed = from_huggingface(
+        base, {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "base"
+    )
+    assert to_huggingface(changed, base)["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+
+
+def test_llama_2_has_no_rope_theta_and_that_is_said():
+    old = old_spelling(config("llama"))
+    del old["rope_theta"], old["rope_scaling"], old["num_key_value_heads"]
+    spec = from_huggingface(old, {}, "config.json")
+    assert (spec.rope_theta, spec.kv_heads) == (10000.0, 8)
+    assert [note for note in spec.notes if "rope_theta" in note]
+    assert [note for note in spec.notes if "num_key_value_heads" in note]
+
+
+@pytest.mark.parametrize(
+    "key", ["rms_norm_eps", "num_hidden_layers", "vocab_size", "max_position_embeddings", "intermediate_size"]
+)
+def test_what_is_missing_is_named_with_its_flag(key):
+    broken = config("llama")
+    del broken[key]
+    if key == "vocab_size":
+        assert from_huggingface(broken, {}, "config.json").vocab is None
+        return
+    with pytest.raises(SourceError) as raised:
+        from_huggingface(broken, {}, "config.json")
+    assert "there is no safe default" in str(raised.value)
+    assert raised.value.hint.startswith("add --set ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "mamba"}, "model type 'mamba'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary",
+        ),
+        ({"head_dim": 7}, "odd"),
+    ],
+)
+def test_what_has_no_layout_is_refused(changes, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        from_huggingface(config("llama") | changes, {}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rotary_percent": 0.5}, "rotary_percent"),
+        ({"rotary_interleaved": True}, "rotary_interleaved"),
+        ({"add_bias_linear": True}, "add_bias_linear"),
+        ({"normalization": "LayerNorm"}, "normalization"),
+        ({"layernorm_zero_centered_gamma": True}, "zero_centered"),
+        ({"num_experts": 8}, "num_experts"),
+        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
+        ({"add_qkv_bias": True, "qk_layernorm": True}, "no known family"),
+    ],
+)
+def test_megatron_settings_without_counterpart_are_refused(changes, reason):
+    args = to_megatron(from_huggingface(config("llama"), {}, "config.json"))
+    with pytest.raises(UnsupportedError, match=reason):
+        from_megatron(args | changes, {}, None, "args")
+
+
+@pytest.mark.parametrize(
+    "name", ["num_layers", "rotary_base", "untie_embeddings_and_output_weights", "ffn_hidden_size"]
+)
+def test_megatron_settings_that_are_missing_are_named(name):
+    args = to_megatron(from_huggingface(config("llama"), {}, "config.json"))
+    del args[name]
+    with pytest.raises(SourceError, match="no safe default"):
+        from_megatron(args, {}, None, "args")
+
+
+def test_older_spellings_of_megatron():
+    args = to_megatron(from_huggingface(config("llama"), {}, "config.json"))
+    del args["layernorm_epsilon"]
+    assert from_megatron(args, {}, None, "args").norm_epsilon == 1e-6
+    mha = to_megatron(from_huggingface(config("llama-mha"), {}, "config.json"))
+    assert mha["group_query_attention"] is False
+    assert from_megatron(mha | {"num_query_groups": 1}, {}, None, "args").kv_heads == 8
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {**LLAMA3, "low_freq_factor": 2.0},
+        {**LLAMA3, "original_max_position_embeddings": 4096},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 1.5},
+    ],
+)
+def test_rotary_scalings_that_megatron_lacks_are_refused(scaling):
+    spec = from_huggingface(config("llama") | {"rope_parameters": scaling}, {}, "config.json")
+    with pytest.raises(RefusedError, match="Megatron has no rope scaling"):
+        to_megatron(spec)
+
+
+def test_rotary_scalings_that_megatron_has():
+    spec = from_huggingface(config("llama3"), {}, "config.json")
+    args = to_megatron(spec)
+    assert (args["use_rope_scaling"], args["rope_scaling_factor"]) == (True, 8.0)
+    assert dict(spec.rope_scaling or {}) == {"rope_type": "llama3", "factor": 8.0, **LLAMA3_SCALING}
+
+
+@pytest.mark.parametrize("setting", ["nothing=1", "layers", "layers=many", 'family="llama"'])
+def test_settings_that_make_no_sense_are_usage_errors(setting):
+    with pytest.raises(UsageError):
+        parse_settings([setting])
+
+
+def test_settings_are_json_or_none():
+    parsed = parse_settings(["rope_theta=5e5", "tied=True", "rope_scaling=none", "sliding_window=None"])
+    assert parsed == {"rope_theta": 5e5, "tied": True, "rope_scaling": None, "sliding_window": None}

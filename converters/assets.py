@@ -7,6 +7,7 @@ changed on the way.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,11 @@ def checks(folder: Path, spec: ModelSpec) -> list[str]:
         except SourceError as error:
             notes.append(str(error))
             continue
-        ids = _ids(
-            held.get(key, {}).keys() if key else (held.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad"))
-        )
+        if key:
+            inner = held.get(key)
+            ids = list(_ids(inner if isinstance(inner, dict) else ()))
+        else:
+            ids = list(_ids(held.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")))
         beyond = sorted(token for token in ids if spec.vocab is not None and token >= spec.vocab)
         if beyond:
             notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")
@@ -104,5 +107,5 @@ def checks(folder: Path, spec: ModelSpec) -> list[str]:
 def _ids(values: Any) -> Iterator[int]:
     for value in values:
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, int) or (isinstance(one, str) and one.isdecimal()):
+            if type(one) is int or (isinstance(one, str) and re.fullmatch("[0-9]{1,18}", one)):
                 yield int(one)

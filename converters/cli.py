@@ -49,6 +49,11 @@ for _commands in SECTIONS.values():
         cli.add_command(_command)
 
 
+def _printable(text: str) -> str:
+    """A message without anything that a terminal would obey: names in it come from files."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
 def main() -> None:
     """Entry point: one sentence and a hint for every error, and its exit code."""
     verbose = any(re.fullmatch("-vv+", word) for word in sys.argv[1:])
@@ -67,9 +72,9 @@ def main() -> None:
     except VitruvianError as error:
         if verbose:
             raise
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {_printable(str(error))}", err=True)
         if error.hint:
-            click.echo(f"hint: {error.hint}", err=True)
+            click.echo(f"hint: {_printable(error.hint)}", err=True)
         sys.exit(error.exit_code)
     except Exception as error:  # the last resort, which says that it is a bug
         if verbose:

@@ -29,7 +29,7 @@ from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, VerificationError
 from formats.megatron_args import Options
 from formats.registry import open_checkpoint
-from formats.storage import read_into
+from formats.storage import read_into, write_from
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_SIZE = 5 * 10**9
@@ -179,7 +179,8 @@ def _write(plan: Plan, target: Target, request: Request, journal: Journal, stopp
         finally:
             journal.commit(files)
     _finish_files(target.files, request.limits.threads)
-    texts = dict(target.texts) | {digest.MANIFEST: digest.manifest(plan, journal.digests)}
+    digest.check_source(plan, journal.digests)
+    texts = dict(target.texts) | {f"{target.home}/{digest.MANIFEST}": digest.manifest(plan, journal.digests)}
     _write_small_files(request.root, texts, target.copies)
 
 
@@ -191,9 +192,12 @@ def _check_paths(source: Checkpoint, request: Request) -> None:
         raise OutputError(f"{out} exists and is no folder")
     if out.is_dir() and any(out.iterdir()) and not request.force:
         raise OutputError(f"{out} exists", "choose another folder, or replace it with --force")
-    root, here = source.root.resolve(), out.resolve()
-    if here == root or root in here.parents or here in root.parents:
-        raise OutputError(f"{out} and the source {source.root} lie inside each other", "choose another folder")
+    if out.is_symlink() and not out.exists():
+        raise OutputError(f"{out} is a broken link")
+    root = source.root.resolve()
+    for place in (out.resolve(), request.staging):
+        if place == root or root in place.parents or place in root.parents:
+            raise OutputError(f"{place} and the source {root} lie inside each other", "choose another folder")
 
 
 def _check_space(target: Target, request: Request) -> None:
@@ -230,7 +234,7 @@ def _finish_files(files: tuple[OutputFile, ...], threads: int) -> None:
             fd = handle.fileno()
             sums = {name: _crc(fd, offset, nbytes, file.path) for name, (offset, nbytes) in file.checksums.items()}
             for offset, content in file.headers(sums):
-                os.pwrite(fd, content, offset)
+                write_from(fd, memoryview(content), offset)
             os.fsync(fd)
 
     with ThreadPoolExecutor(threads) as pool:
@@ -257,9 +261,13 @@ def _write_small_files(root: Path, texts: Mapping[str, bytes], copies: Mapping[s
     for name, source in copies.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, path)
-        with path.open("rb") as handle:
-            os.fsync(handle.fileno())
+        with source.open("rb") as reader, path.open("wb") as writer:
+            try:
+                shutil.copyfileobj(reader, writer)
+                writer.flush()
+                os.fsync(writer.fileno())
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from blake3 import blake3
 
 from converters.plan import Job, Plan
-from formats.errors import SourceError
+from formats.errors import SourceError, VerificationError
 from formats.huggingface import read_json
 
 MANIFEST = "vitruvian.json"
@@ -48,3 +48,22 @@ def read_manifest(folder: Path) -> dict[str, str] | None:
         return {name: str(entry["blake3"]) for name, entry in read_json(path)["tensors"].items()}
     except (KeyError, TypeError, AttributeError):
         raise SourceError(f"{path} is no manifest of vitruvian") from None
+
+
+def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
+    """Compare what was read with the manifest that travels with the source, if there is one.
+
+    Raises:
+        VerificationError: the source is not what it was when its manifest was written.
+    """
+    remembered = read_manifest(plan.source.home) or {}
+    wrong = [
+        job.name
+        for job in plan.jobs
+        if not job.edges and remembered.get(job.name, digests[job.name]) != digests[job.name]
+    ]
+    if wrong:
+        raise VerificationError(
+            f"{plan.source.home} is damaged: {len(wrong)} tensors differ from its {MANIFEST}, such as {wrong[0]}",
+            f"`convert verify {plan.source.root}` lists them; remove the manifest if the change was meant",
+        )

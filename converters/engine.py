@@ -219,7 +219,9 @@ class _Buffers(threading.local):
         self.tile, self.other, self.scratch = (np.empty(nbytes, np.uint8) for _ in range(3))
 
 
-def run_job(job: Job, files: Files, buffers: Any, limits: Limits, advance: Callable[[int], None]) -> str:
+def run_job(
+    job: Job, files: Files, buffers: Any, limits: Limits, advance: Callable[[int], None], stop: Callable[[], bool]
+) -> str:
     """Execute one job.
 
     Returns:
@@ -227,13 +229,17 @@ def run_job(job: Job, files: Files, buffers: Any, limits: Limits, advance: Calla
 
     Raises:
         VerificationError: copies of the tensor differ, and nothing said which one counts.
+        Interrupted: `stop` was true.
     """
     word, digest = WORDS[DTYPES[job.source_dtype]], hasher(job)
     item = np.dtype(word).itemsize
     tile, other, scratch = buffers.tile.view(word), buffers.other.view(word), buffers.scratch.view(word)
     copies = {} if limits.replicas == "first" else job.replicas
     worst: dict[str, float] = {}
-    for start, shape in tiles(job.shape, len(tile)):
+    widest = max(item, DTYPES[job.dtype])
+    for start, shape in tiles(job.shape, buffers.tile.nbytes // widest):
+        if stop():
+            raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
         count = prod(shape)
         values = tile[:count]
         gather(files, job.sources, start, shape, values, scratch)
@@ -300,7 +306,7 @@ def execute(
         limits: how much of the machine to use.
         done: called in the calling thread with each finished job and its digest.
         advance: called with the bytes of each tile.
-        stop: asked between jobs; when true, no further job begins.
+        stop: asked at every tile; when true, nothing further is done.
 
     Raises:
         Interrupted: `stop` was true before all jobs were done.
@@ -313,7 +319,7 @@ def execute(
         while waiting or running:
             while waiting and len(running) < limits.threads and not stop():
                 job = waiting.pop()
-                running[pool.submit(run_job, job, files, buffers, limits, advance)] = job
+                running[pool.submit(run_job, job, files, buffers, limits, advance, stop)] = job
             if not running:
                 raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
             finished, _ = wait(running, return_when=FIRST_COMPLETED)

@@ -43,7 +43,7 @@ class Journal:
         """Force the data to disk, then the lines that say so."""
         if self.fresh:
             files.sync()
-            os.write(self.handle, "".join(json.dumps(pair) + "\n" for pair in self.fresh).encode())
+            write_all(self.handle, "".join(json.dumps(pair) + "\n" for pair in self.fresh).encode())
             os.fsync(self.handle)
         self.fresh, self.committed = [], time.monotonic()
 
@@ -81,7 +81,7 @@ def open_journal(
             finished, length = {}, 0
         os.ftruncate(handle, length)
         if not length:
-            os.write(handle, (fingerprint + "\n").encode())
+            write_all(handle, (fingerprint + "\n").encode())
     except OSError as error:
         if handle >= 0:
             os.close(handle)
@@ -93,6 +93,12 @@ def open_journal(
         yield Journal(handle, finished, every)
     finally:
         os.close(handle)
+
+
+def write_all(handle: int, content: bytes) -> None:
+    """Append all of it: a full disk can cut a write short."""
+    while content:
+        content = content[os.write(handle, content) :]
 
 
 def _lock(handle: int, staging: Path) -> None:
@@ -113,10 +119,12 @@ def _entries(content: bytes) -> tuple[str, dict[str, str], int]:
     finished, length = {}, len(head)
     for line in lines:
         try:
-            name, found = json.loads(line)
+            pair = json.loads(line)
         except ValueError:
             break
-        finished[name] = found
+        if not isinstance(pair, list) or [type(part) for part in pair] != [str, str]:
+            break
+        finished[pair[0]] = pair[1]
         length += len(line)
     return head.decode(errors="replace").strip(), finished, length
 

@@ -32,7 +32,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
         "bytes": weights,
         "dropped": len(source.dropped),
         "assets": [name for name, _ in assets.files(source.assets)] if source.assets else [],
-        "manifest": (source.root / MANIFEST).is_file(),
+        "manifest": (source.home / MANIFEST).is_file(),
         "notes": _notes(source),
     }
     for name in ("iteration", "folder", "padded_vocab"):

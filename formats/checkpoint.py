@@ -33,6 +33,7 @@ class Checkpoint:
 
     Attributes:
         root: the folder.
+        home: the folder of these very weights: in a run of Megatron, that of the iteration.
         format: the name of the format's module.
         spec: the model's settings.
         tensors: every physical tensor, with what it holds.
@@ -44,6 +45,7 @@ class Checkpoint:
     """
 
     root: Path
+    home: Path
     format: str
     spec: ModelSpec
     tensors: tuple[Placed, ...]
@@ -113,8 +115,10 @@ class Target:
         files: the weight files.
         texts: small files, by path relative to the folder.
         copies: files that are copied as they are, by path relative to the folder.
+        home: the folder of the weights, relative to the folder.
     """
 
     files: tuple[OutputFile, ...]
     texts: Mapping[str, bytes]
     copies: Mapping[str, Path]
+    home: str = "."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class VitruvianError(Exception):
     """Something the user can act on. `str(error)` is one sentence with names and numbers."""
@@ -53,3 +55,18 @@ class Interrupted(VitruvianError):
     """Stopped by a signal; running the same command again goes on where it stopped."""
 
     exit_code = 75
+
+
+def short(value: Any, limit: int = 80) -> str:
+    """A value from a file, for a message: never long, whatever it is."""
+    match value:
+        case str():
+            return repr(value[:limit]) + ("…" if len(value) > limit else "")
+        case int() if value.bit_length() > 200:
+            return f"an integer of {value.bit_length()} bits"
+        case None | bool() | int() | float():
+            return repr(value)
+        case list() | tuple() if len(value) <= 4 and all(isinstance(one, int | float | str) for one in value):
+            return "[" + ", ".join(short(one, limit // 4) for one in value) + "]"
+        case _:
+            return f"a {type(value).__name__}"

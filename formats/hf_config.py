@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from formats.errors import UnsupportedError
+from formats.errors import SourceError, UnsupportedError, short
 from formats.families import Family, family_named
 from formats.spec import ModelSpec, checked
 
@@ -41,19 +41,20 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
         SourceError: a setting is missing.
         UnsupportedError: the model computes something that has no layout here.
     """
-    family = family_named(str(config.get("model_type")), where)
+    family = family_named(config.get("model_type"), where)
     for key in ("quantization_config", "text_config"):
         if config.get(key):
             raise UnsupportedError(f"{where}: models with a {key} are not supported")
     for key, only in family.requires.items():
         value = config.get(key, only)
         if value != only:
-            raise UnsupportedError(f"{where}: {key} = {value!r} is not supported for {family.name}, only {only!r}")
-    layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
-    if layer_types:
-        raise UnsupportedError(
-            f"{where}: layers of type {', '.join(sorted(layer_types))} are not supported for {family.name}"
-        )
+            raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
+    layer_types = config.get("layer_types") or []
+    others = (
+        [kind for kind in layer_types if kind != "full_attention"] if isinstance(layer_types, list) else [layer_types]
+    )
+    if others:
+        raise UnsupportedError(f"{where}: layers of type {short(others[0])} are not supported for {family.name}")
     values, notes = _values(config, family, where)
     return checked(values | {"notes": tuple(notes)} | dict(settings), where)
 
@@ -71,9 +72,9 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
     values: dict[str, Any] = {"family": family.name}
     values |= {name: config.get(key) for name, key in HUGGINGFACE.items()}
     heads, hidden = values["heads"], values["hidden"]
-    if isinstance(heads, int) and isinstance(hidden, int) and heads:
-        values["kv_heads"] = get("num_key_value_heads", heads)
-        values["head_dim"] = config.get("head_dim") or (family.head_dim or hidden // heads)
+    values["kv_heads"] = get("num_key_value_heads", heads)
+    if values["head_dim"] is None and type(heads) is int and type(hidden) is int and heads:
+        values["head_dim"] = family.head_dim or hidden // heads
     values["tied"] = get("tie_word_embeddings", False)
     values["rope_theta"], values["rope_scaling"] = _rope(config, family, get, where)
     values["sliding_window"] = None
@@ -86,7 +87,10 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
 
 def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tuple[Any, dict[str, Any] | None]:
     """rope_theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise SourceError(f"{where}: its rotary settings are {short(parameters)}, they should be a map")
+    parameters = dict(parameters)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedError(f"{where}: rotary settings that differ between layers are not supported")
     theta = parameters.pop("rope_theta", None) or get("rope_theta", family.rope_theta)

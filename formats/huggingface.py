@@ -7,6 +7,7 @@ sharding in state-dict order, units of 10^9), and the index as both write it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import prod
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.hf_config import from_huggingface
 from formats.layout import Placed, Slot, match, slots
@@ -24,7 +25,8 @@ from formats.storage import DTYPES, Entry, Fragment, read_safetensors, row_major
 NAME = "huggingface"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_JSON = 256 << 20
+MAX_JSON = 64 << 20
+FILE_NAME = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
 
 
 def detect(path: Path) -> bool:
@@ -80,8 +82,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             f"{path / weight_map[lost[0]]} lacks {lost[0]}, which {INDEX} places there ({len(lost)} in all)"
         )
     family = family_named(spec.family)
-    placed, dropped = match(_slots(spec), {"": found}, family.drops)
-    return Checkpoint(path, NAME, spec, tuple(placed), tuple(dropped), tuple(path / name for name in names), {}, path)
+    placed, dropped = match(_slots(spec), {"": found}, family.drops, path)
+    return Checkpoint(
+        path, path, NAME, spec, tuple(placed), tuple(dropped), tuple(path / name for name in names), {}, path
+    )
 
 
 def _slots(spec: ModelSpec) -> list[Slot]:
@@ -106,8 +110,10 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{path / INDEX} has no weight_map")
     for key, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
-            raise SourceError(f"{path / INDEX} places {key} in {name!r}, which is no file name in the folder")
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+            raise SourceError(
+                f"{path / INDEX} places {short(key)} in {short(name)}, which is no file name in the folder"
+            )
     return weight_map
 
 
@@ -179,6 +185,9 @@ def _index(groups: Mapping[str, Sequence[Entry]], like: Mapping[str, Any] | None
         "total_parameters": sum(prod(entry.shape) for entry in entries),
         "total_size": sum(prod(entry.shape) * DTYPES[entry.dtype] for entry in entries),
     }
-    metadata = {key: totals.get(key, value) for key, value in like["metadata"].items()} if like else totals
+    remembered = like.get("metadata") if like else None
+    metadata: dict[str, Any] = dict(totals)
+    if isinstance(remembered, dict):
+        metadata = {key: totals.get(key, value) for key, value in remembered.items()}
     weight_map = {entry.name: name for name, group in groups.items() for entry in group}
     return (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()

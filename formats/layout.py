@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby, product
+from pathlib import Path
 
 from formats.errors import SourceError
 from formats.pattern import Leaf, Mesh, Pattern, at, lower, parse, shape
@@ -175,7 +176,7 @@ class Placed:
 
 
 def match(
-    wanted: Iterable[Slot], found: Mapping[str, Mapping[str, Fragment]], drops: Sequence[str] = ()
+    wanted: Iterable[Slot], found: Mapping[str, Mapping[str, Fragment]], drops: Sequence[str], where: Path
 ) -> tuple[list[Placed], list[str]]:
     """Pair the physical tensors that a layout wants with those that the files hold.
 
@@ -183,6 +184,7 @@ def match(
         wanted: the slots of the layout.
         found: the tensors of each file, by key.
         drops: regular expressions of keys that carry no weights.
+        where: what to call the checkpoint in an error.
 
     Returns:
         The pairs, and the keys that a rule dropped.
@@ -197,10 +199,10 @@ def match(
         tensors = found.get(slot.file, {})
         keys = [key for key in slot.keys if key in tensors]
         if len(keys) > 1:
-            raise SourceError(f"{slot.file} holds the same tensor twice: {' and '.join(keys)}")
+            raise SourceError(f"{tensors[keys[0]].path} holds the same tensor twice: {' and '.join(keys)}")
         if not keys:
             if "optional" not in slot.rule.conditions:
-                missing.append(f"{slot.keys[0]} {list(slot.shape)} in {slot.file}")
+                missing.append(f"{slot.keys[0]} {list(slot.shape)} in {_path(tensors, slot.file, where)}")
             continue
         fragment = tensors[keys[0]]
         if fragment.shape != slot.shape:
@@ -212,16 +214,23 @@ def match(
         used[slot.file].add(keys[0])
         placed.append(Placed(keys[0], slot, fragment))
     if missing:
-        raise SourceError(f"{len(missing)} tensors are missing: {_some(missing)}")
+        raise SourceError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}")
     rest = [(file, key) for file, tensors in found.items() for key in tensors if key not in used[file]]
     dropped = [key for _, key in rest if any(re.fullmatch(drop, key) for drop in drops)]
-    unknown = [f"{key} in {file}" for file, key in rest if not any(re.fullmatch(drop, key) for drop in drops)]
+    unknown = [
+        f"{key} in {found[file][key].path}" for file, key in rest if not any(re.fullmatch(drop, key) for drop in drops)
+    ]
     if unknown:
         raise SourceError(
-            f"{len(unknown)} tensors have no place in this model: {_some(unknown)}",
+            f"{where}: {len(unknown)} tensors have no place in this model: {_some(unknown)}",
             "the model may be of another family than its configuration says; `convert formats` lists the families",
         )
     return placed, dropped
+
+
+def _path(tensors: Mapping[str, Fragment], file: str, where: Path) -> str:
+    """The file in which a tensor was looked for."""
+    return str(next(iter(tensors.values())).path) if tensors else str(where / file.partition(" ")[0])
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:

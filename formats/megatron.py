@@ -19,12 +19,12 @@ from typing import Any
 
 from formats import huggingface
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
-from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.layout import Placed, Slot, match, rules, slots
-from formats.megatron_args import Options, flags, from_megatron, namespace
+from formats.megatron_args import MEGATRON, MEGATRON_ONLY, MORE_SETTINGS, Options, flags, from_megatron, namespace
 from formats.pickles import STORAGE_OF, Namespace, StorageRef, TensorRef
 from formats.pipeline import Chunk, Pipeline, chunks
-from formats.spec import ModelSpec
+from formats.spec import MOST_LAYERS, ModelSpec, whole
 from formats.storage import DTYPES, Fragment, row_major
 from formats.torchfile import TorchFile, plan_archive, read_torch
 
@@ -65,6 +65,12 @@ word_embeddings_for_head.weight                                             (emb
 """)
 """Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; read, not written."""
 
+SHARED = (*(name for names in MEGATRON.values() for name in names.split()), *MEGATRON_ONLY, *MORE_SETTINGS)
+"""Arguments that all files of a checkpoint must agree on."""
+
+MAX_DEPTH, MAX_KEYS = 6, 1_000_000
+"""Maps inside each other in a state dict (Megatron-LM's own models have 4), and tensors in a file."""
+
 DROPS = (r".*\._extra_state", r".*\.inv_freq")
 """Transformer Engine's FP8 state, and rotary tables that some versions saved."""
 
@@ -87,9 +93,10 @@ def locate(path: Path) -> tuple[Path, Path]:
     if any(path.glob("mp_rank_*")):
         run, iteration = (path.parent if re.fullmatch(r"iter_\d+|release", path.name) else path), path
     else:
-        word = (path / TRACKER).read_text().strip()
-        if word != "release" and not word.isdecimal():
-            raise SourceError(f"{path / TRACKER} says {word!r}, which is neither an iteration nor `release`")
+        with (path / TRACKER).open("rb") as file:
+            word = file.read(100).decode(errors="replace").strip()
+        if word != "release" and not re.fullmatch(r"[0-9]{1,18}", word):
+            raise SourceError(f"{path / TRACKER} says {short(word)}, which is neither an iteration nor `release`")
         run, iteration = path, path / ("release" if word == "release" else f"iter_{int(word):07d}")
         if not iteration.is_dir():
             raise SourceError(
@@ -114,7 +121,7 @@ class _Shard:
     @property
     def chunks(self) -> list[tuple[str, Mapping[str, Any]]]:
         """(key, state dict) of each virtual pipeline chunk."""
-        names = [name for name in self.file.value if re.fullmatch(r"model\d*", str(name))]
+        names = [name for name in self.file.value if isinstance(name, str) and re.fullmatch(r"model\d{0,3}", name)]
         return [(name, self.file.value[name]) for name in sorted(names, key=lambda name: int(name[5:] or 0))]
 
 
@@ -134,25 +141,31 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     base = huggingface.read_spec(assets, settings) if assets else None
     values = dict(settings.values) | ({"vocab": settings.vocab_size} if settings.vocab_size is not None else {})
     spec = from_megatron(args, values, base, str(first.file.path))
-    pipeline = _pipeline(args, pp, len(first.chunks))
+    pipeline = _pipeline(args, pp, len(first.chunks), first.file.path)
     padded = _padded_vocab(found, tp)
     if spec.vocab is not None and not spec.vocab <= padded:
         raise SourceError(
             f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
             "correct it with --vocab-size",
         )
-    placed, dropped = match(_slots(spec, table, tp, pipeline, padded), found, DROPS)
+    try:
+        wanted = _slots(spec, table, tp, pipeline, padded)
+    except (RefusedError, UnsupportedError) as error:
+        kind = SourceError if isinstance(error, RefusedError) else UnsupportedError
+        raise kind(f"{iteration}: {error}", error.hint) from None
+    placed, dropped = match(wanted, found, DROPS, iteration)
     topology = {"tp": tp, "pp": pp} | ({"vpp": pipeline.virtual} if pipeline.virtual > 1 else {})
     files = tuple(shard.file.path for shard in shards)
     norm = "local" if any(key.endswith("pre_mlp_layernorm.weight") for key in keys) else "te"
     extra = {
         "args": args,
-        "iteration": first.file.value.get("iteration", 0),
+        "iteration": _iteration(first.file),
         "folder": iteration.name,
+        "vocab_multiple": _multiple(args, first.file.path),
         "padded_vocab": padded,
         "norm": norm,
     }
-    return Checkpoint(run, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, extra)
+    return Checkpoint(run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, extra)
 
 
 def _tensors(shards: Iterable[_Shard], pp: int) -> dict[str, dict[str, Fragment]]:
@@ -161,11 +174,14 @@ def _tensors(shards: Iterable[_Shard], pp: int) -> dict[str, dict[str, Fragment]
     for shard in shards:
         for name, state in shard.chunks:
             tensors = found[f"{_folder(shard.tp, shard.pp, pp)} {name}"] = {}
-            for key, ref in _flat(state):
+            for path, ref in _flat(state, shard.file.path):
+                key = path.replace(" ", ".")
+                if key in tensors:
+                    raise SourceError(f"{shard.file.path} holds {key} twice")
                 if isinstance(ref, TensorRef):
                     tensors[key] = shard.file.fragment(ref, key)
                 elif not any(re.fullmatch(drop, key) for drop in DROPS):
-                    raise UnsupportedError(f"{shard.file.path}: {key} holds {ref!r}, which is no tensor")
+                    raise UnsupportedError(f"{shard.file.path}: {key} holds {short(ref)}, which is no tensor")
     return found
 
 
@@ -196,15 +212,17 @@ def _read_shards(iteration: Path) -> list[_Shard]:
         file = read_torch(folder / names[0])
         if not isinstance(file.value, dict) or not _Shard(0, 0, file).chunks:
             raise SourceError(f"{file.path} holds no `model`")
+        if not all(isinstance(state, dict) for _, state in _Shard(0, 0, file).chunks):
+            raise SourceError(f"{file.path}: its `model` is no map of tensors")
         shards.append(_Shard(int(match_[1]), int(match_[2] or 0), file))
     return shards
 
 
 def _args(file: TorchFile) -> dict[str, Any]:
     version = file.value.get("checkpoint_version", 0)
-    if not isinstance(version, int | float) or version < 2.0:
+    if not isinstance(version, int | float) or not version >= 2.0:
         raise UnsupportedError(
-            f"{file.path}: checkpoint version {version} stores query, key and value in another order (before 2.0)"
+            f"{file.path}: checkpoint version {short(version)} stores query, key and value in another order (before 2.0)"
         )
     args = file.value.get("args")
     if not isinstance(args, Namespace):
@@ -213,42 +231,62 @@ def _args(file: TorchFile) -> dict[str, Any]:
 
 
 def _check_grid(shards: list[_Shard], tp: int, pp: int, args: Mapping[str, Any], iteration: Path) -> None:
-    """Every rank once, as `args` say, of one iteration, and none under another's name."""
-    sizes = {"tensor": tp, "pipeline": pp}
-    for axis, size in sizes.items():
+    """Every rank once, as `args` say, of one iteration and one model, and none under another's name."""
+    for axis, size in (("tensor", tp), ("pipeline", pp)):
         claimed = args.get(f"{axis}_model_parallel_size", size)
-        if isinstance(claimed, int) and claimed > size:
-            raise SourceError(f"{iteration}: args say {axis} parallel size {claimed}, but only {size} ranks are there")
         if claimed != size:
-            raise SourceError(
-                f"{iteration}: args say {axis} parallel size {claimed}, but the folders are those of {size} ranks"
-            )
+            raise SourceError(f"{iteration}: args say {axis} parallel size {short(claimed)}, {size} ranks are there")
     if args.get("expert_model_parallel_size", 1) not in (None, 1):
         raise UnsupportedError(f"{iteration}: expert parallel checkpoints are not supported")
-    present = {(shard.tp, shard.pp) for shard in shards}
+    present = [(shard.tp, shard.pp) for shard in shards]
     missing = [_folder(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in present]
-    if missing:
-        raise SourceError(f"{iteration}: {len(missing)} of {tp * pp} ranks are missing: {', '.join(missing[:8])}")
-    iterations = {str(shard.file.value.get("iteration")) for shard in shards}
-    if len(iterations) > 1:
-        raise SourceError(f"{iteration}: its files are of different iterations: {', '.join(sorted(iterations))}")
-    writers = [(shard, _args(shard.file).get("rank")) for shard in shards]
-    ranks = [(shard, rank) for shard, rank in writers if isinstance(rank, int)]
-    if len({rank for _, rank in ranks}) == len(shards):  # some converters write rank 0 into every file
-        for shard, rank in ranks:
-            if rank % tp != shard.tp:
+    if missing or len(present) != tp * pp:
+        names = ", ".join(missing[:8]) or "some are there twice"
+        raise SourceError(f"{iteration}: of {tp * pp} ranks {len(missing)} are missing: {names}")
+    first = shards[0].file
+    for shard in shards[1:]:
+        if short(shard.file.value.get("iteration")) != short(first.value.get("iteration")):
+            ours, others = (short(file.value.get("iteration")) for file in (shard.file, first))
+            raise SourceError(f"{shard.file.path} is of iteration {ours}, {first.path} of {others}")
+        other = _args(shard.file)
+        for name in SHARED:
+            if short(other.get(name)) != short(args.get(name)):
                 raise SourceError(
-                    f"{shard.file.path} was written by rank {rank}, which is tensor rank {rank % tp}: files are swapped"
+                    f"{shard.file.path} says {name} = {short(other.get(name))}, {first.path} {short(args.get(name))}: "
+                    "they are of different models"
                 )
+    _check_writers(shards, tp, pp, args)
 
 
-def _flat(state: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a nested state dict."""
-    for key, value in state.items():
-        if isinstance(value, Mapping) and depth < 16:
-            yield from _flat(value, f"{prefix}{key}.", depth + 1)
+def _check_writers(shards: list[_Shard], tp: int, pp: int, args: Mapping[str, Any]) -> None:
+    """Each file was written by the rank that its folder names, as far as `args` tell."""
+    written = [_args(shard.file).get("rank") for shard in shards]
+    ranks = [rank for rank in written if type(rank) is int]
+    if len(ranks) < len(shards) or not any(ranks):
+        return  # some converters write rank 0 into every file
+    world = args.get("world_size")
+    share = world // pp if isinstance(world, int) and world % pp == 0 and world >= tp * pp else 0
+    for shard, rank in zip(shards, ranks, strict=True):
+        if rank % tp != shard.tp or (share and rank // share != shard.pp):
+            raise SourceError(
+                f"{shard.file.path} was written by rank {short(rank)}, which belongs elsewhere: files are mixed up"
+            )
+
+
+def _flat(state: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a nested state dict, whose maps a hostile file may have made to explode."""
+    rest: list[tuple[str, Any]] = [("", state)]
+    for _ in range(MAX_KEYS):
+        if not rest:
+            return
+        prefix, value = rest.pop()
+        if not isinstance(value, Mapping):
+            yield prefix, value
+        elif prefix.count(" ") >= MAX_DEPTH or len(value) > MAX_KEYS or not all(isinstance(key, str) for key in value):
+            break
         else:
-            yield f"{prefix}{key}", value
+            rest += [(f"{prefix} {key}" if prefix else key, inner) for key, inner in reversed(list(value.items()))]
+    raise SourceError(f"{path}: its `model` is no map of tensors by name")
 
 
 def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
@@ -259,16 +297,36 @@ def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
     raise SourceError("no file holds the word embeddings")
 
 
-def _pipeline(args: Mapping[str, Any], pp: int, virtual: int) -> Pipeline:
+def _iteration(file: TorchFile) -> int:
+    """The iteration in a file; a release may spell it so."""
+    value = file.value.get("iteration", 0)
+    if value == "release":
+        return 0
+    if type(value) is not int or not 0 <= value < 10**18:
+        raise SourceError(f"{file.path}: its iteration is {short(value)}")
+    return value
+
+
+def _multiple(args: Mapping[str, Any], path: Path) -> int:
+    value = args.get("make_vocab_size_divisible_by")
+    return 128 if value is None else whole(value, "make_vocab_size_divisible_by", str(path))
+
+
+def _pipeline(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pipeline:
     layout = args.get("pipeline_model_parallel_layout")
+    ends = [args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    if not all(end is None or (type(end) is int and 0 <= end < MOST_LAYERS) for end in ends):
+        raise SourceError(f"{path}: the layers of its first and last stage are {short(ends)}")
+    if not (layout is None or (isinstance(layout, str) and len(layout) < MOST_LAYERS)):
+        raise UnsupportedError(f"{path}: pipeline_model_parallel_layout = {short(layout)} is no text")
     return Pipeline(
         pp,
         virtual,
-        args.get("decoder_first_pipeline_num_layers"),
-        args.get("decoder_last_pipeline_num_layers"),
+        ends[0],
+        ends[1],
         bool(args.get("account_for_embedding_in_pipeline_split")),
         bool(args.get("account_for_loss_in_pipeline_split")),
-        layout if isinstance(layout, str) else None,
+        layout,
     )
 
 
@@ -340,10 +398,10 @@ def write(
     for rank in range(options.tp * options.pp):
         name = _folder(rank % options.tp, rank // options.tp, options.pp)
         path = root / folder / name / "model_optim_rng.pt"
-        head = {"args": Namespace(**merged, rank=rank), "checkpoint_version": 3.0, "iteration": iteration or 0}
+        head = {"args": Namespace({**merged, "rank": rank}), "checkpoint_version": 3.0, "iteration": iteration or 0}
         files.append(_file(path, head, by_file[name], dtypes, options.norm))
     texts = {TRACKER: (str(iteration) if iteration is not None else "release").encode(), FLAGS: flags(merged).encode()}
-    return Target(tuple(files), texts, {})
+    return Target(tuple(files), texts, {}, folder)
 
 
 def _file(

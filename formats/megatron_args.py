@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from formats.errors import RefusedError, UnsupportedError
+from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.pickles import DTYPES, Dtype, keeps
-from formats.spec import ModelSpec, checked
+from formats.spec import ModelSpec, checked, real, whole
 
 MEGATRON = {
     "layers": "num_layers",
@@ -56,6 +56,13 @@ MEGATRON_ONLY = {
 }
 """Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
 
+MORE_SETTINGS = (
+    "group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "window_size",
+    "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", "true_vocab_size",
+    "padded_vocab_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+)  # fmt: skip
+"""Arguments with a rule of their own, below."""
+
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core fixes of the llama3 rope scaling (models/common/embeddings/rotary_pos_embedding.py, 0.16.1)."""
 
@@ -76,27 +83,26 @@ def from_megatron(
         UnsupportedError: the model computes something that has no layout here.
         RefusedError: args and config contradict each other.
     """
+    rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
     for name, allowed in MEGATRON_ONLY.items():
-        if (
-            name in args
-            and args[name] not in allowed
-            and not (name == "position_embedding_type" and args.get("use_rotary_position_embeddings"))
-        ):
-            raise UnsupportedError(f"{where}: {name} = {args[name]!r} is not supported, only {allowed[0]!r}")
+        value = args.get(name, allowed[0])
+        if not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in allowed):
+            if name == "position_embedding_type" and rotary:
+                continue
+            raise UnsupportedError(f"{where}: {name} = {short(value)} is not supported, only {allowed[0]!r}")
     values: dict[str, Any] = {}
     for setting, names in MEGATRON.items():
         values[setting] = next((args[name] for name in names.split() if args.get(name) is not None), None)
     if not args.get("group_query_attention") or values["kv_heads"] is None:
         values["kv_heads"] = values["heads"]
-    if values["head_dim"] is None and isinstance(values["hidden"], int) and values["heads"]:
-        values["head_dim"] = values["hidden"] // values["heads"]
+    if values["head_dim"] is None:
+        values["head_dim"] = whole(values["hidden"], "hidden", where) // whole(values["heads"], "heads", where)
     untied = args.get("untie_embeddings_and_output_weights")
     values["tied"] = None if untied is None else not untied
-    window = args.get("window_size")
-    values["sliding_window"] = window[0] + 1 if window and window[0] >= 0 else None
-    values["rope_scaling"] = _megatron_rope(args)
+    values["sliding_window"] = _window(args.get("window_size"), where)
+    values["rope_scaling"] = _rope_scaling(args, where)
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
-    values["vocab"] = base.vocab if base else args.get("true_vocab_size")
+    values["vocab"] = args.get("true_vocab_size", base.vocab if base else None)
     values |= dict(settings)
     facts = (bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")), values["sliding_window"] is not None)
     values["family"] = _family(facts, base, where)
@@ -115,11 +121,25 @@ def from_megatron(
     return spec
 
 
-def _megatron_rope(args: Mapping[str, Any]) -> dict[str, Any] | None:
+def _window(window: Any, where: str) -> int | None:
+    """Tokens that a token sees, itself included: Megatron counts those to its left (transformer/utils.py:38)."""
+    match window:
+        case None:
+            return None
+        case [int(left), int(right)] if left >= 0 and right in (0, -1):
+            return left + 1
+        case [-1, int()]:
+            return None
+    raise UnsupportedError(f"{where}: window_size = {short(window)} is not supported, only (left, 0)")
+
+
+def _rope_scaling(args: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     if args.get("use_rope_scaling"):
-        return {"rope_type": "llama3", "factor": float(args.get("rope_scaling_factor") or 8.0), **LLAMA3_SCALING}
-    if args.get("rotary_seq_len_interpolation_factor"):
-        return {"rope_type": "linear", "factor": float(args["rotary_seq_len_interpolation_factor"])}
+        factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
+    if args.get("rotary_seq_len_interpolation_factor") is not None:
+        factor = real(args["rotary_seq_len_interpolation_factor"], "rotary_seq_len_interpolation_factor", where)
+        return {"rope_type": "linear", "factor": factor}
     return None
 
 
@@ -169,16 +189,17 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
         "rotary_seq_len_interpolation_factor": None,
     }
     scaling = dict(spec.rope_scaling or {})
+    factor = scaling.get("factor")
     match scaling.pop("rope_type", None):
         case None:
             pass
-        case "llama3" if {name: scaling.get(name) for name in LLAMA3_SCALING} == LLAMA3_SCALING:
-            args |= {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
-        case "linear" if float(scaling["factor"]).is_integer():
-            args["rotary_seq_len_interpolation_factor"] = int(scaling["factor"])
+        case "llama3" if isinstance(factor, int | float) and LLAMA3_SCALING.items() <= scaling.items():
+            args |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
+        case "linear" if isinstance(factor, int | float) and factor == int(factor):
+            args["rotary_seq_len_interpolation_factor"] = int(factor)
         case kind:
             raise RefusedError(
-                f"Megatron has no rope scaling {kind} with {scaling}",
+                f"Megatron has no rope scaling {kind} with these settings: {', '.join(scaling)}",
                 f"it knows llama3 with {LLAMA3_SCALING}, and linear with a whole factor",
             )
     return args
@@ -207,10 +228,10 @@ def namespace(
     spec: ModelSpec, dtypes: Iterable[str], options: Options, padded: int, old: Mapping[str, Any], iteration: int
 ) -> dict[str, Any]:
     """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
-    kept = {name: value for name, value in old.items() if keeps(value) and name != "rank"}
+    kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
     counted = list(dtypes)
     main = max(counted, key=counted.count)
-    torch_name = next(name for name, dtype in DTYPES.items() if dtype == main)
+    torch_name = next((name for name, dtype in DTYPES.items() if dtype == main), "float32")
     per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 else None
     base = {
         "consumed_train_samples": 0,
@@ -219,7 +240,7 @@ def namespace(
         "tokenizer_model": None,
     } | kept
     return base | to_megatron(spec) | {
-        "seq_length": old.get("seq_length", spec.max_positions),
+        "seq_length": kept.get("seq_length", spec.max_positions),
         "transformer_impl": "transformer_engine" if options.norm == "te" else "local",
         "tensor_model_parallel_size": options.tp,
         "pipeline_model_parallel_size": options.pp,

@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from formats.errors import RefusedError, UnsupportedError
+from formats.errors import RefusedError, UnsupportedError, short
+
+LONGEST = 100_000
+"""Characters of an expanded pipeline layout."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def chunks(pipeline: Pipeline, layers: int) -> list[Chunk]:
         counts = _layout_counts(pipeline)
         if sum(counts) != layers:
             raise RefusedError(
-                f"the pipeline layout {pipeline.layout!r} holds {sum(counts)} layers, the model has {layers}"
+                f"the pipeline layout {short(pipeline.layout)} holds {sum(counts)} layers, the model has {layers}"
             )
     else:
         counts = _even_counts(pipeline, layers)
@@ -101,15 +104,17 @@ def _layout_counts(pipeline: Pipeline) -> list[int]:
     cosmetic, `x*n` and `(..)*n` repeat (megatron-core transformer/pipeline_parallel_layer_layout.py).
     """
     text = (pipeline.layout or "").replace(",", "").replace(" ", "")
+    refused = f"the pipeline layout {short(pipeline.layout)}"
     while repeat := re.search(r"\(([^()]*)\)\*(\d+)|([a-zA-Z|])\*(\d+)", text):
         body, count = (repeat[1], repeat[2]) if repeat[1] is not None else (repeat[3], repeat[4])
+        if len(count) > 5 or len(text) + len(body) * int(count) > LONGEST:
+            raise RefusedError(f"{refused} is longer than any model")
         text = text[: repeat.start()] + body * int(count) + text[repeat.end() :]
     if not re.fullmatch(r"[EtmL|]*", text):
-        raise UnsupportedError(f"the pipeline layout {pipeline.layout!r} holds more than E, t, m, L and |")
+        raise UnsupportedError(f"{refused} holds more than E, t, m, L and |")
     entries = text.split("|")
     if len(entries) != pipeline.stages * pipeline.virtual:
         raise RefusedError(
-            f"the pipeline layout {pipeline.layout!r} has {len(entries)} entries for {pipeline.stages} stages of "
-            f"{pipeline.virtual} chunks"
+            f"{refused} has {len(entries)} entries for {pipeline.stages} stages of {pipeline.virtual} chunks"
         )
     return [entry.count("t") for entry in entries]

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from formats.errors import SourceError, UnsupportedError, UsageError
+from formats.errors import SourceError, UnsupportedError, UsageError, short
 from formats.families import family_named
 from formats.layout import model_tensors
 
-OPTIONAL = ("family", "vocab", "rope_scaling", "sliding_window", "notes")
+SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positions")
+"""The settings that are natural numbers, all of them required."""
 
 
 @dataclass(frozen=True)
@@ -70,37 +71,75 @@ class ModelSpec:
         ]
 
 
-REQUIRED = [one.name for one in fields(ModelSpec) if one.name not in OPTIONAL]
-"""The settings without which there is no model."""
+MOST_LAYERS = 10_000
+MOST = 2**31
+"""Larger sizes are no model: they would only exhaust memory."""
 
 
-def checked(values: dict[str, Any], where: str) -> ModelSpec:
-    """Build a spec from found values; each must be there and of its type.
+def whole(value: Any, name: str, where: str, most: int = MOST) -> int:
+    """A size: a natural number above 0.
+
+    Raises:
+        SourceError: it is missing or no such number; the message names the flag that supplies it.
+    """
+    if value is None:
+        raise SourceError(f"{where} does not say {name}, and there is no safe default", f"add --set {name}=VALUE")
+    if type(value) is not int or not 0 < value <= most:
+        raise SourceError(f"{where} says {name} = {short(value)}", f"correct it with --set {name}=VALUE")
+    return value
+
+
+def real(value: Any, name: str, where: str) -> float:
+    """A finite number above 0. Raises as `whole` does."""
+    if value is None:
+        raise SourceError(f"{where} does not say {name}, and there is no safe default", f"add --set {name}=VALUE")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+        raise SourceError(f"{where} says {name} = {short(value)}", f"correct it with --set {name}=VALUE")
+    return float(value)
+
+
+def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
+    """Build a spec from found values; each must be there and make sense.
 
     Raises:
         SourceError: one is missing, or makes no sense; the message names the flag that supplies it.
+        UnsupportedError: they make a model that has no layout here.
     """
-    for name in REQUIRED:
-        value = values.get(name)
-        if value is None:
-            raise SourceError(f"{where} does not say {name}, and there is no safe default", f"add --set {name}=VALUE")
-        if name == "tied":
-            sound = isinstance(value, bool)
-        else:
-            numbers = (int, float) if name in ("norm_epsilon", "rope_theta") else int
-            sound = isinstance(value, numbers) and not isinstance(value, bool) and value >= 0
-        if not sound:
-            raise SourceError(f"{where} says {name} = {value!r}", f"correct it with --set {name}=VALUE")
-    for name in ("norm_epsilon", "rope_theta"):
-        values[name] = float(values[name])
-    spec = ModelSpec(**values)
-    if not spec.layers or not spec.kv_heads or spec.heads % spec.kv_heads:
-        raise SourceError(
-            f"{where}: {spec.heads} heads in {spec.kv_heads} key/value groups over {spec.layers} layers make no model"
-        )
+    sizes = {name: whole(values.get(name), name, where) for name in SIZES}
+    optional: dict[str, Any] = {name: values.get(name) for name in ("vocab", "sliding_window")}
+    for name, value in optional.items():
+        if value is not None:
+            whole(value, name, where)
+    if not isinstance(values.get("tied"), bool):
+        said = "does not say tied" if values.get("tied") is None else f"says tied = {short(values['tied'])}"
+        raise SourceError(f"{where} {said}, and there is no safe default", "add --set tied=true or tied=false")
+    scaling: Any = values.get("rope_scaling")
+    if scaling is not None and not _is_scaling(scaling):
+        raise SourceError(f"{where} says rope_scaling = {short(scaling)}", "correct it with --set rope_scaling=none")
+    spec = ModelSpec(
+        **sizes,
+        **optional,
+        family=values["family"],
+        norm_epsilon=real(values.get("norm_epsilon"), "norm_epsilon", where),
+        rope_theta=real(values.get("rope_theta"), "rope_theta", where),
+        rope_scaling=scaling,
+        tied=values["tied"],
+        notes=values.get("notes", ()),
+    )
+    whole(spec.layers, "layers", where, MOST_LAYERS)
+    if spec.heads % spec.kv_heads:
+        raise SourceError(f"{where}: {spec.heads} heads do not divide into {spec.kv_heads} key/value groups")
     if spec.head_dim % 2:
         raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, so it cannot be rotary")
     return spec
+
+
+def _is_scaling(value: Any) -> bool:
+    """Whether a value is a map of rotary settings with a type."""
+    if not isinstance(value, dict) or len(value) > 50 or not isinstance(value.get("rope_type"), str):
+        return False
+    kinds = (str, int, float, list, type(None))
+    return all(isinstance(name, str) and isinstance(one, kinds) for name, one in value.items())
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.errors import SourceError
+from formats.errors import SourceError, short
 
 DTYPES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
@@ -28,6 +28,7 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 """The element types that a cast may turn into each other."""
 
 MAX_HEADER = 100_000_000
+MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+        raise ValueError(f"{short(next(name for name in names if names.count(name) > 1))} appears twice")
     return found
 
 
@@ -106,7 +107,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Fragment], dict[str, str]]:
     try:
         if raw[:1] != b"{":
             raise ValueError("it does not start with '{'")
-        header = json.loads(raw, object_pairs_hook=_unique)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ is not a map of strings")
@@ -130,14 +131,14 @@ def _fragment(path: Path, data: int, name: str, entry: Any) -> Fragment:
         case {"dtype": str(dtype), "shape": list(dims), "data_offsets": [int(start), int(stop)], **rest} if not rest:
             pass
         case _:
-            raise ValueError(f"the entry of {name!r} is malformed")
+            raise ValueError(f"the entry of {short(name)} is malformed")
     if dtype not in DTYPES:
-        raise ValueError(f"{name!r} has the unknown dtype {dtype!r}")
-    if not all(type(n) is int and 0 <= n < 2**63 for n in (*dims, start, stop)):
-        raise ValueError(f"{name!r} has a size or offset that is no natural number")
+        raise ValueError(f"{short(name)} has the unknown dtype {short(dtype)}")
+    if len(dims) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (*dims, start, stop)):
+        raise ValueError(f"{short(name)} has a size or offset that is no natural number, or too many dimensions")
     shape = tuple(dims)
     if stop - start != prod(shape) * DTYPES[dtype]:
-        raise ValueError(f"{name!r} is {dtype}{dims}, but has {stop - start} bytes")
+        raise ValueError(f"{short(name)} is {dtype}{dims}, but has {stop - start} bytes")
     return Fragment(path, data + start, dtype, shape, row_major(shape))
 
 

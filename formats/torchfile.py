@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from formats import pickles
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import SourceError, UnsupportedError, short
 from formats.storage import DTYPES, Fragment, file_size
+from formats.unpickle import loads
 
 MAX_PICKLE = 1 << 30
 ALIGNMENT = 64
@@ -52,6 +53,9 @@ class TorchFile:
         return Fragment(self.path, start + ref.offset * item, ref.dtype, ref.shape, ref.strides)
 
 
+_DAMAGE = (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, OverflowError, struct.error)
+
+
 def read_torch(path: Path) -> TorchFile:
     """Open a `torch.save` archive and unpickle its object inertly.
 
@@ -64,12 +68,12 @@ def read_torch(path: Path) -> TorchFile:
         try:
             archive = zipfile.ZipFile(file)
             members = archive.infolist()
-        except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
+        except _DAMAGE as error:
             file.seek(0)
-            if file.read(2) == b"\x80\x02":
+            if file.read(1) == b"\x80":
                 raise UnsupportedError(f"{path}: written before torch 1.6, which used no zip archive") from None
             raise SourceError(f"{path}: no complete torch.save archive: {error}") from None
-        extents = dict(_extents(path, file, members))
+        extents = dict(_extents(path, file, members, archive.start_dir))
         pickled = [name for name in extents if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickled) != 1:
             raise SourceError(f"{path}: a torch.save archive has one data.pkl, this one has {len(pickled)}")
@@ -78,7 +82,7 @@ def read_torch(path: Path) -> TorchFile:
             raise UnsupportedError(f"{path}: written on a big-endian machine")
         if extents[pickled[0]][1] > MAX_PICKLE:
             raise SourceError(f"{path}: its pickle claims {extents[pickled[0]][1]} bytes")
-        value = pickles.loads(_read(file, extents[pickled[0]]), str(path))
+        value = loads(_read(file, extents[pickled[0]]), str(path))
     storages = {
         name.removeprefix(prefix + "data/"): extent
         for name, extent in extents.items()
@@ -92,23 +96,25 @@ def _read(file: BinaryIO, extent: tuple[int, int]) -> bytes:
     return file.read(extent[1])
 
 
-def _extents(path: Path, file: BinaryIO, members: list[zipfile.ZipInfo]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _extents(
+    path: Path, file: BinaryIO, members: list[zipfile.ZipInfo], directory: int
+) -> Iterator[tuple[str, tuple[int, int]]]:
     """Name, byte offset and size of each member; none may be compressed, doubled or overlap another."""
     position, seen = 0, set()
     for member in sorted(members, key=lambda member: member.header_offset):
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
-            raise UnsupportedError(f"{path}: the member {member.filename!r} is compressed or encrypted")
+            raise UnsupportedError(f"{path}: the member {short(member.filename)} is compressed or encrypted")
+        if not position <= member.header_offset < directory:
+            raise SourceError(f"{path}: the member {short(member.filename)} lies outside the archive or in another one")
         file.seek(member.header_offset)
-        local = file.read(_LOCAL)
-        if member.header_offset < position or len(local) < _LOCAL or local[:4] != b"PK\x03\x04":
-            raise SourceError(
-                f"{path}: the member {member.filename!r} has no header of its own at byte {member.header_offset}"
-            )
+        local = file.read(_LOCAL + len(member.orig_filename.encode()))
+        if len(local) < _LOCAL or local[:4] != b"PK\x03\x04" or local[_LOCAL:] != member.orig_filename.encode():
+            raise SourceError(f"{path}: the member {short(member.filename)} has no header of its own")
         names, extra = struct.unpack_from("<HH", local, 26)
         start = member.header_offset + _LOCAL + names + extra
         position = start + member.file_size
-        if member.filename in seen or member.file_size != member.compress_size:
-            raise SourceError(f"{path}: the member {member.filename!r} is doubled or has two sizes")
+        if member.filename in seen or member.file_size != member.compress_size or position > directory:
+            raise SourceError(f"{path}: the member {short(member.filename)} is doubled, cut off or has two sizes")
         seen.add(member.filename)
         yield member.filename, (start, member.file_size)
 

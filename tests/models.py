@@ -55,4 +55,4 @@ def build(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", 
 def files(folder: Path) -> dict[str, bytes]:
     """Every file of a folder, by relative name, the manifest left out."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: content for name, content in found.items() if name != "vitruvian.json"}
+    return {name: content for name, content in found.items() if Path(name).name != "vitruvian.json"}

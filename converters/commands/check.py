@@ -51,9 +51,11 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     if src is not None:
         against, name = _digests(opened(src, options), options, as_json), str(src)
     else:
-        remembered, name = read_manifest(out), MANIFEST
+        remembered, name = read_manifest(checkpoint.home), MANIFEST
         if remembered is None:
-            raise SourceError(f"{out} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC")
+            raise SourceError(
+                f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
+            )
         against = remembered
     found = _digests(checkpoint, options, as_json)
     wrong = sorted(tensor for tensor in {*found, *against} if found.get(tensor) != against.get(tensor))

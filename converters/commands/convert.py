@@ -96,7 +96,7 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
     from formats.megatron_args import Options
 
     source = opened(src, options, "megatron", USE_HF2MEGATRON)
-    multiple = options["multiple"] or source.extra["args"].get("make_vocab_size_divisible_by") or 128
+    multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
     request = _request(out, options)

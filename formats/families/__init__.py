@@ -11,7 +11,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from formats.errors import UnsupportedError
+from formats.errors import UnsupportedError, short
 from formats.layout import Rule
 
 
@@ -55,16 +55,16 @@ class Family:
         return (self.qkv_bias, self.qk_norm) == (qkv_bias, qk_norm) and (bool(self.window) or not windowed)
 
 
-def family_named(name: str, where: str = "") -> Family:
+def family_named(name: Any, where: str = "") -> Family:
     """The family of a `model_type`.
 
     Raises:
         UnsupportedError: there is none; the message lists those that exist.
     """
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         source = f"{where}: " if where else ""
         raise UnsupportedError(
-            f"{source}the model type {name!r} is not supported", f"supported: {', '.join(sorted(FAMILIES))}"
+            f"{source}the model type {short(name)} is not supported", f"supported: {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[name]
 

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -29,6 +28,8 @@ CP = ("cp", "-r")
 CP_SYNC = ("sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +')
 KEEP_FREE = 20 * 10**9
 STARTS = 15
+HANGS = 1800
+MOST_SPACE = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,13 @@ class FailedError(Exception):
 def run(
     command: Sequence[str], env: Mapping[str, str] | None = None, address_space: int = 0, disk: Path | None = None
 ) -> Sample:
-    """Run a command to its end; kill it when the file system of `disk` gets full."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
-
+    """Run a command to its end; kill it when it hangs, or when the file system of `disk` gets full."""
+    limited = ["prlimit", f"--as={address_space}", *command] if address_space else command
     with tempfile.TemporaryFile() as errors:
         began = time.perf_counter()
-        process = subprocess.Popen(
-            command,
-            env=os.environ | dict(env or {}),
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            preexec_fn=limit if address_space else None,
-        )
+        process = subprocess.Popen(limited, env=os.environ | dict(env or {}), stdout=subprocess.DEVNULL, stderr=errors)
         ended = threading.Event()
-        if disk:
-            threading.Thread(target=guard, args=(process.pid, disk, ended), daemon=True).start()
+        threading.Thread(target=guard, args=(process.pid, disk, ended), daemon=True).start()
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - began
         ended.set()
@@ -96,9 +87,17 @@ def run(
     return Sample(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
-def guard(pid: int, disk: Path, ended: threading.Event) -> None:
+def environment() -> dict[str, str]:
+    """The caller's environment, with bytecode cached as it is for an installed package."""
+    cache = {"PYTHONPYCACHEPREFIX": str(Path(tempfile.gettempdir()) / "vitruvian-bench-pycache")}
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | cache
+
+
+def guard(pid: int, disk: Path | None, ended: threading.Event) -> None:
+    """SIGTERM would not do: `convert` answers it between two tensors."""
+    latest = time.monotonic() + HANGS
     while not ended.wait(0.5):
-        if shutil.disk_usage(disk).free < KEEP_FREE:
+        if time.monotonic() > latest or (disk and shutil.disk_usage(disk).free < KEEP_FREE):
             os.kill(pid, 9)
             return
 
@@ -110,7 +109,7 @@ def interleave(contenders: Sequence[Contender], rounds: int, out: Path) -> dict[
         for contender in contenders:
             if shutil.disk_usage(out.parent).free < KEEP_FREE:
                 raise FailedError(f"less than {KEEP_FREE / 1e9:.0f} GB are free in {out.parent}")
-            sample = run([word.format(out=out) for word in contender.command])
+            sample = run([word.replace("{out}", str(out)) for word in contender.command])
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
             if i:
@@ -234,14 +233,14 @@ def memory(work: Path, quick: bool, results: Results) -> None:
 
 def smallest(command: Sequence[str], env: Mapping[str, str], start: int, work: Path) -> tuple[int, Sample]:
     """The smallest limit of the address space, in steps of 32 MiB, under which a command succeeds."""
-    for limit in range(start, 4 << 30, 32 << 20):
-        try:
-            return limit, run(command, env, limit, work)
-        except FailedError as error:
-            failure = error
-            for path in (work / "out", work / "out.partial"):
-                shutil.rmtree(path, ignore_errors=True)
-    raise failure
+    try:
+        return start, run(command, env, start, work)
+    except FailedError:
+        if start >= MOST_SPACE:
+            raise
+    for path in (work / "out", work / "out.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+    return smallest(command, env, start + (32 << 20), work)
 
 
 def start(work: Path, results: Results) -> None:

@@ -1,0 +1,527 @@
+"""Checkpoints that are incomplete, mixed up or altered, and places that have no room: each is noticed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from formats.layout import Placed
+from formats.registry import open_checkpoint
+from tests.conftest import Ran
+from tests.models import files
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def made(model: Callable[..., Path], convert: Callable[..., Ran], tmp_path: Path) -> Callable[..., Path]:
+    """`made("tp2 pp2", name="one")`: a Megatron folder of that topology, to be damaged."""
+
+    def make(topology: str, name: str = "m", family: str = "llama", *extra: object, **changes: Any) -> Path:
+        words = [word for part in topology.split() for word in (f"--{part[:2]}", part[2:])]
+        source = model(family, "float32", **changes)
+        assert convert("hf2megatron", source, tmp_path / name, *words, *extra, "-q").code == 0
+        return tmp_path / name
+
+    return make
+
+
+def rank(root: Path, name: str, iteration: str = "release") -> Path:
+    return root / iteration / f"mp_rank_{name}" / "model_optim_rng.pt"
+
+
+def refused(ran: Ran, code: int, *parts: object) -> None:
+    assert ran.code == code, f"{ran.code}: {ran.err}{ran.out[:300]}"
+    for part in parts:
+        assert str(part) in ran.err, ran.err
+
+
+def held(root: Path, key: str, file: Path) -> Placed:
+    """A physical tensor of one file."""
+    return next(
+        placed for placed in open_checkpoint(root).tensors if placed.key == key and placed.fragment.path == file
+    )
+
+
+def poke(placed: Placed, index: int, value: float) -> float:
+    """Overwrite one float32 element of a physical tensor; returns what was there."""
+    offset = placed.fragment.offset + 4 * index
+    with placed.fragment.path.open("r+b") as file:
+        file.seek(offset)
+        before = float(np.frombuffer(file.read(4), np.float32)[0])
+        file.seek(offset)
+        file.write(np.float32(value).tobytes())
+    return before
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+TOPOLOGIES = {"tp2 pp1": ["00", "01"], "tp1 pp2": ["00_000", "00_001"],
+              "tp2 pp2": ["00_000", "01_000", "00_001", "01_001"]}  # fmt: skip
+RANKS = [(topology, name) for topology, names in TOPOLOGIES.items() for name in names]
+
+
+@pytest.mark.parametrize(("topology", "name"), RANKS)
+@pytest.mark.parametrize("command", ["inspect", "digest"])
+def test_a_missing_rank_folder_is_noticed(made, convert, topology, name, command):
+    root = made(topology)
+    shutil.rmtree(rank(root, name).parent)
+    refused(convert(command, root), 3, root / "release")
+
+
+@pytest.mark.parametrize(("topology", "name"), RANKS)
+def test_a_missing_rank_file_is_noticed(made, convert, topology, name):
+    root = made(topology)
+    rank(root, name).unlink()
+    refused(convert("inspect", root), 3, rank(root, name).parent)
+
+
+@pytest.mark.parametrize("left", [0.0, 0.3, 0.999])
+@pytest.mark.parametrize(("topology", "name"), RANKS)
+def test_a_truncated_rank_file_is_noticed(made, convert, topology, name, left):
+    root = made(topology)
+    os.truncate(rank(root, name), int(left * rank(root, name).stat().st_size))
+    refused(convert("inspect", root), 3, rank(root, name))
+
+
+def swap(one: Path, two: Path) -> None:
+    one.rename(one.with_suffix(".tmp"))
+    two.rename(one)
+    one.with_suffix(".tmp").rename(two)
+
+
+@pytest.mark.parametrize(
+    ("topology", "one", "two"),
+    [("tp2 pp1", "00", "01"), ("tp2 pp2", "00_001", "01_001"), ("tp2 pp2", "00_000", "01_001"),
+     ("tp1 pp2", "00_000", "00_001"), ("tp1 pp4", "00_001", "00_002"), ("tp2 pp4", "01_001", "01_002"),
+     ("tp4 pp1", "02", "03")],
+)  # fmt: skip
+def test_swapped_ranks_are_noticed(made, convert, topology, one, two):
+    root = made(topology)
+    swap(rank(root, one), rank(root, two))
+    refused(convert("inspect", root), 3, root)
+
+
+@pytest.mark.parametrize(
+    ("topology", "kept", "lost"),
+    [("tp2 pp1", "00", "01"), ("tp2 pp2", "00_000", "01_000"), ("tp1 pp4", "00_001", "00_002"),
+     ("tp4 pp1", "01", "02")],
+)  # fmt: skip
+def test_a_rank_in_the_place_of_another_is_noticed(made, convert, topology, kept, lost):
+    root = made(topology)
+    shutil.copyfile(rank(root, kept), rank(root, lost))
+    if topology == "tp2 pp1":  # rank 0 in both files: so do some converters write, so only the manifest can tell
+        refused(convert("megatron2hf", root, root.parent / "hf"), 6, "damaged")
+        assert not (root.parent / "hf").exists()
+    else:
+        refused(convert("inspect", root), 3, root)
+
+
+def test_ranks_of_two_iterations_are_noticed(made, convert):
+    one, two = made("tp2 pp2", "one", "llama", "--iteration", 100), made("tp2 pp2", "two", "llama", "--iteration", 200)
+    shutil.copyfile(rank(two, "01_001", "iter_0000200"), rank(one, "01_001", "iter_0000100"))
+    refused(convert("inspect", one), 3, one, "100", "200")
+
+
+@pytest.mark.parametrize("topology", ["tp2 pp1", "tp1 pp2"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_size": 128}, {"intermediate_size": 128}, {"num_hidden_layers": 8}, {"vocab_size": 400},
+     {"num_key_value_heads": 8}, {"tie_word_embeddings": True}, {"rms_norm_eps": 1e-5}, {"max_position_embeddings": 64},
+     {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+def test_a_shard_of_another_model_is_noticed(made, convert, topology, changes):
+    one, two = made(topology, "one"), made(topology, "two", "llama", **changes)
+    last = TOPOLOGIES[topology][-1]
+    shutil.copyfile(rank(two, last), rank(one, last))
+    refused(convert("digest", one), 3, one)
+
+
+def test_a_shard_of_a_twin_is_noticed_by_its_norms(made, convert):
+    """Same settings, other weights: across tensor ranks the norms tell."""
+    one, two = made("tp2 pp1", "one"), made("tp2 pp1", "two", "llama3", rope_parameters=None)
+    for file in rank(two, "01"), rank(two, "00"):
+        root = file.parents[2]
+        poke(held(root, "decoder.final_layernorm.weight", file), 5, 9.0)
+    shutil.copyfile(rank(two, "01"), rank(one, "01"))
+    refused(convert("digest", one), 6, "final_norm", rank(one, "00"), rank(one, "01"))
+
+
+# --- altered bytes ---------------------------------------------------------------------------------------------------
+
+KEYS = ["embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight",
+        "decoder.layers.0.self_attention.linear_proj.weight"]  # fmt: skip
+LOGICAL = {"word_embeddings": "embedding", "linear_qkv": "query.0", "fc1": "gate.1", "fc2": "down.1",
+           "linear_proj": "output.0"}  # fmt: skip
+
+
+@pytest.mark.parametrize("bit", [0, 31])
+@pytest.mark.parametrize("key", KEYS)
+def test_an_altered_bit_is_seen(made, convert, tmp_path, key, bit):
+    root = made("tp2 pp2")
+    shutil.copytree(root, tmp_path / "before")
+    before = convert("digest", root).out.split()[0]
+    assert convert("verify", root).code == 0
+    place = held(root, key, rank(root, "00_000")).fragment
+    with place.path.open("r+b") as file:
+        file.seek(place.offset + bit // 8)
+        byte = file.read(1)[0]
+        file.seek(place.offset + bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+    name = next(logical for part, logical in LOGICAL.items() if part in key)
+    assert convert("digest", root).out.split()[0] != before
+    refused(convert("verify", root), 6, root, name)
+    refused(convert("verify", root, tmp_path / "before"), 6, name)
+    ran = convert("diff", root, tmp_path / "before")
+    assert ran.code == 6
+    assert f"{name} " in ran.out
+    assert "1 elements differ" in ran.out
+
+
+def test_altered_padding_is_no_difference(made, convert):
+    """The rows behind the vocabulary belong to no tensor."""
+    root = made("tp2 pp1")
+    embedding = held(root, KEYS[0], rank(root, "01"))
+    assert poke(embedding, 127 * 64 + 63, 1.0) == 0.0
+    assert convert("verify", root).code == 0
+
+
+def test_an_altered_safetensors_file_is_seen(made, convert, tmp_path):
+    assert convert("megatron2hf", made("tp2 pp1"), tmp_path / "hf").code == 0
+    place = next(placed for placed in open_checkpoint(tmp_path / "hf").tensors if "norm" in placed.key)
+    poke(place, 3, 17.5)
+    refused(convert("verify", tmp_path / "hf"), 6, tmp_path / "hf")
+
+
+# --- replicas --------------------------------------------------------------------------------------------------------
+
+NORM = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+
+
+@pytest.fixture
+def diverged(made: Callable[..., Path]) -> tuple[Path, float]:
+    """Four tensor ranks; the same norm element is 1 more on rank 2 and 3 more on rank 3. Gives the first copy's."""
+    root = made("tp4 pp1")
+    value = poke(held(root, NORM, rank(root, "00")), 7, 0.5)
+    for name, more in (("01", 0.0), ("02", 1.0), ("03", 3.0)):
+        assert poke(held(root, NORM, rank(root, name)), 7, 0.5 + more) == value
+    (root / "release/vitruvian.json").unlink()  # a training run has none
+    return root, 0.5
+
+
+def norm_of(folder: Path) -> float:
+    from safetensors.numpy import load_file
+
+    return float(load_file(folder / "model.safetensors")["model.layers.0.post_attention_layernorm.weight"][7])
+
+
+@pytest.mark.parametrize("words", [("digest",), ("megatron2hf", "OUT"), ("reshard", "OUT", "--tp", 2)])
+def test_diverged_norms_are_noticed(diverged, convert, tmp_path, words):
+    root, _ = diverged
+    command, *rest = [tmp_path / "out" if word == "OUT" else word for word in words]
+    ran = convert(command, root, *rest, "--replicas", "verify")
+    refused(ran, 6, "post_norm.0", "2 of 3", "tp rank 3", "by up to 3", rank(root, "00"), rank(root, "03"),
+            "--replicas first", "--replicas mean")  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_diverged_norms_are_noticed_by_default(diverged, convert):
+    refused(convert("digest", diverged[0]), 6, "post_norm.0")
+
+
+@pytest.mark.parametrize(("policy", "more"), [("first", 0.0), ("mean", 1.0)])
+def test_diverged_norms_can_be_decided(diverged, convert, tmp_path, policy, more):
+    root, first = diverged
+    assert convert("megatron2hf", root, tmp_path / "hf", "--replicas", policy).code == 0
+    assert norm_of(tmp_path / "hf") == first + more
+    assert convert("reshard", root, tmp_path / "again", "--tp", 2, "--replicas", policy).code == 0
+    assert convert("digest", tmp_path / "again").out.split()[0] == convert("digest", tmp_path / "hf").out.split()[0]
+    assert convert("digest", root, "--replicas", policy).code == 0
+
+
+@pytest.mark.parametrize("policy", ["first", "mean"])
+def test_equal_copies_give_the_same_bytes_under_every_policy(made, convert, tmp_path, policy):
+    root = made("tp4 pp1")
+    assert convert("megatron2hf", root, tmp_path / "one").code == 0
+    assert convert("megatron2hf", root, tmp_path / "two", "--replicas", policy).code == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+@pytest.mark.parametrize(("value", "said"), [(float("nan"), "inf"), (float("inf"), "inf"), (-0.0, "0")])
+def test_copies_that_differ_in_odd_values_are_noticed(made, convert, value, said):
+    root = made("tp2 pp1")
+    for name, number in (("00", 0.0), ("01", value)):
+        poke(held(root, NORM, rank(root, name)), 7, number)
+    refused(convert("digest", root), 6, f"by up to {said} between")
+
+
+def test_a_diverged_copy_of_a_tied_embedding_is_noticed(made, convert):
+    root = made("tp1 pp2", "m", "llama-tied")
+    before = poke(held(root, "output_layer.weight", rank(root, "00_001")), 100, 2.0)
+    assert abs(before) < 1
+    refused(convert("digest", root), 6, "embedding", rank(root, "00_000"), rank(root, "00_001"))
+    assert convert("digest", root, "--replicas", "first").code == 0
+
+
+# --- Hugging Face folders --------------------------------------------------------------------------------------------
+
+
+def test_a_missing_shard_is_noticed(model, convert, tmp_path):
+    folder = Path(shutil.copytree(model("llama", "float32", shard="100KB"), tmp_path / "hf"))
+    for lost in sorted(folder.glob("*.safetensors")):
+        lost.rename(tmp_path / "aside")
+        refused(convert("digest", folder), 3, lost)
+        (tmp_path / "aside").rename(lost)
+    assert convert("digest", folder).code == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_size": 32}, {"num_hidden_layers": 3}, {"num_hidden_layers": 5}, {"intermediate_size": 64},
+     {"vocab_size": 210}, {"num_key_value_heads": 2}, {"num_attention_heads": 16}, {"tie_word_embeddings": True},
+     {"model_type": "qwen2"}, {"model_type": "qwen3"}, {"head_dim": 16}],
+    ids=str,
+)  # fmt: skip
+def test_a_config_of_another_model_is_noticed(model, convert, made, tmp_path, changes):
+    folder = Path(shutil.copytree(model("llama"), tmp_path / "hf"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    if changes != {"tie_word_embeddings": True}:  # then lm_head is a copy that may be there
+        refused(convert("digest", folder), 3)
+    refused(convert("digest", made("tp2 pp1"), "--config", folder), 5, "config")
+
+
+def test_an_untied_head_under_a_tied_config_is_no_silent_loss(model, convert, tmp_path):
+    folder = Path(shutil.copytree(model("llama"), tmp_path / "hf"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    refused(convert("hf2megatron", folder, tmp_path / "m"), 6, "embedding")
+    assert not (tmp_path / "m").exists()
+
+
+# --- the output ------------------------------------------------------------------------------------------------------
+
+
+def test_an_output_that_exists_is_kept_unless_forced(model, convert, tmp_path):
+    out = tmp_path / "m"
+    assert convert("hf2megatron", model("llama"), out).code == 0
+    (out / "mine").write_text("keep me")
+    before = files(out)
+    refused(convert("hf2megatron", model("qwen2"), out), 7, out, "--force")
+    assert files(out) == before
+    assert convert("hf2megatron", model("qwen2"), out, "--force", "--tp", 2).code == 0
+    assert not (out / "mine").exists()
+    assert convert("diff", model("qwen2"), out).code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_forced_conversion_that_fails_leaves_what_was_there(model, convert, tmp_path, monkeypatch):
+    assert convert("hf2megatron", model("llama"), tmp_path / "m").code == 0
+    before = files(tmp_path / "m")
+    failing(monkeypatch, 5)
+    refused(convert("hf2megatron", model("qwen2"), tmp_path / "m", "--force"), 7)
+    assert files(tmp_path / "m") == before
+
+
+def test_an_empty_folder_is_no_output(model, convert, tmp_path):
+    (tmp_path / "m").mkdir()
+    assert convert("hf2megatron", model("llama"), tmp_path / "m").code == 0
+
+
+@pytest.mark.parametrize("kind", ["file", "broken link", "file in the way", "staging is a file"])
+def test_a_place_that_cannot_be_a_folder_is_refused(model, convert, tmp_path, kind):
+    out = tmp_path / "m"
+    if kind == "file":
+        out.write_text("mine")
+    elif kind == "broken link":
+        out.symlink_to("nowhere")
+    elif kind == "file in the way":
+        (tmp_path / "file").write_text("mine")
+        out = tmp_path / "file/m"
+    else:
+        (tmp_path / "m.partial").write_text("mine")
+    before = files(tmp_path)
+    refused(convert("hf2megatron", model("llama"), out, "--force"), 7, out)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "force"])
+@pytest.mark.parametrize("out", [".", "inside", "inside/deep", "..", "../hf/../hf"])
+def test_an_output_inside_its_source_or_around_it_is_refused(model, convert, tmp_path, out, force):
+    source = Path(shutil.copytree(model("llama"), tmp_path / "around/hf"))
+    before = files(tmp_path)
+    refused(convert("hf2megatron", source, source / out, *force), 7)
+    assert files(tmp_path) == before
+
+
+def test_an_output_through_a_link_into_its_source_is_refused(model, convert, tmp_path):
+    source = Path(shutil.copytree(model("llama"), tmp_path / "hf"))
+    (tmp_path / "link").symlink_to(source)
+    before = files(source)
+    refused(convert("hf2megatron", source, tmp_path / "link/out"), 7)
+    assert files(source) == before
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "force"])
+@pytest.mark.parametrize("source", ["m.partial", "m.partial/out", "m.partial/hf"])
+def test_a_source_where_the_work_would_be_done_is_kept(model, convert, tmp_path, source, force):
+    folder = Path(shutil.copytree(model("llama"), tmp_path / source))
+    before = files(folder)
+    ran = convert("hf2megatron", folder, tmp_path / "m", *force)
+    assert folder.is_dir(), "the source is gone"
+    assert files(folder) == before
+    refused(ran, 7)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_place_is_refused(model, convert, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o555)
+    refused(convert("hf2megatron", model("llama"), tmp_path / "locked/m"), 7, tmp_path / "locked")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "."])
+def test_a_source_that_may_not_be_read_is_named(model, convert, tmp_path, name):
+    folder = Path(shutil.copytree(model("llama"), tmp_path / "hf"))
+    (folder / name).chmod(0)
+    refused(convert("digest", folder), 3, folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=["denied", "broken"])
+def test_a_source_that_cannot_be_opened_is_named(model, convert, monkeypatch, name, number):
+    """The same as a user who is root, and on a disk that is broken."""
+    folder, real = model("llama"), os.open
+
+    def deny(self: Path, *args: Any, **options: Any) -> Any:
+        if self == folder / name:
+            raise OSError(number, os.strerror(number), str(self))
+        return opened(self, *args, **options)
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", deny)
+    monkeypatch.setattr(Path, "read_bytes", lambda self: deny(self, "rb").read())
+    refused(convert("digest", folder), 3, folder / name)
+    assert os.open is real
+
+
+# --- no room ---------------------------------------------------------------------------------------------------------
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, after: int, number: int = errno.ENOSPC) -> None:
+    """Every call that writes to disk fails once `after` of them have succeeded."""
+    left = [after]
+
+    def guard(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(number, os.strerror(number))
+            return real(*args, **options)
+
+        return call
+
+    for name in ("pwrite", "write", "fsync", "fdatasync", "mkdir"):
+        monkeypatch.setattr(os, name, guard(getattr(os, name)))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 5, 10, 20, 40, 60, 80, 90, 95, 100])
+def test_a_disk_that_fills_up_at_any_time_leaves_no_output(model, convert, tmp_path, after, number):
+    source, out = model("llama", "float32", num_hidden_layers=2), tmp_path / "m"
+    words = ("hf2megatron", source, out, "--tp", 2, "-q")
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, after, number)
+        ran = convert(*words)
+    refused(ran, 7, out)
+    assert not out.exists()
+    assert convert(*words).code == 0
+    assert convert("hf2megatron", source, tmp_path / "reference", "--tp", 2).code == 0
+    assert files(out) == files(tmp_path / "reference")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "reference"]
+
+
+def test_writes_that_stop_half_way_are_continued(model, convert, tmp_path, monkeypatch):
+    """A system may write less than it was told to, without an error."""
+    source, pwrite = model("llama", "float32", num_hidden_layers=2), os.pwrite
+    assert convert("hf2megatron", source, tmp_path / "reference").code == 0
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:1000], offset))
+    assert convert("hf2megatron", source, tmp_path / "m", "--no-verify").code == 0
+    assert files(tmp_path / "m") == files(tmp_path / "reference")
+
+
+def command(*words: object, limit: int | None = None) -> Ran:
+    """`convert` in a process of its own that may write no file longer than `limit`."""
+
+    def bound() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    program = [sys.executable, "-B", "-c", "from converters.cli import main; main()", *map(str, words)]
+    done = subprocess.run(
+        program, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, preexec_fn=bound, check=False
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("limit", [0, 20, 200, 3000, 100_000])
+def test_files_that_may_not_grow_leave_no_output(model, convert, tmp_path, limit):
+    source, out = model("llama"), tmp_path / "m"
+    refused(command("hf2megatron", source, out, limit=limit), 7, out)
+    assert not out.exists()
+    assert convert("hf2megatron", source, out).code == 0
+    assert convert("hf2megatron", source, tmp_path / "reference").code == 0
+    assert files(out) == files(tmp_path / "reference")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """`disk(nbytes)`: a small file system of its own; calling it again makes it larger."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = []
+
+    def make(nbytes: int) -> Path:
+        options = ["-o", f"{'remount,' if mounted else ''}size={nbytes}", *(() if mounted else ("-t", "tmpfs"))]
+        done = subprocess.run(["mount", *options, "none", place], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        mounted.append(place)
+        return place
+
+    yield make
+    if mounted:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.mark.skipif(shutil.which("mount") is None, reason="there is no mount")
+@pytest.mark.parametrize("pages", [1, 2, 10, 100, 162, 163, 164, 165, 166, 167, 168])
+def test_a_full_disk_leaves_no_output(model, convert, tmp_path, disk, pages):
+    """From no room for the journal, over no room for the weights, to no room for the last small file."""
+    place = disk(pages * 4096)
+    if pages == 1:
+        (place / "full").write_bytes(bytes(4096))
+    source, out = model("llama"), place / "m"
+    assert convert("hf2megatron", source, tmp_path / "reference").code == 0
+    ran = convert("hf2megatron", source, out)
+    needed = -(-sum(map(len, files(tmp_path / "reference").values())) // 4096)
+    if ran.code == 0 and pages > needed:
+        pytest.skip(f"{pages} pages are enough")
+    refused(ran, 7, out)
+    assert not out.exists()
+    disk(16 << 20)
+    assert convert("hf2megatron", source, out).code == 0
+    assert files(out) == files(tmp_path / "reference")

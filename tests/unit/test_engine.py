@@ -1,0 +1,45 @@
+"""The engine on tensors that are larger than its buffers: right values, few calls, bounded memory."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from safetensors.torch import load_file
+
+CASTS = [("bfloat16", "fp32"), ("float32", "bf16"), ("float16", "fp32"), ("float32", "keep"), ("bfloat16", "keep")]
+
+
+@pytest.mark.parametrize(("dtype", "cast"), CASTS)
+@pytest.mark.parametrize("topology", [("--tp", 2), ("--tp", 4, "--pp", 2)])
+def test_large_tensors_move_in_large_pieces(model, convert, tmp_path, monkeypatch, dtype, cast, topology):
+    """Each tile of a cast has to fit the buffers on both sides: one that does not is written element by element."""
+    source = model("llama", dtype, vocab_size=20011, hidden_size=128, intermediate_size=512)
+    calls = 0
+    write = os.pwrite
+
+    def counted(*args):
+        nonlocal calls
+        calls += 1
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    out, back = tmp_path / "m", tmp_path / "h"
+    assert convert("hf2megatron", source, out, *topology, "--dtype", cast, "--memory", "1MiB").code == 0
+    assert convert("megatron2hf", out, back, "--memory", "700kB", "-j", 3).code == 0
+    megabytes = sum(path.stat().st_size for path in back.rglob("*.safetensors")) / 1e6
+    assert calls < 300 + 60 * megabytes
+    before, after = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
+    for name, tensor in before.items():
+        assert after[name].equal(tensor.to(after[name].dtype)), name
+
+
+def test_threads_and_memory_do_not_change_the_output(model, convert, tmp_path):
+    from tests.models import files
+
+    source = model("llama", "bfloat16", vocab_size=20011, hidden_size=128, intermediate_size=512)
+    seen = []
+    for number, words in enumerate([("-j", 1), ("-j", 7), ("--memory", "300kB"), ("--memory", "200MB", "-j", 2)]):
+        assert convert("hf2megatron", source, tmp_path / str(number), "--tp", 2, "--pp", 2, *words).code == 0
+        seen.append(files(tmp_path / str(number)))
+    assert seen[0] == seen[1] == seen[2] == seen[3]

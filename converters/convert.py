@@ -20,9 +20,10 @@ from pathlib import Path
 from types import FrameType
 
 from converters import assets, digest
+from converters.checksums import Checksums
 from converters.engine import Files, Limits, digest_of, execute
 from converters.journal import Journal, fingerprint, open_journal
-from converters.plan import Job, Plan, cast_dtype, make_plan
+from converters.plan import Plan, cast_dtype, make_plan
 from converters.report import Progress, size
 from formats import huggingface, megatron
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
@@ -34,8 +35,8 @@ from formats.storage import read_into, write_from
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_SIZE = 5 * 10**9
 """Bytes of a safetensors file, when nothing says otherwise."""
-COMMIT_SECONDS = 10.0
-"""How much work a killed run may lose."""
+COMMIT_SECONDS = 0.25
+"""How much work a killed run may lose, and how soon the disk begins to write."""
 
 
 @dataclass(frozen=True)
@@ -169,16 +170,11 @@ def _write(plan: Plan, target: Target, request: Request, journal: Journal, stopp
             handle.truncate(file.size)
     todo = [job for job in plan.jobs if job.name not in journal.digests]
     nbytes = sum(job.nbytes for job in todo)
-    with Files() as files, Progress("converting", nbytes, request.quiet) as progress:
-
-        def done(job: Job, found: str) -> None:
-            journal.note(job, found, files)
-
-        try:
-            execute(todo, files, request.limits, done=done, advance=progress.advance, stop=stopped)
-        finally:
-            journal.commit(files)
-    _finish_files(target.files, request.limits.threads)
+    sums = None if journal.digests else Checksums(target.files)  # a run before this one counted for itself
+    progress = Progress("converting", nbytes, request.quiet)
+    with Files(sums) as files, journal.kept(files), progress:
+        execute(todo, files, request.limits, done=journal.note, advance=progress.advance, stop=stopped)
+    _finish_files(target.files, sums, request.limits.threads)
     digest.check_source(plan, journal.digests)
     texts = dict(target.texts) | {f"{target.home}/{digest.MANIFEST}": digest.manifest(plan, journal.digests)}
     _write_small_files(request.root, texts, target.copies)
@@ -226,13 +222,15 @@ def _signals() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _finish_files(files: tuple[OutputFile, ...], threads: int) -> None:
+def _finish_files(files: tuple[OutputFile, ...], known: Checksums | None, threads: int) -> None:
     """Write what is no tensor, with the checksums that a zip archive needs, and force each file to disk."""
 
     def finish(file: OutputFile) -> None:
         with file.path.open("r+b") as handle:
-            fd = handle.fileno()
-            sums = {name: _crc(fd, offset, nbytes, file.path) for name, (offset, nbytes) in file.checksums.items()}
+            fd, sums = handle.fileno(), {}
+            for name, (offset, nbytes) in file.checksums.items():
+                counted = known.get(file.path, offset) if known else None
+                sums[name] = _crc(fd, offset, nbytes, file.path) if counted is None else counted
             for offset, content in file.headers(sums):
                 write_from(fd, memoryview(content), offset)
             os.fsync(fd)

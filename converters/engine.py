@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from converters import edges
+from converters.checksums import Checksums
 from converters.digest import hasher
 from converters.edges import WORDS, Array
 from converters.plan import Job, Part
 from formats.errors import Interrupted, OutputError, SourceError, VerificationError
-from formats.storage import DTYPES, FLOATS, read_into, write_from
+from formats.storage import DTYPES, FLOATS, Fragment, read_into, write_from
 
 DEFAULT_MEMORY = 16 << 20
 SPARSEST_READ = 8
@@ -50,8 +51,9 @@ class Limits:
 
 @dataclass
 class Files:
-    """Open files, shared by all threads."""
+    """Open files, shared by all threads. `sums` keeps the checksums of what is written."""
 
+    sums: Checksums | None = None
     descriptors: dict[tuple[Path, bool], int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -64,6 +66,12 @@ class Files:
                 except OSError as error:
                     raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}") from None
             return self.descriptors[path, writable]
+
+    def write(self, fragment: Fragment, at: int, piece: memoryview) -> None:
+        """Write a piece of a physical tensor, `at` bytes from its start."""
+        write_from(self.get(fragment.path, writable=True), piece, fragment.offset + at)
+        if self.sums:
+            self.sums.add(fragment, at, piece)
 
     def sync(self) -> None:
         """Force what was written to disk."""
@@ -199,14 +207,12 @@ def scatter(
         where = region(part, start, shape)
         if where is None:
             continue
-        fd = files.get(part.fragment.path, writable=True)
         for address, position, span, dims in runs(where, len(scratch), 1):
-            offset = part.fragment.offset + address * item
             if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
-                write_from(fd, tile[position : position + span].data.cast("B"), offset)
+                files.write(part.fragment, address * item, tile[position : position + span].data.cast("B"))
             else:
                 _view(scratch, 0, dims, 1)[...] = _view(tile, position, dims, 2)
-                write_from(fd, scratch[:span].data.cast("B"), offset)
+                files.write(part.fragment, address * item, scratch[:span].data.cast("B"))
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------

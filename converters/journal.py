@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-import time
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,27 +25,50 @@ from formats.errors import OutputError
 
 
 class Journal:
-    """The finished jobs of a conversion, on disk."""
+    """The finished jobs of a conversion, on disk. `digests` has those of a run before this one too."""
 
     def __init__(self, handle: int, digests: dict[str, str], every: float) -> None:
         self.handle, self.digests, self.every = handle, digests, every
         self.fresh: list[tuple[str, str]] = []
-        self.committed = time.monotonic()
+        self.lock = threading.Lock()
 
-    def note(self, job: Job, found: str, files: Files) -> None:
-        """Remember a finished job; now and then make sure that it outlives the machine."""
-        self.digests[job.name] = found
-        self.fresh.append((job.name, found))
-        if time.monotonic() - self.committed >= self.every:
-            self.commit(files)
+    def note(self, job: Job, found: str) -> None:
+        """Remember a finished job."""
+        with self.lock:
+            self.digests[job.name] = found
+            self.fresh.append((job.name, found))
 
     def commit(self, files: Files) -> None:
         """Force the data to disk, then the lines that say so."""
-        if self.fresh:
-            files.sync()
-            write_all(self.handle, "".join(json.dumps(pair) + "\n" for pair in self.fresh).encode())
+        with self.lock:
+            fresh, self.fresh = self.fresh, []
+        files.sync()
+        if fresh:
+            write_all(self.handle, "".join(json.dumps(pair) + "\n" for pair in fresh).encode())
             os.fsync(self.handle)
-        self.fresh, self.committed = [], time.monotonic()
+
+    @contextmanager
+    def kept(self, files: Files) -> Iterator[None]:
+        """Commit again and again while jobs run, and once more behind them: the disk works along."""
+        finished, failed = threading.Event(), []
+
+        def work() -> None:
+            try:
+                while not finished.wait(self.every):
+                    self.commit(files)
+            except OSError as error:  # raised where the conversion can see it
+                failed.append(error)
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            worker.join()
+            self.commit(files)
+        if failed:
+            raise failed[0]
 
 
 @contextmanager

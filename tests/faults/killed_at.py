@@ -44,7 +44,7 @@ def main() -> None:
     from formats.megatron_args import Options
     from formats.registry import open_checkpoint
 
-    request = Request(Path(out), limits=Limits(threads=1), quiet=True, commit_seconds=0.0)
+    request = Request(Path(out), limits=Limits(threads=1), quiet=True, commit_seconds=0.002)
     run(plan_megatron(open_checkpoint(Path(source)), request, Options(tp, pp), None), request)
     sys.stdout.write(str(calls))
 

@@ -1,0 +1,49 @@
+"""CRC-32 of pieces in any order, against zlib over the whole."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from itertools import pairwise
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from converters.checksums import MANY, SMALL, Checksums, shift
+from formats.checkpoint import OutputFile
+from formats.storage import Fragment
+
+
+def sums(size: int) -> tuple[Checksums, Fragment]:
+    file = OutputFile(Path("f"), size, (), {"s": (64, size)}, lambda _: ())
+    return Checksums([file]), Fragment(Path("f"), 64, "U8", (size,), (1,))
+
+
+@given(st.binary(min_size=1, max_size=300), st.integers(0, 100), st.data())
+def test_pieces_in_any_order_with_holes_of_zeros(content, zeros, data):
+    whole = bytearray(zeros) + content + bytearray(data.draw(st.integers(0, 100)))
+    known, fragment = sums(len(whole))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(content)))) | {0, len(content)})
+    pieces = list(pairwise(cuts))
+    random.Random(0).shuffle(pieces)
+    for low, high in pieces:
+        known.add(fragment, zeros + low, memoryview(content)[low:high])
+    assert known.get(Path("f"), 64) == zlib.crc32(whole)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 5000))
+def test_shift_is_what_zero_bytes_do(register, count):
+    assert shift(register, count) == zlib.crc32(bytes(count), register ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
+
+
+def test_many_small_pieces_are_left_to_a_second_reading():
+    known, fragment = sums(SMALL * (MANY + 1))
+    for number in range(MANY + 1):
+        known.add(fragment, number, memoryview(b"x"))
+    assert known.get(Path("f"), 64) is None
+
+
+def test_an_empty_storage_has_the_sum_of_nothing():
+    known, _ = sums(0)
+    assert known.get(Path("f"), 64) == 0

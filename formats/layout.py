@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby, product
 from pathlib import Path
+from typing import NamedTuple
 
 from formats.errors import SourceError
 from formats.pattern import Leaf, Mesh, Pattern, at, lower, parse, shape
@@ -65,8 +66,7 @@ def rules(table: str) -> tuple[Rule, ...]:
     return tuple(parsed)
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One physical tensor that a layout wants: its file, the spellings of its key, its shape and its content.
 
     `replica` is empty for the one copy that counts, and otherwise says which further copy this is.
@@ -166,8 +166,7 @@ def model_tensors(table: Sequence[Rule], conditions: Iterable[str]) -> tuple[str
     return tuple(dict.fromkeys(names))
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """A physical tensor of a checkpoint, found (or to be written) under `key`."""
 
     key: str

@@ -250,7 +250,7 @@ def _check_grid(shards: list[_Shard], tp: int, pp: int, args: Mapping[str, Any],
             raise SourceError(f"{shard.file.path} is of iteration {ours}, {first.path} of {others}")
         other = _args(shard.file)
         for name in SHARED:
-            if short(other.get(name)) != short(args.get(name)):
+            if other.get(name) is not args.get(name) and short(other.get(name)) != short(args.get(name)):
                 raise SourceError(
                     f"{shard.file.path} says {name} = {short(other.get(name))}, {first.path} {short(args.get(name))}: "
                     "they are of different models"

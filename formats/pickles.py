@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,65 +108,80 @@ def keeps(value: Any, depth: int = 8) -> bool:
 
 def dumps(value: Any) -> bytes:
     """Pickle plain data, tensor references and namespaces (protocol 2, as `torch.save` does)."""
-    out = io.BytesIO()
-    out.write(b"\x80\x02")
-    _emit(value, out.write)
-    out.write(b".")
-    return out.getvalue()
+    writer = _Writer()
+    writer.emit(value)
+    return b"\x80\x02" + writer.out.getvalue() + b"."
 
 
-def _emit(value: Any, write: Any) -> None:
-    match value:
-        case None:
-            write(b"N")
-        case bool():
-            write(b"\x88" if value else b"\x89")
-        case int():
-            if -(2**31) <= value < 2**31:
-                write(b"J" + struct.pack("<i", value))
-            else:
-                body = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-                write(b"\x8a" + bytes([len(body)]) + body)
-        case float():
-            write(b"G" + struct.pack(">d", value))
-        case str():
-            body = value.encode()
-            write(b"X" + struct.pack("<I", len(body)) + body)
-        case tuple():
-            write(b"(")
-            for inner in value:
-                _emit(inner, write)
-            write(b"t")
-        case list():
-            write(b"](")
-            for inner in value:
-                _emit(inner, write)
-            write(b"e")
-        case Mapping():
-            write(b"ccollections\nOrderedDict\n)R(" if isinstance(value, OrderedDict) else b"}(")
-            for key, inner in value.items():
-                _emit(key, write)
-                _emit(inner, write)
-            write(b"u")
-        case Dtype() if value.name in DTYPES:
-            write(f"ctorch\n{value.name}\n".encode())
-        case Namespace():
-            write(b"cargparse\nNamespace\n)\x81")
-            _emit(vars(value), write)
-            write(b"b")
-        case TensorRef():
-            write(
-                f"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\n{STORAGE_OF[value.dtype]}\n".encode()
-            )
-            for inner in (value.storage.key, "cpu", value.storage.numel):
-                _emit(inner, write)
-            write(b"tQ")
-            for inner in (value.offset, value.shape, value.strides, False, OrderedDict()):
-                _emit(inner, write)
-            write(b"tR")
-        case Opaque() if keeps(value):
-            write(f"c{value.module}\n{value.name}\n".encode())
-            _emit(value.args, write)
-            write(b"R")
-        case _:
-            raise TypeError(f"cannot pickle {value!r}")
+class _Writer:
+    """Writes values; a global or a fixed text is written once and referred to afterwards."""
+
+    def __init__(self) -> None:
+        self.out = io.BytesIO()
+        self.memo: dict[bytes, int] = {}
+
+    def once(self, code: bytes) -> None:
+        """Write code that pushes a constant, or fetch what it pushed the first time."""
+        if code in self.memo:
+            self.out.write(b"h" + bytes([self.memo[code]]))
+            return
+        self.memo[code] = len(self.memo)
+        self.out.write(code + b"q" + bytes([self.memo[code]]))
+
+    def emit(self, value: Any) -> None:
+        """Write a value."""
+        write = self.out.write
+        match value:
+            case None:
+                write(b"N")
+            case bool():
+                write(b"\x88" if value else b"\x89")
+            case int():
+                if -(2**31) <= value < 2**31:
+                    write(b"J" + struct.pack("<i", value))
+                else:
+                    body = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+                    write(b"\x8a" + bytes([len(body)]) + body)
+            case float():
+                write(b"G" + struct.pack(">d", value))
+            case str():
+                body = value.encode()
+                write(b"X" + struct.pack("<I", len(body)) + body)
+            case tuple():
+                self.emit_all(b"(", value, b"t")
+            case list():
+                self.emit_all(b"](", value, b"e")
+            case Mapping():
+                if isinstance(value, OrderedDict):
+                    self.once(b"ccollections\nOrderedDict\n")
+                    write(b")R")
+                else:
+                    write(b"}")
+                self.emit_all(b"(", [one for pair in value.items() for one in pair], b"u")
+            case Dtype() if value.name in DTYPES:
+                self.once(f"ctorch\n{value.name}\n".encode())
+            case Namespace():
+                self.once(b"cargparse\nNamespace\n")
+                write(b")\x81")
+                self.emit(vars(value))
+                write(b"b")
+            case TensorRef():
+                self.once(b"ctorch._utils\n_rebuild_tensor_v2\n")
+                write(b"((")
+                self.once(b"X\x07\x00\x00\x00storage")
+                self.once(f"ctorch\n{STORAGE_OF[value.dtype]}\n".encode())
+                self.emit_all(b"", (value.storage.key, "cpu", value.storage.numel), b"tQ")
+                self.emit_all(b"", (value.offset, value.shape, value.strides, False, OrderedDict()), b"tR")
+            case Opaque() if keeps(value):
+                self.once(f"c{value.module}\n{value.name}\n".encode())
+                self.emit(value.args)
+                write(b"R")
+            case _:
+                raise TypeError(f"cannot pickle {value!r}")
+
+    def emit_all(self, before: bytes, values: Iterable[Any], after: bytes) -> None:
+        """Write values between two opcodes."""
+        self.out.write(before)
+        for value in values:
+            self.emit(value)
+        self.out.write(after)

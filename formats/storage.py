@@ -11,7 +11,6 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +30,7 @@ MAX_HEADER = 100_000_000
 MAX_DIMENSIONS = 64
 
 
-@dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A physical tensor on disk: `offset` in bytes, `shape` and `strides` in elements."""
 
     path: Path

@@ -20,7 +20,6 @@ from formats.errors import SourceError
 from formats.pickles import DTYPES, STORAGES, Dtype, Namespace, Opaque, StorageRef, TensorRef
 from formats.storage import MAX_DIMENSIONS
 
-_MARK = object()
 _EMPTY = {0x29: tuple, 0x5D: list, 0x7D: dict, 0x8F: set}
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
 _U8, _U16, _U32, _U64, _I32 = (struct.Struct(kind) for kind in ("<B", "<H", "<I", "<Q", "<i"))
@@ -39,6 +38,7 @@ class _Machine:
         self.data = data
         self.at = 0
         self.stack: list[Any] = []
+        self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.budget = len(data)
 
@@ -63,12 +63,10 @@ class _Machine:
 
     def since_mark(self) -> list[Any]:
         """What was pushed since the last mark, which is taken off."""
-        for index in range(len(self.stack) - 1, -1, -1):
-            if self.stack[index] is _MARK:
-                found = self.stack[index + 1 :]
-                del self.stack[index:]
-                return found
-        raise SourceError("the pickle takes a mark that was never set")
+        start = self.marks.pop()
+        found = self.stack[start:]
+        del self.stack[start:]
+        return found
 
     def spend(self, count: int) -> None:
         """Count elements that a pickle has copied: no honest one copies more than it holds."""
@@ -77,43 +75,51 @@ class _Machine:
             raise SourceError("the pickle copies more than it holds")
 
     def run(self) -> Any:
-        """The object of the pickle."""
-        stack, memo = self.stack, self.memo
+        """The object of the pickle. The opcodes that files are full of are handled here, the others by `_RARE`."""
+        data, stack, memo, at = self.data, self.stack, self.memo, 0
         while True:
-            code = self.data[self.at]
-            self.at += 1
-            if code in _CONSTANTS:
-                stack.append(_CONSTANTS[code])
-            elif code in _NUMBERS:
-                stack.append(self.number(_NUMBERS[code]))
-            elif code in _COUNTS:
-                width, encoding = _COUNTS[code]
-                body = self.take(self.number(width))
-                stack.append(body.decode(encoding) if encoding else body)
-            elif code == 0x71:  # BINPUT
-                memo[self.number(_U8)] = stack[-1]
-            elif code == 0x72:  # LONG_BINPUT
-                memo[self.number(_U32)] = stack[-1]
-            elif code == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
+            code = data[at]
+            at += 1
+            if code == 0x71:  # BINPUT
+                memo[data[at]] = stack[-1]
+                at += 1
             elif code == 0x68:  # BINGET
-                stack.append(memo[self.number(_U8)])
-            elif code == 0x6A:  # LONG_BINGET
-                stack.append(memo[self.number(_U32)])
+                stack.append(memo[data[at]])
+                at += 1
+            elif code == 0x72:  # LONG_BINPUT
+                memo[_U32.unpack_from(data, at)[0]] = stack[-1]
+                at += 4
             elif code == 0x28:  # MARK
-                stack.append(_MARK)
+                self.marks.append(len(stack))
+            elif code in _NUMBERS:
+                kind = _NUMBERS[code]
+                stack.append(kind.unpack_from(data, at)[0])
+                at += kind.size
+            elif code in _COUNTS:
+                kind, encoding = _COUNTS[code]
+                start = at + kind.size
+                at = start + kind.unpack_from(data, at)[0]
+                if at > len(data):
+                    raise SourceError(f"the pickle is cut off after {len(data)} bytes")
+                stack.append(data[start:at].decode(encoding) if encoding else data[start:at])
+            elif code == 0x74:  # TUPLE
+                stack.append(tuple(self.since_mark()))
             elif code in _EMPTY:
                 stack.append(_EMPTY[code]())
+            elif code in _CONSTANTS:
+                stack.append(_CONSTANTS[code])
             elif 0x85 <= code <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
                 items = tuple(stack[0x84 - code :])
                 del stack[0x84 - code :]
                 stack.append(items)
             elif code == 0x2E:  # STOP
-                if len(stack) != 1 or stack[0] is _MARK:
+                if len(stack) != 1:
                     raise SourceError("the pickle ends with an unfinished object")
                 return stack[0]
             elif code in _RARE:
+                self.at = at
                 _RARE[code](self)
+                at = self.at
             else:
                 raise SourceError(f"the pickle holds opcode 0x{code:02x}, which no checkpoint needs")
 
@@ -121,10 +127,7 @@ class _Machine:
         self.stack.append(value)
 
     def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            raise SourceError("the pickle takes a mark for a value")
-        return value
+        return self.stack.pop()
 
     def global_(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -149,7 +152,8 @@ class _Machine:
         if known is None:
             self.push(Opaque(function.module, function.name, args if kwargs is None else (*args, kwargs)))
             return
-        self.spend(sum(len(value) for value in args if isinstance(value, list | set | dict | str)))
+        if known is not _rebuild_tensor:  # which copies nothing
+            self.spend(sum(len(value) for value in args if isinstance(value, list | set | dict | str)))
         self.push(known(*args))
 
     def call_with_names(self) -> None:
@@ -212,11 +216,12 @@ def _two_values(machine: _Machine) -> list[Any]:
 
 _RARE: dict[int, Callable[[_Machine], object]] = {
     0x80: lambda m: m.take(1),  # PROTO
+    0x94: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),  # MEMOIZE
+    0x6A: lambda m: m.push(m.memo[m.number(_U32)]),  # LONG_BINGET
     0x95: lambda m: m.take(8),  # FRAME
     0x30: lambda m: m.stack.pop(),  # POP
     0x31: lambda m: m.since_mark(),  # POP_MARK
     0x32: lambda m: m.push(m.stack[-1]),  # DUP
-    0x74: lambda m: m.push(tuple(m.since_mark())),  # TUPLE
     0x6C: lambda m: m.push(m.since_mark()),  # LIST
     0x91: lambda m: m.push(frozenset(map(_key, m.since_mark()))),  # FROZENSET
     0x61: lambda m: m.extend([m.pop()]),  # APPEND
@@ -245,7 +250,7 @@ def _key(value: Any) -> Any:
     while rest:
         one = rest.pop()
         nodes += 1
-        if nodes > 1000 or isinstance(one, list | dict | set | Namespace) or one is _MARK:
+        if nodes > 1000 or isinstance(one, list | dict | set | Namespace):
             raise SourceError("the pickle uses a key that no map can have")
         if isinstance(one, tuple | frozenset):
             rest.extend(one)

@@ -8,13 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import RefusedError
+from formats.storage import DTYPES
 
 Array = NDArray[Any]
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Elements travel as words of their size: what is not cast is never interpreted."""
 
+PIECE = 1 << 16
+"""Elements that are cast at a time: few enough to stay in the cache, and in little memory."""
 
-def cast(words: Array, source: str, target: str, name: str) -> Array:
+
+def cast(words: Array, source: str, target: str, name: str, out: Array | None = None) -> Array:
     """Cast elements between F64, F32, BF16 and F16, rounding to the nearest even.
 
     Args:
@@ -22,12 +26,21 @@ def cast(words: Array, source: str, target: str, name: str) -> Array:
         source: their element type.
         target: the wanted element type.
         name: what to call the tensor in an error.
+        out: where to put the result, as words of the target's size; by default in new memory.
 
     Raises:
         RefusedError: a finite value has no finite counterpart.
     """
     if source == target:
         return words
+    result = np.empty(len(words), WORDS[DTYPES[target]]) if out is None else out
+    for start in range(0, len(words), PIECE):
+        piece = slice(start, start + PIECE)
+        result[piece] = _cast(words[piece], source, target, name)
+    return result
+
+
+def _cast(words: Array, source: str, target: str, name: str) -> Array:
     values = to_float(words, source)
     with np.errstate(over="ignore", invalid="ignore"):  # overflow is refused below, a NaN is a value like any other
         if source == "F64" and target != "F64":
@@ -44,7 +57,7 @@ def cast(words: Array, source: str, target: str, name: str) -> Array:
         lost = original[~finite & np.isfinite(original)]
         if len(lost):
             raise RefusedError(
-                f"{name} holds {lost[0]:g}, which is too large for {target} ({len(lost)} such values)",
+                f"{name} holds {lost[0]:g}, which is too large for {target} ({len(lost)} or more such values)",
                 "choose --dtype bf16, fp32 or keep",
             )
     return result

@@ -256,7 +256,8 @@ def run_job(
                 gather(files, parts, start, shape, other[:count], scratch)
                 if not np.array_equal(values, other[:count]):
                     worst[copy] = max(worst.get(copy, 0.0), _distance(values, other[:count], job.source_dtype))
-        result = edges.cast(values, job.source_dtype, job.dtype, job.name)
+        room = buffers.other.view(WORDS[DTYPES[job.dtype]])[:count]
+        result = edges.cast(values, job.source_dtype, job.dtype, job.name, room)
         digest.update(result.data.cast("B"))
         if job.targets and (result[0] or result.any()):  # a fresh file already reads as zeros
             scatter(files, job.targets, start, shape, result, buffers.scratch.view(result.dtype))

@@ -114,6 +114,11 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
             raise SourceError(
                 f"{path / INDEX} places {short(key)} in {short(name)}, which is no file name in the folder"
             )
+    if (path / SINGLE).is_file() and set(weight_map.values()) != {SINGLE}:
+        raise SourceError(
+            f"{path} holds both {SINGLE}, which transformers would load, and {INDEX}, which names other files",
+            "remove the one that is out of date",
+        )
     return weight_map
 
 
@@ -134,7 +139,12 @@ def write(
         index: that of a folder to be reproduced; then the shard size does not count. It is ignored when it names
             other tensors than the model has.
     """
-    weight_map: Mapping[str, str] = index["weight_map"] if index else {}
+    drops = family_named(spec.family).drops
+    weight_map: dict[str, str] = {
+        key: name
+        for key, name in (index["weight_map"] if index else {}).items()
+        if not any(re.fullmatch(drop, key) for drop in drops)
+    }
     wanted = [slot for slot in _slots(spec) if not slot.replica or slot.keys[0] in weight_map]
     entries = {slot.keys[0]: Entry(slot.keys[0], slot_dtype(slot, dtypes), slot.shape) for slot in wanted}
     groups: dict[str, list[Entry]] = {}

@@ -205,3 +205,32 @@ def test_the_flags_that_megatron_does_not_take_from_a_checkpoint(model, convert,
     assert "--num-layers-per-virtual-pipeline-stage 1" in flags
     convert("hf2megatron", model("llama3"), tmp_path / "n")
     assert "--use-rope-scaling --rope-scaling-factor 8.0" in (tmp_path / "n/megatron_flags.txt").read_text()
+
+
+def test_two_sets_of_weights_in_one_folder_are_refused(model, convert, tmp_path):
+    """transformers would load the single file and leave the shards alone: which one is meant is not for us to say."""
+    source = tmp_path / "source"
+    shutil.copytree(model("llama", shard="100KB"), source)
+    shutil.copy(model("llama") / "model.safetensors", source)
+    ran = convert("digest", source)
+    assert ran.code == 3
+    assert "holds both" in ran.err
+
+
+def test_rotary_tables_of_old_files_are_dropped_and_the_shards_come_back(model, convert, tmp_path):
+    """Llama checkpoints from before transformers 4.32 carry inv_freq."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = tmp_path / "source"
+    shutil.copytree(model("llama", shard="100KB"), source)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    name = index["weight_map"]["model.norm.weight"]
+    tensors = load_file(source / name) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(tensors, source / name, {"format": "pt"})
+    index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = name
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "1 entries carry no weights" in convert("plan", source, "--to", "megatron").out
+    convert("hf2megatron", source, tmp_path / "m", "--tp", 2)
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "h").code == 0
+    assert files(tmp_path / "h") == files(model("llama", shard="100KB"))

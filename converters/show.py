@@ -13,6 +13,7 @@ from converters.digest import MANIFEST
 from converters.plan import Plan, filled
 from converters.report import size, table
 from formats.checkpoint import Checkpoint
+from formats.tensors import TENSORS
 
 
 def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
@@ -50,8 +51,6 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
 
 def _parameters(source: Checkpoint) -> int:
     """Elements of the model, padding and copies left out."""
-    from formats.tensors import TENSORS
-
     sizes = source.spec.sizes(source.extra.get("padded_vocab"))
     return sum(prod(sizes[axis] for axis in TENSORS[name]) for name in source.spec.tensors)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import signal
 import sys
 
 import click
@@ -20,7 +21,7 @@ EXIT_CODES = """\b
 Exit codes:
   0 done           3 source unreadable   6 verification failed       75 interrupted,
   1 a bug          4 not supported       7 output exists, no space      run it again
-  2 usage          5 plan refused        8 network                      to go on"""
+  2 usage          5 plan refused                                       to go on"""
 
 
 class Sections(click.Group):
@@ -57,6 +58,7 @@ def _printable(text: str) -> str:
 
 def main() -> None:
     """Entry point: one sentence and a hint for every error, and its exit code."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `convert … | head` ends quietly
     gc.set_threshold(100_000)  # headers are many small objects and no cycles: collecting them early finds nothing
     verbose = any(re.fullmatch("-vv+", word) for word in sys.argv[1:])
     try:
@@ -67,10 +69,8 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except click.Abort:
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
+        click.echo("error: interrupted", err=True)
+        sys.exit(75)
     except VitruvianError as error:
         if verbose:
             raise
@@ -78,6 +78,11 @@ def main() -> None:
         if error.hint:
             click.echo(f"hint: {_printable(error.hint)}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if verbose:
+            raise
+        click.echo(f"error: {_printable(str(error.filename or 'output'))}: {error.strerror}", err=True)
+        sys.exit(7)
     except Exception as error:  # the last resort, which says that it is a bug
         if verbose:
             raise

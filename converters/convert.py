@@ -27,9 +27,9 @@ from converters.plan import Plan, cast_dtype, make_plan
 from converters.report import Progress, size
 from formats import huggingface, megatron
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
-from formats.errors import Interrupted, OutputError, RefusedError, VerificationError
+from formats.errors import Interrupted, OutputError, RefusedError, SourceError, UnsupportedError, VerificationError
 from formats.megatron_args import Options
-from formats.registry import open_checkpoint
+from formats.registry import FORMATS, module, open_checkpoint
 from formats.storage import read_into, write_from
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -62,10 +62,21 @@ class Request:
     commit_seconds: float = COMMIT_SECONDS
 
     @property
+    def place(self) -> Path:
+        """OUT itself, links followed.
+
+        Raises:
+            OutputError: it is the root, or the folder that we stand in, which no other folder can replace.
+        """
+        place = self.out.resolve()
+        if not place.name or place == Path.cwd():
+            raise OutputError(f"{self.out} cannot be replaced by a checkpoint", "name a new folder")
+        return place
+
+    @property
     def staging(self) -> Path:
         """Where the work is done."""
-        place = self.out.resolve()
-        return place.with_name(place.name + ".partial")
+        return self.place.with_name(self.place.name + ".partial")
 
     @property
     def root(self) -> Path:
@@ -150,6 +161,9 @@ def run(plan: Plan, request: Request) -> dict[str, str]:
     with _signals() as stopped, opened as journal:
         try:
             _write(plan, target, request, journal, stopped)
+        except (RefusedError, UnsupportedError, VerificationError):
+            shutil.rmtree(request.staging)  # nothing of it can be used: the same command would fail again
+            raise
         except OSError as error:
             hint = "free some space; the same command goes on where this one stopped" if error.errno in NO_ROOM else ""
             raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
@@ -157,7 +171,10 @@ def run(plan: Plan, request: Request) -> dict[str, str]:
             raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
         if request.verify:
             _verify_output(plan, request, journal.digests, stopped)
-        _publish(request)
+        try:
+            _publish(request)
+        except OSError as error:
+            raise OutputError(f"{request.out} cannot be put in its place: {error.strerror}") from None
         return journal.digests
 
 
@@ -182,18 +199,29 @@ def _write(plan: Plan, target: Target, request: Request, journal: Journal, stopp
 
 def _check_paths(source: Checkpoint, request: Request) -> None:
     out = request.out
-    if not out.resolve().name:
-        raise OutputError(f"{out} cannot be replaced by a checkpoint")
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} exists and is no folder")
-    if out.is_dir() and any(out.iterdir()) and not request.force:
-        raise OutputError(f"{out} exists", "choose another folder, or replace it with --force")
+    _check_free(request)
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out} is a broken link")
     root = source.root.resolve()
-    for place in (out.resolve(), request.staging):
+    for place in (request.place, request.staging):
         if place == root or root in place.parents or place in root.parents:
             raise OutputError(f"{place} and the source {root} lie inside each other", "choose another folder")
+
+
+def _check_free(request: Request) -> None:
+    """OUT is absent, empty, or a checkpoint that may be replaced."""
+    place = request.place
+    if not place.is_dir() or not any(place.iterdir()):
+        return
+    if not request.force:
+        raise OutputError(f"{request.out} exists", "choose another folder, or delete it with --force")
+    known = any(module(name).detect(place) for name in FORMATS)
+    if not known:
+        raise OutputError(
+            f"{request.out} exists and is no checkpoint", "--force deletes checkpoints only; remove it yourself"
+        )
 
 
 def _check_space(target: Target, request: Request) -> None:
@@ -259,7 +287,11 @@ def _write_small_files(root: Path, texts: Mapping[str, bytes], copies: Mapping[s
     for name, source in copies.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with source.open("rb") as reader, path.open("wb") as writer:
+        try:
+            reader = source.open("rb")
+        except OSError as error:
+            raise SourceError(f"{source}: {error.strerror}") from None
+        with reader, path.open("wb") as writer:
             try:
                 shutil.copyfileobj(reader, writer)
                 writer.flush()
@@ -287,12 +319,13 @@ def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], sto
 
 def _publish(request: Request) -> None:
     """Put the finished folder in its place in one step."""
+    _check_free(request)  # once more: it may have come into being while we worked
     for folder in [request.root, *(path for path in request.root.rglob("*") if path.is_dir())]:
         _sync_folder(folder)
-    if request.out.is_dir() and any(request.out.iterdir()):
-        request.out.rename(request.staging / "replaced")
-    request.root.rename(request.out)
-    _sync_folder(request.out.parent)
+    if request.place.is_dir() and any(request.place.iterdir()):
+        request.place.rename(request.staging / "replaced")
+    request.root.rename(request.place)
+    _sync_folder(request.place.parent)
     shutil.rmtree(request.staging)
 
 

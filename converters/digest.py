@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from blake3 import blake3
 from converters.plan import Job, Plan
 from formats.errors import SourceError, VerificationError
 from formats.huggingface import read_json
+from formats.spec import ModelSpec
 
 MANIFEST = "vitruvian.json"
 
@@ -36,18 +38,32 @@ def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
     tensors = {
         job.name: {"dtype": job.dtype, "shape": list(job.shape), "blake3": digests[job.name]} for job in plan.jobs
     }
-    return (json.dumps({"vitruvian": 1, "digest": total(digests), "tensors": tensors}, indent=1) + "\n").encode()
+    facts = {"vitruvian": 1, "digest": total(digests), "settings": settings(plan.source.spec), "tensors": tensors}
+    return (json.dumps(facts, indent=1) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> dict[str, str] | None:
-    """The digests in a folder's manifest, None without one."""
+def settings(spec: ModelSpec) -> dict[str, Any]:
+    """The settings that a manifest remembers: all but the notes on where they came from."""
+    return {name: value for name, value in asdict(spec).items() if name != "notes"}
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
+    """The settings and the digests in a folder's manifest, None without one.
+
+    Raises:
+        SourceError: it is no manifest.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         return None
-    try:
-        return {name: str(entry["blake3"]) for name, entry in read_json(path)["tensors"].items()}
-    except (KeyError, TypeError, AttributeError):
-        raise SourceError(f"{path} is no manifest of vitruvian") from None
+    held = read_json(path)
+    facts, tensors = held.get("settings"), held.get("tensors")
+    if isinstance(facts, dict) and isinstance(tensors, dict):
+        found = {name: entry.get("blake3") for name, entry in tensors.items() if isinstance(entry, dict)}
+        digests = {name: digest for name, digest in found.items() if isinstance(digest, str)}
+        if len(digests) == len(tensors):
+            return facts, digests
+    raise SourceError(f"{path} is no manifest of vitruvian")
 
 
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
@@ -56,7 +72,7 @@ def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     Raises:
         VerificationError: the source is not what it was when its manifest was written.
     """
-    remembered = read_manifest(plan.source.home) or {}
+    _, remembered = read_manifest(plan.source.home) or ({}, {})
     wrong = [
         job.name
         for job in plan.jobs
@@ -65,5 +81,5 @@ def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     if wrong:
         raise VerificationError(
             f"{plan.source.home} is damaged: {len(wrong)} tensors differ from its {MANIFEST}, such as {wrong[0]}",
-            f"`convert verify {plan.source.root}` lists them; remove the manifest if the change was meant",
+            f"`convert verify {plan.source.root}` lists them",
         )

@@ -23,6 +23,8 @@ from converters.plan import Job, Plan
 from formats.checkpoint import OutputFile
 from formats.errors import OutputError
 
+JOURNAL = "journal.jsonl"
+
 
 class Journal:
     """The finished jobs of a conversion, on disk. `digests` has those of a run before this one too."""
@@ -90,7 +92,9 @@ def open_journal(
     handle = -1
     try:
         staging.mkdir(parents=True, exist_ok=True)
-        handle = os.open(staging / "journal.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        if not (staging / JOURNAL).is_file() and any(staging.iterdir()):
+            raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
+        handle = os.open(staging / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         _lock(handle, staging)
         head, finished, length = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
         if head not in ("", fingerprint) and not force:
@@ -110,7 +114,8 @@ def open_journal(
             os.close(handle)
         raise OutputError(f"{staging}: {error.strerror}") from None
     except OutputError:
-        os.close(handle)
+        if handle >= 0:
+            os.close(handle)
         raise
     try:
         yield Journal(handle, finished, every)

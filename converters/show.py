@@ -57,6 +57,9 @@ def _parameters(source: Checkpoint) -> int:
 
 def _notes(source: Checkpoint) -> list[str]:
     notes = list(source.spec.notes)
+    if source.extra.get("state"):
+        state = ", ".join(source.extra["state"])
+        notes.append(f"only weights are carried: {state} stay behind; train on with --no-load-optim --no-load-rng")
     if source.assets is None:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:
@@ -114,6 +117,9 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "edges": plan.edges,
         "notes": notes,
     }
+    padding = source.spec.sizes(source.extra.get("padded_vocab"))["padding"]
+    if padding:
+        notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
     if target:
         record["target"] = {
             "files": {str(file.path): file.size for file in target.files},

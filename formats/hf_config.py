@@ -72,7 +72,8 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
     values: dict[str, Any] = {"family": family.name}
     values |= {name: config.get(key) for name, key in HUGGINGFACE.items()}
     heads, hidden = values["heads"], values["hidden"]
-    values["kv_heads"] = get("num_key_value_heads", heads)
+    if family.mha or "num_key_value_heads" in config:
+        values["kv_heads"] = get("num_key_value_heads", heads)
     if values["head_dim"] is None and type(heads) is int and type(hidden) is int and heads:
         values["head_dim"] = family.head_dim or hidden // heads
     values["tied"] = get("tie_word_embeddings", False)

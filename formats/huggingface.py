@@ -66,6 +66,10 @@ def read_spec(path: Path, settings: Settings) -> ModelSpec:
 
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a folder: its config and the headers of its safetensors files."""
+    if (path / "adapter_config.json").is_file():
+        raise UnsupportedError(
+            f"{path} holds a PEFT adapter, which transformers would add to the weights", "merge it first"
+        )
     spec = read_spec(settings.config or path, settings)
     weight_map = read_weight_map(path)
     names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,9 @@ word_embeddings_for_head.weight                                             (emb
 SHARED = (*(name for names in MEGATRON.values() for name in names.split()), *MEGATRON_ONLY, *MORE_SETTINGS)
 """Arguments that all files of a checkpoint must agree on."""
 
+STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
+"""Keys of a file beside the model that training needs to go on."""
+
 MAX_DEPTH, MAX_KEYS = 6, 1_000_000
 """Maps inside each other in a state dict (Megatron-LM's own models have 4), and tensors in a file."""
 
@@ -91,7 +94,7 @@ def locate(path: Path) -> tuple[Path, Path]:
         UnsupportedError: the iteration is in another of Megatron's formats.
     """
     if any(path.glob("mp_rank_*")):
-        run, iteration = (path.parent if re.fullmatch(r"iter_\d+|release", path.name) else path), path
+        run, iteration = (path.parent if (path.parent / TRACKER).is_file() else path), path
     else:
         with (path / TRACKER).open("rb") as file:
             word = file.read(100).decode(errors="replace").strip()
@@ -138,9 +141,15 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if any(key.startswith("language_model.") for key in keys):
         table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
     assets = settings.config or (run / ASSETS if (run / ASSETS / "config.json").is_file() else None)
-    base = huggingface.read_spec(assets, settings) if assets else None
-    values = dict(settings.values) | ({"vocab": settings.vocab_size} if settings.vocab_size is not None else {})
-    spec = from_megatron(args, values, base, str(first.file.path))
+    base = huggingface.read_spec(assets, replace(settings, vocab_size=None)) if assets else None
+    spec = from_megatron(args, settings.values, base, str(first.file.path))
+    if settings.vocab_size is not None:
+        if spec.vocab not in (None, settings.vocab_size):
+            raise RefusedError(
+                f"--vocab-size {settings.vocab_size} contradicts {iteration}, whose vocabulary is {spec.vocab}",
+                f"leave it out, or insist with --set vocab={settings.vocab_size}",
+            )
+        spec = replace(spec, vocab=settings.vocab_size)
     pipeline = _pipeline(args, pp, len(first.chunks), first.file.path)
     padded = _padded_vocab(found, tp)
     if spec.vocab is not None and not spec.vocab <= padded:
@@ -162,6 +171,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "iteration": _iteration(first.file),
         "folder": iteration.name,
         "vocab_multiple": _multiple(args, first.file.path),
+        "state": _state(shards),
         "padded_vocab": padded,
         "norm": norm,
     }
@@ -205,7 +215,9 @@ def _read_shards(iteration: Path) -> list[_Shard]:
     for folder in sorted(iteration.glob("mp_rank_*")):
         match_ = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", folder.name)
         if match_ is None:
-            raise UnsupportedError(f"{folder}: folders with expert ranks are not supported")
+            raise UnsupportedError(
+                f"{folder}: its name is not that of a tensor and pipeline rank (expert ranks are not supported)"
+            )
         names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]
         if not names:
             raise SourceError(f"{folder} holds no model_optim_rng.pt")
@@ -307,6 +319,15 @@ def _iteration(file: TorchFile) -> int:
     return value
 
 
+def _state(shards: Iterable[_Shard]) -> tuple[str, ...]:
+    """What the files hold to go on training with: nothing of it is carried over."""
+    found = {name for shard in shards for name in STATE if name in shard.file.value}
+    found |= {
+        path.name for shard in shards for path in shard.file.path.parent.glob("*optim*.pt") if path != shard.file.path
+    }
+    return tuple(sorted(found))
+
+
 def _multiple(args: Mapping[str, Any], path: Path) -> int:
     value = args.get("make_vocab_size_divisible_by")
     return 128 if value is None else whole(value, "make_vocab_size_divisible_by", str(path))
@@ -388,6 +409,8 @@ def write(
     """
     unit = options.vocab_multiple * options.tp
     padded = -(-(spec.vocab or 0) // unit) * unit
+    if options.vpp > 1 and options.pp == 1:
+        raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
     pipeline = Pipeline(options.pp, options.vpp)
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration or 0)

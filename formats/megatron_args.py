@@ -38,6 +38,8 @@ MEGATRON_ONLY = {
     "apply_layernorm_1p": (False,),
     "layernorm_zero_centered_gamma": (False,),
     "squared_relu": (False,),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (None,),
     "quick_geglu": (False,),
     "qk_l2_norm": (False,),
     "attention_output_gate": (False,),
@@ -102,7 +104,7 @@ def from_megatron(
     values["sliding_window"] = _window(args.get("window_size"), where)
     values["rope_scaling"] = _rope_scaling(args, where)
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
-    values["vocab"] = args.get("true_vocab_size", base.vocab if base else None)
+    values["vocab"] = args.get("true_vocab_size") or (base.vocab if base else None)
     values |= dict(settings)
     facts = (bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")), values["sliding_window"] is not None)
     values["family"] = _family(facts, base, where)
@@ -286,4 +288,5 @@ def flags(args: Mapping[str, Any]) -> str:
     if args["window_size"]:
         flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
     flags += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
+    flags += ["--no-load-optim", "--no-load-rng"] if args["iteration"] else []  # a release loads neither
     return "--use-checkpoint-args\n" + "\n".join(flags) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,11 +29,11 @@ def open_checkpoint(path: Path, settings: Settings | None = None) -> Checkpoint:
         SourceError: there is nothing, or nothing known, at the path; or what is there is damaged.
         UnsupportedError: it is sound, but of a kind that has no layout here.
     """
-    if not path.exists():
-        raise SourceError(f"{path} does not exist")
-    if not path.is_dir():
-        raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
     try:
+        if not path.exists():
+            raise SourceError(f"{path} does not exist", "a model of the Hub has to be downloaded first")
+        if not path.is_dir():
+            raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
         for name in FORMATS:
             if module(name).detect(path):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())
@@ -40,6 +41,9 @@ def open_checkpoint(path: Path, settings: Settings | None = None) -> Checkpoint:
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
+    iterations = [name for name in entries if re.fullmatch(r"iter_\d+|release", name)]
+    if iterations:
+        raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
     held = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "") or "nothing"
     raise SourceError(
         f"{path} is no checkpoint of a known format; it holds {held}", "`convert formats` lists what is read"

@@ -129,6 +129,8 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     whole(spec.layers, "layers", where, MOST_LAYERS)
     if spec.heads % spec.kv_heads:
         raise SourceError(f"{where}: {spec.heads} heads do not divide into {spec.kv_heads} key/value groups")
+    if spec.sliding_window is not None and not family_named(spec.family).window:
+        raise UnsupportedError(f"{where}: a {spec.family} has no sliding window")
     if spec.head_dim % 2:
         raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, so it cannot be rotary")
     return spec

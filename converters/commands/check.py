@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json, effort, memory, opened, reading, replicas
-from formats.errors import SourceError, VerificationError
+from formats.errors import SourceError, VerificationError, short
 
 if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint
@@ -45,23 +45,33 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @as_json
 def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     """Check OUT against its manifest, or against SRC in any format."""
+    from converters import digest as digest_module
     from converters.digest import MANIFEST, read_manifest, total
 
     checkpoint = opened(out, options)
+    settings: list[str]
     if src is not None:
-        against, name = _digests(opened(src, options), options, as_json), str(src)
+        source = opened(src, options)
+        settings = checkpoint.spec.differences(source.spec)
+        against, name = _digests(source, options, as_json), str(src)
     else:
         remembered, name = read_manifest(checkpoint.home), MANIFEST
         if remembered is None:
             raise SourceError(
                 f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
             )
-        against = remembered
+        facts, against = remembered
+        here = digest_module.settings(checkpoint.spec)
+        settings = [
+            f"{key}: {short(here[key])} | {short(facts.get(key))}" for key in here if here[key] != facts.get(key)
+        ]
     found = _digests(checkpoint, options, as_json)
     wrong = sorted(tensor for tensor in {*found, *against} if found.get(tensor) != against.get(tensor))
     if as_json:
-        facts = {"equal": not wrong, "digest": total(found), "against": total(against), "differing": wrong}
-        click.echo(json.dumps(facts, indent=1))
+        record = {"equal": not (wrong or settings), "digest": total(found), "against": total(against)}
+        click.echo(json.dumps(record | {"settings": settings, "differing": wrong}, indent=1))
+    if settings:
+        raise VerificationError(f"{out} and {name} differ in settings (here | there): {'; '.join(settings)}")
     if wrong:
         names = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
         raise VerificationError(
@@ -100,9 +110,7 @@ def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> No
         rows = [(d.name, d.what, count) for d, count in zip(found, counts, strict=True)]
         click.echo(table(rows, ""), nl=bool(rows))
     if settings or found:
-        raise VerificationError(
-            f"{one} and {two} differ in {len(settings)} settings and {len(found)} of {len(left.jobs)} tensors"
-        )
+        raise VerificationError(f"{one} and {two} differ in {len(settings)} settings and {len(found)} tensors")
     if not as_json:
         click.echo(f"{one} and {two} are equal: {len(left.jobs)} tensors, all settings")
 

@@ -46,9 +46,11 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
         planned = plan_megatron(source, request, Options(options["tp"], options["pp"], options["vpp"]), None)
     else:
         planned = plan_huggingface(source, request, None)
-    click.echo(json.dumps(plan_record(planned), indent=1) if as_json else "\n".join(plan_lines(planned)))
-    for line in block_lines(planned) if blocks else ():
-        click.echo(line)
+    listed = list(block_lines(planned)) if blocks else []
+    if as_json:
+        click.echo(json.dumps(plan_record(planned) | ({"list": listed} if blocks else {}), indent=1))
+        return
+    click.echo("\n".join([*plan_lines(planned), *listed]))
 
 
 @click.command()
@@ -71,6 +73,7 @@ def explain(format_name: str, key: str, model: Path | None, tp: int) -> None:
             click.echo(f"{name}\n{table(rows)}\n")
         return
     spec = open_checkpoint(model).spec if model else EXAMPLE
+    tp = tp if format_name == "megatron" else 1
     for name, rule in matching(format_name, key):
         click.echo(f"{name}: " + "\n".join(draw(rule, spec, tp)) + "\n")
 

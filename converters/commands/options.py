@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+MOST = 10**12
 FOLDER = click.Path(path_type=Path)
 
 
@@ -33,7 +34,10 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(value))
         if match is None or match[2].upper() not in self.units or float(match[1]) <= 0:
             self.fail(f"{value!r} is no size such as 5GB or 64MiB", param, ctx)
-        return int(float(match[1]) * self.units[match[2].upper()])
+        size = int(float(match[1]) * self.units[match[2].upper()])
+        if not 0 < size <= MOST:
+            self.fail(f"{value!r} is not between 1 byte and 1 TB", param, ctx)
+        return size
 
 
 def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
@@ -53,10 +57,16 @@ reading = together(
     click.option("--config", type=FOLDER, metavar="BASE",
                  help="Hugging Face folder whose settings and tokenizer belong to the weights."),
     click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
-                 help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000."),
+                 help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000 (JSON, or none)."),
 )  # fmt: skip
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-memory = click.option("--memory", type=Size(), default="16MiB", show_default=True, help="All buffers together.")
+memory = click.option(
+    "--memory",
+    type=Size(),
+    default="16MiB",
+    show_default=True,
+    help="All buffers together, such as 64MiB; raise it with -j.",
+)
 effort = together(
     click.option("-j", "--threads", type=click.IntRange(1, 256), default=2, show_default=True,
                  help="Tensors at a time."),
@@ -80,7 +90,7 @@ writing = together(
     dtype,
     replicas,
     click.option("-n", "--dry-run", is_flag=True, help="Print the plan and write nothing."),
-    click.option("--force", is_flag=True, help="Replace OUT if it exists."),
+    click.option("--force", is_flag=True, help="Delete the checkpoint that OUT is, and start over."),
     click.option("--verify/--no-verify", default=True, show_default=True,
                  help="Read OUT back and compare before it is published."),
     effort,

@@ -27,6 +27,7 @@ class Family:
         requires: config keys that must have one value, or be absent.
         rope_theta: what transformers assumes when the config names none.
         head_dim: the same for the head dimension; None for hidden size / heads.
+        mha: whether it assumes as many key/value heads as heads.
         window: the config key of its sliding window, if it has one, and what transformers assumes.
     """
 
@@ -37,6 +38,7 @@ class Family:
     requires: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float = 10000.0
     head_dim: int | None = None
+    mha: bool = False
     window: str = ""
     window_default: int | None = None
 

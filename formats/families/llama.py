@@ -25,4 +25,5 @@ FAMILY = Family(
     tensors=rules(TABLE),
     drops=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
     requires={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    mha=True,
 )

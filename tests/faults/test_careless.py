@@ -1,0 +1,157 @@
+"""What a careless user tries: nothing of theirs is deleted, nothing is taken for granted, and hints work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import files
+
+
+def test_a_folder_where_the_work_would_be_done_is_left_alone(model, convert, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/thesis.tex").write_text("precious")
+    ran = convert("hf2megatron", model(), tmp_path / "out")
+    assert ran.code == 7
+    assert "holds something else" in ran.err
+    assert (tmp_path / "out.partial/thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_only_checkpoints_are_replaced(model, convert, tmp_path, force):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.tex").write_text("precious")
+    ran = convert("hf2megatron", model(), tmp_path / "out", *(["--force"] if force else []))
+    assert ran.code == 7
+    assert ("is no checkpoint" in ran.err) == force
+    assert (tmp_path / "out/thesis.tex").read_text() == "precious"
+    assert convert("hf2megatron", model(), tmp_path / "m").code == 0
+    assert convert("hf2megatron", model(), tmp_path / "m", "--tp", 2, "--force").code == 0
+
+
+def test_an_output_that_came_into_being_meanwhile_is_kept(model, convert, tmp_path, monkeypatch):
+    from converters import convert as module
+
+    finish = module._finish_files
+
+    def late(*args):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/thesis.tex").write_text("precious")
+        finish(*args)
+
+    monkeypatch.setattr(module, "_finish_files", late)
+    assert convert("hf2megatron", model(), tmp_path / "out").code == 7
+    assert (tmp_path / "out/thesis.tex").read_text() == "precious"
+
+
+def test_a_link_to_the_output_stays_a_link(model, convert, tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    assert convert("hf2megatron", model(), tmp_path / "link").code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert convert("verify", tmp_path / "scratch", model()).code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "scratch"]
+
+
+@pytest.mark.parametrize("out", [".", "/", "x" * 300])
+def test_places_that_cannot_be_an_output(model, convert, tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    assert convert("hf2megatron", model(), out).code == 7
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_cast_leaves_room_for_its_hint(model, convert, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = tmp_path / "source"
+    shutil.copytree(model(), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    ran = convert("hf2megatron", source, tmp_path / "out", "--dtype", "fp16")
+    assert ran.code == 5
+    assert "final_norm holds 1e+06, which is too large for F16" in ran.err
+    assert convert("hf2megatron", source, tmp_path / "out", "--dtype", "bf16").code == 0
+
+
+def test_settings_are_verified_too(model, convert, tmp_path):
+    convert("hf2megatron", model(), tmp_path / "m")
+    convert("megatron2hf", tmp_path / "m", tmp_path / "h")
+    assert convert("verify", tmp_path / "h").code == 0
+    config = tmp_path / "h/config.json"
+    config.write_text(config.read_text().replace("10000.0", "77777.0"))
+    for words in ([tmp_path / "h"], [tmp_path / "h", tmp_path / "m"]):
+        ran = convert("verify", *words)
+        assert ran.code == 6
+        assert "rope_theta: 77777.0 | 10000.0" in ran.err
+
+
+def test_a_vocabulary_that_contradicts_the_checkpoint_is_refused(model, convert, tmp_path):
+    convert("hf2megatron", model(), tmp_path / "m")
+    ran = convert("megatron2hf", tmp_path / "m", tmp_path / "h", "--vocab-size", 100)
+    assert ran.code == 5
+    assert "--vocab-size 100 contradicts" in ran.err
+    assert "vocabulary is 211" in ran.err
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "h", "--vocab-size", 211).code == 0
+
+
+def test_virtual_chunks_need_a_pipeline(model, convert, tmp_path):
+    ran = convert("hf2megatron", model(), tmp_path / "m", "--vpp", 2)
+    assert ran.code == 5
+    assert "virtual pipeline chunks need a pipeline" in ran.err
+
+
+def test_an_adapter_is_not_left_behind_in_silence(model, convert, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(model(), source)
+    (source / "adapter_config.json").write_text("{}")
+    assert convert("hf2megatron", source, tmp_path / "m").code == 4
+
+
+def test_optimizer_and_padding_that_stay_behind_are_said(model, convert, tmp_path):
+    import torch
+
+    convert("hf2megatron", model(), tmp_path / "m", "--iteration", 9)
+    path = tmp_path / "m/iter_0000009/mp_rank_00/model_optim_rng.pt"
+    stored = torch.load(path, weights_only=False)
+    torch.save(stored | {"optimizer": {"state": {}}, "rng_state": [1]}, path)
+    for words in (
+        ["inspect", tmp_path / "m"],
+        ["plan", tmp_path / "m", "--to", "megatron"],
+        ["reshard", tmp_path / "m", tmp_path / "r"],
+    ):
+        ran = convert(*words)
+        assert "only weights are carried: optimizer, rng_state stay behind" in ran.out + ran.err
+    assert "45 rows of vocabulary padding" in convert("plan", tmp_path / "m", "--to", "huggingface").out
+    flags = (tmp_path / "r/megatron_flags.txt").read_text()
+    assert "--no-load-optim" in flags
+
+
+def test_an_iteration_moved_away_from_its_run_stands_alone(model, convert, tmp_path):
+    convert("hf2megatron", model(), tmp_path / "m", "--iteration", 9)
+    shutil.copytree(tmp_path / "m/iter_0000009", tmp_path / "away/iter_0000009")
+    assert convert("megatron2hf", tmp_path / "away/iter_0000009", tmp_path / "away/h", "--config", model()).code == 0
+    assert files(tmp_path / "away/h") == files(model())
+    ran = convert("inspect", tmp_path / "away")
+    assert ran.code == 3
+    assert "iter_0000009" in ran.err
+
+
+def test_a_closed_pipe_is_no_error(model):
+    code = "import sys; sys.argv[0] = 'convert'; from converters.cli import main; main()"
+    command = f'{sys.executable} -c "{code}" plan {model()} --to megatron --blocks | head -1'
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=root, env=os.environ, check=False)
+    assert ran.stdout.startswith("read ")
+    assert ran.stderr == ""
+
+
+def test_json_is_json_with_every_option(model, convert):
+    facts = json.loads(convert("plan", model(), "--to", "megatron", "--json", "--blocks").out)
+    assert len(facts["list"]) > 39

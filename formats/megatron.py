@@ -10,10 +10,9 @@ proven by the tests that name it.
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,26 @@ from formats import huggingface
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.layout import Placed, Slot, match, rules, slots
-from formats.megatron_args import MEGATRON, MEGATRON_ONLY, MORE_SETTINGS, Options, flags, from_megatron, namespace
+from formats.megatron_args import Options, flags, from_megatron, namespace
+from formats.megatron_shards import (
+    DROPS,
+    TRACKER,
+    args_of,
+    check_grid,
+    folder_of,
+    iteration_of,
+    locate,
+    read_shards,
+    state_of,
+    tensors_of,
+)
 from formats.pickles import STORAGE_OF, Namespace, StorageRef, TensorRef
 from formats.pipeline import Chunk, Pipeline, chunks
 from formats.spec import MOST_LAYERS, ModelSpec, whole
 from formats.storage import DTYPES, Fragment, row_major
-from formats.torchfile import TorchFile, plan_archive, read_torch
+from formats.torchfile import plan_archive
 
 NAME = "megatron"
-TRACKER = "latest_checkpointed_iteration.txt"
 ASSETS = "huggingface"
 FLAGS = "megatron_flags.txt"
 
@@ -65,18 +75,6 @@ word_embeddings_for_head.weight                                             (emb
 """)
 """Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; read, not written."""
 
-SHARED = (*(name for names in MEGATRON.values() for name in names.split()), *MEGATRON_ONLY, *MORE_SETTINGS)
-"""Arguments that all files of a checkpoint must agree on."""
-
-STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
-"""Keys of a file beside the model that training needs to go on."""
-
-MAX_DEPTH, MAX_KEYS = 6, 1_000_000
-"""Maps inside each other in a state dict (Megatron-LM's own models have 4), and tensors in a file."""
-
-DROPS = (r".*\._extra_state", r".*\.inv_freq")
-"""Transformer Engine's FP8 state, and rotary tables that some versions saved."""
-
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
@@ -86,57 +84,15 @@ def detect(path: Path) -> bool:
     return (path / TRACKER).is_file() or any(path.glob("mp_rank_*"))
 
 
-def locate(path: Path) -> tuple[Path, Path]:
-    """The run folder and the folder of one iteration, from either of them.
-
-    Raises:
-        SourceError: the tracker names an iteration that is not there.
-        UnsupportedError: the iteration is in another of Megatron's formats.
-    """
-    if any(path.glob("mp_rank_*")):
-        run, iteration = (path.parent if (path.parent / TRACKER).is_file() else path), path
-    else:
-        with (path / TRACKER).open("rb") as file:
-            word = file.read(100).decode(errors="replace").strip()
-        if word != "release" and not re.fullmatch(r"[0-9]{1,18}", word):
-            raise SourceError(f"{path / TRACKER} says {short(word)}, which is neither an iteration nor `release`")
-        run, iteration = path, path / ("release" if word == "release" else f"iter_{int(word):07d}")
-        if not iteration.is_dir():
-            raise SourceError(
-                f"{path / TRACKER} names {iteration.name}, which does not exist",
-                f"present: {', '.join(sorted(p.name for p in path.iterdir() if p.is_dir())) or 'nothing'}",
-            )
-    if (iteration / "metadata.json").is_file() or (iteration / ".metadata").is_file():
-        raise UnsupportedError(
-            f"{iteration} is a distributed checkpoint (torch_dist), only --ckpt-format torch is read"
-        )
-    return run, iteration
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One file: its ranks, and the object in it."""
-
-    tp: int
-    pp: int
-    file: TorchFile
-
-    @property
-    def chunks(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """(key, state dict) of each virtual pipeline chunk."""
-        names = [name for name in self.file.value if isinstance(name, str) and re.fullmatch(r"model\d{0,3}", name)]
-        return [(name, self.file.value[name]) for name in sorted(names, key=lambda name: int(name[5:] or 0))]
-
-
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: the pickles of all its files, none of the weights."""
     run, iteration = locate(path)
-    shards = _read_shards(iteration)
+    shards = read_shards(iteration)
     first = shards[0]
-    args = _args(first.file)
+    args = args_of(first.file)
     tp, pp = max(shard.tp for shard in shards) + 1, max(shard.pp for shard in shards) + 1
-    _check_grid(shards, tp, pp, args, iteration)
-    found, table = _tensors(shards, pp), MCORE
+    check_grid(shards, tp, pp, args, iteration)
+    found, table = tensors_of(shards, pp), MCORE
     keys = {key for tensors in found.values() for key in tensors}
     if any(key.startswith("language_model.") for key in keys):
         table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
@@ -168,31 +124,14 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     norm = "local" if any(key.endswith("pre_mlp_layernorm.weight") for key in keys) else "te"
     extra = {
         "args": args,
-        "iteration": _iteration(first.file),
+        "iteration": iteration_of(first.file),
         "folder": iteration.name,
         "vocab_multiple": _multiple(args, first.file.path),
-        "state": _state(shards),
+        "state": state_of(shards),
         "padded_vocab": padded,
         "norm": norm,
     }
     return Checkpoint(run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, extra)
-
-
-def _tensors(shards: Iterable[_Shard], pp: int) -> dict[str, dict[str, Fragment]]:
-    """The tensors of each chunk of each file, by dotted key."""
-    found: dict[str, dict[str, Fragment]] = {}
-    for shard in shards:
-        for name, state in shard.chunks:
-            tensors = found[f"{_folder(shard.tp, shard.pp, pp)} {name}"] = {}
-            for path, ref in _flat(state, shard.file.path):
-                key = path.replace(" ", ".")
-                if key in tensors:
-                    raise SourceError(f"{shard.file.path} holds {key} twice")
-                if isinstance(ref, TensorRef):
-                    tensors[key] = shard.file.fragment(ref, key)
-                elif not any(re.fullmatch(drop, key) for drop in DROPS):
-                    raise UnsupportedError(f"{shard.file.path}: {key} holds {short(ref)}, which is no tensor")
-    return found
 
 
 def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path: Path) -> dict[str, Any]:
@@ -210,122 +149,12 @@ def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path:
     return args | {"rotary_base": 10000}
 
 
-def _read_shards(iteration: Path) -> list[_Shard]:
-    shards = []
-    for folder in sorted(iteration.glob("mp_rank_*")):
-        match_ = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", folder.name)
-        if match_ is None:
-            raise UnsupportedError(
-                f"{folder}: its name is not that of a tensor and pipeline rank (expert ranks are not supported)"
-            )
-        names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]
-        if not names:
-            raise SourceError(f"{folder} holds no model_optim_rng.pt")
-        file = read_torch(folder / names[0])
-        if not isinstance(file.value, dict) or not _Shard(0, 0, file).chunks:
-            raise SourceError(f"{file.path} holds no `model`")
-        if not all(isinstance(state, dict) for _, state in _Shard(0, 0, file).chunks):
-            raise SourceError(f"{file.path}: its `model` is no map of tensors")
-        shards.append(_Shard(int(match_[1]), int(match_[2] or 0), file))
-    return shards
-
-
-def _args(file: TorchFile) -> dict[str, Any]:
-    version = file.value.get("checkpoint_version", 0)
-    if not isinstance(version, int | float) or not version >= 2.0:
-        raise UnsupportedError(
-            f"{file.path}: checkpoint version {short(version)} stores query, key and value in another order (before 2.0)"
-        )
-    args = file.value.get("args")
-    if not isinstance(args, Namespace):
-        raise SourceError(f"{file.path} holds no args")
-    return vars(args)
-
-
-def _check_grid(shards: list[_Shard], tp: int, pp: int, args: Mapping[str, Any], iteration: Path) -> None:
-    """Every rank once, as `args` say, of one iteration and one model, and none under another's name."""
-    for axis, size in (("tensor", tp), ("pipeline", pp)):
-        claimed = args.get(f"{axis}_model_parallel_size", size)
-        if claimed != size:
-            raise SourceError(f"{iteration}: args say {axis} parallel size {short(claimed)}, {size} ranks are there")
-    if args.get("expert_model_parallel_size", 1) not in (None, 1):
-        raise UnsupportedError(f"{iteration}: expert parallel checkpoints are not supported")
-    present = [(shard.tp, shard.pp) for shard in shards]
-    missing = [_folder(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in present]
-    if missing or len(present) != tp * pp:
-        names = ", ".join(missing[:8]) or "some are there twice"
-        raise SourceError(f"{iteration}: of {tp * pp} ranks {len(missing)} are missing: {names}")
-    first = shards[0].file
-    for shard in shards[1:]:
-        if short(shard.file.value.get("iteration")) != short(first.value.get("iteration")):
-            ours, others = (short(file.value.get("iteration")) for file in (shard.file, first))
-            raise SourceError(f"{shard.file.path} is of iteration {ours}, {first.path} of {others}")
-        other = _args(shard.file)
-        for name in SHARED:
-            if other.get(name) is not args.get(name) and short(other.get(name)) != short(args.get(name)):
-                raise SourceError(
-                    f"{shard.file.path} says {name} = {short(other.get(name))}, {first.path} {short(args.get(name))}: "
-                    "they are of different models"
-                )
-    _check_writers(shards, tp, pp, args)
-
-
-def _check_writers(shards: list[_Shard], tp: int, pp: int, args: Mapping[str, Any]) -> None:
-    """Each file was written by the rank that its folder names, as far as `args` tell."""
-    written = [_args(shard.file).get("rank") for shard in shards]
-    ranks = [rank for rank in written if type(rank) is int]
-    if len(ranks) < len(shards) or not any(ranks):
-        return  # some converters write rank 0 into every file
-    world = args.get("world_size")
-    share = world // pp if isinstance(world, int) and world % pp == 0 and world >= tp * pp else 0
-    for shard, rank in zip(shards, ranks, strict=True):
-        if rank % tp != shard.tp or (share and rank // share != shard.pp):
-            raise SourceError(
-                f"{shard.file.path} was written by rank {short(rank)}, which belongs elsewhere: files are mixed up"
-            )
-
-
-def _flat(state: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a nested state dict, whose maps a hostile file may have made to explode."""
-    rest: list[tuple[str, Any]] = [("", state)]
-    for _ in range(MAX_KEYS):
-        if not rest:
-            return
-        prefix, value = rest.pop()
-        if not isinstance(value, Mapping):
-            yield prefix, value
-        elif prefix.count(" ") >= MAX_DEPTH or len(value) > MAX_KEYS or not all(isinstance(key, str) for key in value):
-            break
-        else:
-            rest += [(f"{prefix} {key}" if prefix else key, inner) for key, inner in reversed(list(value.items()))]
-    raise SourceError(f"{path}: its `model` is no map of tensors by name")
-
-
 def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
     for tensors in found.values():
         for key, fragment in tensors.items():
             if key.endswith("embedding.word_embeddings.weight") and fragment.shape:
                 return fragment.shape[0] * tp
     raise SourceError("no file holds the word embeddings")
-
-
-def _iteration(file: TorchFile) -> int:
-    """The iteration in a file; a release may spell it so."""
-    value = file.value.get("iteration", 0)
-    if value == "release":
-        return 0
-    if type(value) is not int or not 0 <= value < 10**18:
-        raise SourceError(f"{file.path}: its iteration is {short(value)}")
-    return value
-
-
-def _state(shards: Iterable[_Shard]) -> tuple[str, ...]:
-    """What the files hold to go on training with: nothing of it is carried over."""
-    found = {name for shard in shards for name in STATE if name in shard.file.value}
-    found |= {
-        path.name for shard in shards for path in shard.file.path.parent.glob("*optim*.pt") if path != shard.file.path
-    }
-    return tuple(sorted(found))
 
 
 def _multiple(args: Mapping[str, Any], path: Path) -> int:
@@ -351,10 +180,6 @@ def _pipeline(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pip
     )
 
 
-def _folder(tp: int, pp: int, stages: int) -> str:
-    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if stages > 1 else "")
-
-
 def _chunk_key(chunk: Chunk, pipeline: Pipeline) -> str:
     return f"model{chunk.virtual}" if pipeline.virtual > 1 else "model"
 
@@ -377,7 +202,7 @@ def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, p
                 here,
                 spec.sizes(padded_vocab),
                 tensors=spec.tensors,
-                file=f"{_folder(rank, chunk.stage, pipeline.stages)} {_chunk_key(chunk, pipeline)}",
+                file=f"{folder_of(rank, chunk.stage, pipeline.stages)} {_chunk_key(chunk, pipeline)}",
                 layers=enumerate(chunk.layers),
                 mesh={"tp": (rank, tp)},
                 conditions=conditions,
@@ -419,7 +244,7 @@ def write(
         by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
     files = []
     for rank in range(options.tp * options.pp):
-        name = _folder(rank % options.tp, rank // options.tp, options.pp)
+        name = folder_of(rank % options.tp, rank // options.tp, options.pp)
         path = root / folder / name / "model_optim_rng.pt"
         head = {"args": Namespace({**merged, "rank": rank}), "checkpoint_version": 3.0, "iteration": iteration or 0}
         files.append(_file(path, head, by_file[name], dtypes, options.norm))

@@ -1,0 +1,215 @@
+"""The files of a classic Megatron checkpoint: found, opened, and checked against each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.errors import SourceError, UnsupportedError, short
+from formats.megatron_args import MEGATRON, MEGATRON_ONLY, MORE_SETTINGS
+from formats.pickles import Namespace, TensorRef
+from formats.storage import Fragment
+from formats.torchfile import TorchFile, read_torch
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+SHARED = (*(name for names in MEGATRON.values() for name in names.split()), *MEGATRON_ONLY, *MORE_SETTINGS)
+"""Arguments that all files of a checkpoint must agree on."""
+
+STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
+"""Keys of a file beside the model that training needs to go on."""
+
+MAX_DEPTH, MAX_KEYS = 6, 1_000_000
+"""Maps inside each other in a state dict (Megatron-LM's own models have 4), and tensors in a file."""
+
+DROPS = (r".*\._extra_state", r".*\.inv_freq")
+"""Transformer Engine's FP8 state, and rotary tables that some versions saved."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its ranks, and the object in it."""
+
+    tp: int
+    pp: int
+    file: TorchFile
+
+    @property
+    def chunks(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """(key, state dict) of each virtual pipeline chunk."""
+        names = [name for name in self.file.value if isinstance(name, str) and re.fullmatch(r"model\d{0,3}", name)]
+        return [(name, self.file.value[name]) for name in sorted(names, key=lambda name: int(name[5:] or 0))]
+
+
+def locate(path: Path) -> tuple[Path, Path]:
+    """The run folder and the folder of one iteration, from either of them.
+
+    Raises:
+        SourceError: the tracker names an iteration that is not there.
+        UnsupportedError: the iteration is in another of Megatron's formats.
+    """
+    if any(path.glob("mp_rank_*")):
+        run, iteration = (path.parent if (path.parent / TRACKER).is_file() else path), path
+    else:
+        with (path / TRACKER).open("rb") as file:
+            word = file.read(100).decode(errors="replace").strip()
+        if word != "release" and not re.fullmatch(r"[0-9]{1,18}", word):
+            raise SourceError(f"{path / TRACKER} says {short(word)}, which is neither an iteration nor `release`")
+        run, iteration = path, path / ("release" if word == "release" else f"iter_{int(word):07d}")
+        if not iteration.is_dir():
+            raise SourceError(
+                f"{path / TRACKER} names {iteration.name}, which does not exist",
+                f"present: {', '.join(sorted(p.name for p in path.iterdir() if p.is_dir())) or 'nothing'}",
+            )
+    if (iteration / "metadata.json").is_file() or (iteration / ".metadata").is_file():
+        raise UnsupportedError(
+            f"{iteration} is a distributed checkpoint (torch_dist), only --ckpt-format torch is read"
+        )
+    return run, iteration
+
+
+def read_shards(iteration: Path) -> list[Shard]:
+    """Open the file of every rank.
+
+    Raises:
+        SourceError: a folder holds none, or one without a model.
+        UnsupportedError: a folder is not named after a tensor and pipeline rank.
+    """
+    shards = []
+    for folder in sorted(iteration.glob("mp_rank_*")):
+        match_ = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", folder.name)
+        if match_ is None:
+            raise UnsupportedError(
+                f"{folder}: its name is not that of a tensor and pipeline rank (expert ranks are not supported)"
+            )
+        names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]
+        if not names:
+            raise SourceError(f"{folder} holds no model_optim_rng.pt")
+        file = read_torch(folder / names[0])
+        if not isinstance(file.value, dict) or not Shard(0, 0, file).chunks:
+            raise SourceError(f"{file.path} holds no `model`")
+        if not all(isinstance(state, dict) for _, state in Shard(0, 0, file).chunks):
+            raise SourceError(f"{file.path}: its `model` is no map of tensors")
+        shards.append(Shard(int(match_[1]), int(match_[2] or 0), file))
+    return shards
+
+
+def args_of(file: TorchFile) -> dict[str, Any]:
+    """The attributes of a file's `args`.
+
+    Raises:
+        SourceError: it has none.
+        UnsupportedError: it is from before checkpoint version 2.0.
+    """
+    version = file.value.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or not version >= 2.0:
+        raise UnsupportedError(
+            f"{file.path}: checkpoint version {short(version)} orders query, key and value otherwise (before 2.0)"
+        )
+    args = file.value.get("args")
+    if not isinstance(args, Namespace):
+        raise SourceError(f"{file.path} holds no args")
+    return vars(args)
+
+
+def check_grid(shards: list[Shard], tp: int, pp: int, args: Mapping[str, Any], iteration: Path) -> None:
+    """Every rank once, as `args` say, of one iteration and one model, and none under another's name."""
+    for axis, size in (("tensor", tp), ("pipeline", pp)):
+        claimed = args.get(f"{axis}_model_parallel_size", size)
+        if claimed != size:
+            raise SourceError(f"{iteration}: args say {axis} parallel size {short(claimed)}, {size} ranks are there")
+    if args.get("expert_model_parallel_size", 1) not in (None, 1):
+        raise UnsupportedError(f"{iteration}: expert parallel checkpoints are not supported")
+    present = [(shard.tp, shard.pp) for shard in shards]
+    missing = [folder_of(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in present]
+    if missing or len(present) != tp * pp:
+        names = ", ".join(missing[:8]) or "some are there twice"
+        raise SourceError(f"{iteration}: of {tp * pp} ranks {len(missing)} are missing: {names}")
+    first = shards[0].file
+    for shard in shards[1:]:
+        if short(shard.file.value.get("iteration")) != short(first.value.get("iteration")):
+            ours, others = (short(file.value.get("iteration")) for file in (shard.file, first))
+            raise SourceError(f"{shard.file.path} is of iteration {ours}, {first.path} of {others}")
+        other = args_of(shard.file)
+        for name in SHARED:
+            if other.get(name) is not args.get(name) and short(other.get(name)) != short(args.get(name)):
+                raise SourceError(
+                    f"{shard.file.path} says {name} = {short(other.get(name))}, {first.path} {short(args.get(name))}: "
+                    "they are of different models"
+                )
+    _check_writers(shards, tp, pp, args)
+
+
+def _check_writers(shards: list[Shard], tp: int, pp: int, args: Mapping[str, Any]) -> None:
+    """Each file was written by the rank that its folder names, as far as `args` tell."""
+    written = [args_of(shard.file).get("rank") for shard in shards]
+    ranks = [rank for rank in written if type(rank) is int]
+    if len(ranks) < len(shards) or not any(ranks):
+        return  # some converters write rank 0 into every file
+    world = args.get("world_size")
+    share = world // pp if isinstance(world, int) and world % pp == 0 and world >= tp * pp else 0
+    for shard, rank in zip(shards, ranks, strict=True):
+        if rank % tp != shard.tp or (share and rank // share != shard.pp):
+            raise SourceError(
+                f"{shard.file.path} was written by rank {short(rank)}, which belongs elsewhere: files are mixed up"
+            )
+
+
+def tensors_of(shards: Iterable[Shard], pp: int) -> dict[str, dict[str, Fragment]]:
+    """The tensors of each chunk of each file, by dotted key."""
+    found: dict[str, dict[str, Fragment]] = {}
+    for shard in shards:
+        for name, state in shard.chunks:
+            tensors = found[f"{folder_of(shard.tp, shard.pp, pp)} {name}"] = {}
+            for path, ref in _flat(state, shard.file.path):
+                key = path.replace(" ", ".")
+                if key in tensors:
+                    raise SourceError(f"{shard.file.path} holds {key} twice")
+                if isinstance(ref, TensorRef):
+                    tensors[key] = shard.file.fragment(ref, key)
+                elif not any(re.fullmatch(drop, key) for drop in DROPS):
+                    raise UnsupportedError(f"{shard.file.path}: {key} holds {short(ref)}, which is no tensor")
+    return found
+
+
+def _flat(state: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a nested state dict, whose maps a hostile file may have made to explode."""
+    rest: list[tuple[str, Any]] = [("", state)]
+    for _ in range(MAX_KEYS):
+        if not rest:
+            return
+        prefix, value = rest.pop()
+        if not isinstance(value, Mapping):
+            yield prefix, value
+        elif prefix.count(" ") >= MAX_DEPTH or len(value) > MAX_KEYS or not all(isinstance(key, str) for key in value):
+            break
+        else:
+            rest += [(f"{prefix} {key}" if prefix else key, inner) for key, inner in reversed(list(value.items()))]
+    raise SourceError(f"{path}: its `model` is no map of tensors by name")
+
+
+def iteration_of(file: TorchFile) -> int:
+    """The iteration in a file; a release may spell it so."""
+    value = file.value.get("iteration", 0)
+    if value == "release":
+        return 0
+    if type(value) is not int or not 0 <= value < 10**18:
+        raise SourceError(f"{file.path}: its iteration is {short(value)}")
+    return value
+
+
+def state_of(shards: Iterable[Shard]) -> tuple[str, ...]:
+    """What the files hold to go on training with: nothing of it is carried over."""
+    found = {name for shard in shards for name in STATE if name in shard.file.value}
+    found |= {
+        path.name for shard in shards for path in shard.file.path.parent.glob("*optim*.pt") if path != shard.file.path
+    }
+    return tuple(sorted(found))
+
+
+def folder_of(tp: int, pp: int, stages: int) -> str:
+    """The name of a rank's folder."""
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if stages > 1 else "")

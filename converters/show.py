@@ -12,7 +12,9 @@ from converters import assets
 from converters.digest import MANIFEST
 from converters.plan import Plan, filled
 from converters.report import size, table
+from formats import hf_config, megatron_args
 from formats.checkpoint import Checkpoint
+from formats.huggingface import read_json
 from formats.tensors import TENSORS
 
 
@@ -120,6 +122,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     padding = source.spec.sizes(source.extra.get("padded_vocab"))["padding"]
     if padding:
         notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
+    record["residue"] = _residue(source)
     if target:
         record["target"] = {
             "files": {str(file.path): file.size for file in target.files},
@@ -128,6 +131,16 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "filled elements": filled(target),
         }
     return record
+
+
+def _residue(source: Checkpoint) -> dict[str, list[str]]:
+    """Settings that no table knows, by the file that holds them."""
+    found = {}
+    if source.assets:
+        found["config.json"] = hf_config.residue(read_json(source.assets / "config.json"))
+    if "args" in source.extra:
+        found["args"] = megatron_args.residue(source.extra["args"])
+    return {name: keys for name, keys in found.items() if keys}
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
@@ -147,6 +160,10 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield f"write  {len(target['files'])} files, {size(target['bytes'])}"
     yield table((name.split(".partial/out/")[-1], size(nbytes)) for name, nbytes in target["files"].items())
     yield f"       and {', '.join(target['small files'])}"
+    for name, keys in record["residue"].items():
+        names = ", ".join(keys[:12]) + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
+        kept = "kept as they are" if name == "config.json" else "kept by reshard, a config cannot hold them"
+        yield f"keep   settings of {name} that are in no table ({kept}): {names}"
     for note in record["notes"]:
         yield f"note   {note}"
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import SourceError, UnsupportedError, short
-from formats.families import Family, family_named
+from formats.families import FAMILIES, Family, family_named
 from formats.spec import ModelSpec, checked
 
 HUGGINGFACE = {
@@ -25,6 +25,17 @@ HUGGINGFACE = {
     "tied": "tie_word_embeddings",
 }
 """Setting: config key. rope_theta, rope_scaling and sliding_window have rules of their own, below."""
+
+OF_NO_MODEL = (
+    "architectures",
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "layer_types",
+    "_name_or_path",
+)
+"""Keys that say nothing about the computation, or are checked above."""
 
 KEYS = (*HUGGINGFACE, "rope_theta", "rope_scaling", "sliding_window")
 
@@ -100,6 +111,15 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     if parameters.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise UnsupportedError(f"{where}: partial_rotary_factor is not supported for {family.name}")
     return theta, None if rope_type == "default" else {"rope_type": rope_type, **parameters}
+
+
+def residue(config: Mapping[str, Any]) -> list[str]:
+    """The keys of a config that no table knows: they are kept as they are, and assumed to leave the weights alone."""
+    known = {*HUGGINGFACE.values(), "rope_theta", "rope_scaling", "rope_parameters", *OF_NO_MODEL}
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family:
+        known |= {*family.requires, family.window}
+    return sorted(set(config) - known)
 
 
 def to_huggingface(spec: ModelSpec, base: Mapping[str, Any]) -> dict[str, Any]:

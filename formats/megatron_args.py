@@ -123,6 +123,12 @@ def from_megatron(
     return spec
 
 
+def residue(args: Mapping[str, Any]) -> list[str]:
+    """The arguments that no table knows: training settings, which `reshard` keeps and a config cannot hold."""
+    spellings = {name for names in MEGATRON.values() for name in names.split()}
+    return sorted(name for name in set(args) - spellings - {*MEGATRON_ONLY, *MORE_SETTINGS} if isinstance(name, str))
+
+
 def _window(window: Any, where: str) -> int | None:
     """Tokens that a token sees, itself included: Megatron counts those to its left (transformer/utils.py:38)."""
     match window:

@@ -234,3 +234,21 @@ def test_rotary_tables_of_old_files_are_dropped_and_the_shards_come_back(model, 
     convert("hf2megatron", source, tmp_path / "m", "--tp", 2)
     assert convert("megatron2hf", tmp_path / "m", tmp_path / "h").code == 0
     assert files(tmp_path / "h") == files(model("llama", shard="100KB"))
+
+
+def test_unknown_settings_are_kept_and_reported(model, convert, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(model("llama"), source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"my_own_setting": [1, {"a": 2}]}))
+    facts = json.loads(convert("plan", source, "--to", "megatron", "--json").out)
+    assert "my_own_setting" in facts["residue"]["config.json"]
+    assert "num_hidden_layers" not in facts["residue"]["config.json"]
+    assert "my_own_setting" in convert("plan", source, "--to", "megatron").out
+    convert("hf2megatron", source, tmp_path / "m", "--tp", 2)
+    assert (
+        "consumed_train_samples"
+        in json.loads(convert("plan", tmp_path / "m", "--to", "huggingface", "--json").out)["residue"]["args"]
+    )
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "h").code == 0
+    assert files(tmp_path / "h") == files(source)

@@ -18,6 +18,13 @@ EXAMPLE = ModelSpec(
 """Llama-3 8B, drawn when no model is given."""
 
 
+LEGEND = """\
+group  key/value group             head  query head within its group    dim  a head that nothing permutes
+half   half of a rotary head       pair  index within that half         ~    fill that belongs to no tensor
+/tp    an even split over tensor ranks"""
+"""What the names in a pattern mean."""
+
+
 def tables(format_name: str) -> dict[str, tuple[Rule, ...]]:
     """The layout tables of a format, by the name under which they are shown."""
     from formats import megatron

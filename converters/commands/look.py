@@ -63,7 +63,7 @@ def explain(format_name: str, key: str, model: Path | None, tp: int) -> None:
 
     KEY is any part of a key. Without it, the rules of the format are listed.
     """
-    from converters.explain import EXAMPLE, draw, matching, tables
+    from converters.explain import EXAMPLE, LEGEND, draw, matching, tables
     from converters.report import table
     from formats.registry import open_checkpoint
 
@@ -76,6 +76,7 @@ def explain(format_name: str, key: str, model: Path | None, tp: int) -> None:
     tp = tp if format_name == "megatron" else 1
     for name, rule in matching(format_name, key):
         click.echo(f"{name}: " + "\n".join(draw(rule, spec, tp)) + "\n")
+    click.echo(LEGEND)
 
 
 @click.command()

@@ -1,6 +1,9 @@
 """Runs a conversion and kills itself, as `kill -9` would, at the N-th call that changes the disk.
 
-python killed_at.py N SRC OUT TP PP        (N = 0: count the calls and print how many there are)
+    python killed_at.py N SRC OUT TP PP
+
+N = 0: do not; print how many calls there were, and how many of them wrote weights. N < 0: at the -N-th such write.
+Writing weights is slowed down, so that the journal keeps pace with it on any machine.
 """
 
 from __future__ import annotations
@@ -9,24 +12,29 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 
 def main() -> None:
     """Wrap the calls, then convert."""
     limit, source, out, tp, pp = int(sys.argv[1]), *map(str, sys.argv[2:4]), *map(int, sys.argv[4:6])
-    calls = 0
+    calls = writes = 0
 
     def counted(function):
         def call(*args, **kwargs):
-            nonlocal calls
+            nonlocal calls, writes
             calls += 1
-            if calls == limit:
+            if function is pwrite:
+                writes += 1
+                time.sleep(0.001)
+            if calls == limit or (function is pwrite and writes == -limit):
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 
         return call
 
+    pwrite = os.pwrite
     for module, name in (
         (os, "pwrite"),
         (os, "write"),
@@ -46,7 +54,7 @@ def main() -> None:
 
     request = Request(Path(out), limits=Limits(threads=1), quiet=True, commit_seconds=0.002)
     run(plan_megatron(open_checkpoint(Path(source)), request, Options(tp, pp), None), request)
-    sys.stdout.write(str(calls))
+    sys.stdout.write(f"{calls} {writes}")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from formats import fsdp
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError
 from formats.hf_config import to_huggingface
 from formats.huggingface import INDEX, SINGLE, read_json, read_weight_map
-from formats.spec import ModelSpec
+from formats.spec import Spec
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
-NOT_ASSETS = (INDEX, "pytorch_model.bin.index.json", "vitruvian.json")
+WEIGHTS = (".distcp", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+NOT_ASSETS = (
+    INDEX, "pytorch_model.bin.index.json", "vitruvian.json", "trainer_state.json", "sharded_checkpoint.txt",
+)  # fmt: skip
+RECORDS = {"evaluation_results.json": ".", "train_params.yaml": "..", "benchmark_results.json": ".."}
+"""What a training leaves beside (.) or above (..) a checkpoint, and its model keeps."""
 FOLDERS = ("additional_chat_templates",)
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -38,23 +43,32 @@ def files(folder: Path) -> Iterator[tuple[str, Path]]:
             yield from ((f"{path.name}/{inner.name}", inner) for inner in sorted(path.iterdir()) if inner.is_file())
 
 
-def config_text(source: Checkpoint, dtype: str | None) -> bytes:
+def records(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(name, path) of what is on record about a checkpoint."""
+    for name, where in RECORDS.items():
+        if (folder / where / name).is_file():
+            yield name, folder / where / name
+
+
+def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None) -> bytes:
     """The config.json that belongs to a checkpoint's weights.
 
     Args:
         source: the opened checkpoint.
         dtype: the element type that a cast gave the weights, None without one.
+        spec: that of the output, when its vocabulary has grown.
     """
+    spec = spec or source.spec
+    counted = list(source.dtypes().values())
+    usual = max(counted, key=counted.count)
+    if source.format == fsdp.NAME and dtype is None:
+        dtype = usual  # a training rarely keeps its weights in the type of the model that it began with
     path = source.assets / "config.json" if source.assets else None
     if path is None:
-        counted = list(source.dtypes().values())
-        return _dump(
-            to_huggingface(source.spec, {})
-            | {"torch_dtype": TORCH_NAMES.get(dtype or max(counted, key=counted.count), "float32")}
-        )
+        return _dump(to_huggingface(spec, {}) | {"torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
     base = read_json(path)
-    config = to_huggingface(source.spec, base)
-    if dtype is not None:
+    config = to_huggingface(spec, base)
+    if dtype in TORCH_NAMES:
         config["dtype" if "dtype" in config else "torch_dtype"] = TORCH_NAMES[dtype]
     return path.read_bytes() if config == base else _dump(config)
 
@@ -77,7 +91,7 @@ def remembered_index(folder: Path | None) -> dict[str, Any] | None:
     return read_json(folder / INDEX) | {"weight_map": read_weight_map(folder)}
 
 
-def checks(folder: Path, spec: ModelSpec) -> list[str]:
+def checks(folder: Path, spec: Spec) -> list[str]:
     """Where config, generation config and tokenizer do not fit each other."""
     notes = []
     for name, key in (("generation_config.json", ""), ("tokenizer_config.json", "added_tokens_decoder")):

@@ -9,19 +9,20 @@ import sys
 
 import click
 
-from converters.commands import check, convert, look
+from converters.commands import assets, check, convert, look, publish, tokenizer
 from formats.errors import VitruvianError
 
 SECTIONS = {
-    "Convert": (convert.hf2megatron, convert.megatron2hf, convert.reshard),
+    "Convert": (convert.fsdp2hf, convert.hf2fsdp, convert.hf2megatron, convert.megatron2hf, convert.reshard),
     "Look": (look.inspect, look.plan, look.explain, look.formats),
     "Check": (check.digest, check.verify, check.diff),
+    "Publish": (assets.assets, tokenizer.tokenizer, publish.push),
 }
 EXIT_CODES = """\b
 Exit codes:
   0 done           3 source unreadable   6 verification failed       75 interrupted,
   1 a bug          4 not supported       7 output exists, no space      run it again
-  2 usage          5 plan refused                                       to go on"""
+  2 usage          5 plan refused      8 network                        to go on"""
 
 
 class Sections(click.Group):

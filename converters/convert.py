@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from converters import assets, digest
 from converters.checksums import Checksums
@@ -25,12 +26,17 @@ from converters.engine import Files, Limits, digest_of, execute
 from converters.journal import Journal, fingerprint, open_journal
 from converters.plan import Plan, cast_dtype, make_plan
 from converters.report import Progress, size
-from formats import huggingface, megatron
+from formats import fsdp, huggingface, megatron
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError, UnsupportedError, VerificationError
 from formats.megatron_args import Options
 from formats.registry import FORMATS, module, open_checkpoint
+from formats.rows import grown, rows
+from formats.spec import Verbatim, differences
 from formats.storage import read_into, write_from
+
+if TYPE_CHECKING:
+    from converters.chat import Applied
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_SIZE = 5 * 10**9
@@ -87,20 +93,44 @@ class Request:
 # --- plans for each target -------------------------------------------------------------------------------------------
 
 
-def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | None) -> Plan:
-    """A plan that writes a Hugging Face folder. Without a shard size, the files that the model once had come back."""
+def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | None, template: str | None = None) -> Plan:
+    """A plan that writes a Hugging Face folder.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for.
+        shard_size: bytes of a file; without it, the files that the model once had come back.
+        template: name or file of a chat template. The vocabulary grows by the tokens that it needs.
+    """
     _require_vocab(source)
     dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
     index = assets.remembered_index(source.assets) if shard_size is None else None
-    target = huggingface.write(request.root, source.spec, dtypes, shard_size or SHARD_SIZE, index)
-    texts = dict(target.texts)
-    texts["config.json"] = assets.config_text(source, _cast_to(request))
-    copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
-    return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
+    held = dict(assets.files(source.assets)) if source.assets else {}
+    held |= dict(assets.records(source.root)) if source.format == fsdp.NAME else {}
+    spec, texts = source.spec, {}
+    if template is not None:
+        applied = _apply_template(held, template, rows(spec), source)
+        spec = grown(spec, applied.length) if applied.length > (rows(spec) or 0) else spec
+        held = {name: path for name, path in held.items() if name not in applied.removed}
+        texts = dict(applied.texts)
+    target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
+    texts |= {**target.texts, "config.json": assets.config_text(source, _cast_to(request), spec)}
+    copies = {name: path for name, path in held.items() if name not in texts}
+    return make_plan(source, replace(target, texts=texts, copies=copies), request.cast, spec)
+
+
+def _apply_template(held: Mapping[str, Path], template: str, count: int | None, source: Checkpoint) -> Applied:
+    from converters.chat import apply_template, load_template
+
+    if count is None:
+        raise RefusedError(f"{source.root} has no embedding whose rows a chat template could be checked against")
+    return apply_template(held, load_template(template), count)
 
 
 def plan_megatron(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:
     """A plan that writes a Megatron run folder, with the model's config and tokenizer in it."""
+    if isinstance(source.spec, Verbatim):
+        raise UnsupportedError(f"{source.root} has no Megatron layout: {source.spec.why}", "see `convert formats`")
     _require_vocab(source)
     dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
     target = megatron.write(
@@ -118,6 +148,16 @@ def plan_megatron(source: Checkpoint, request: Request, options: Options, iterat
     return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
 
 
+def plan_fsdp(source: Checkpoint, request: Request, ranks: int) -> Plan:
+    """A plan that writes a DCP folder, with the model's config and tokenizer in it."""
+    _require_vocab(source)
+    dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
+    target = fsdp.write(request.root, source.spec, dtypes, ranks)
+    texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
+    copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
+    return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
+
+
 def plan_reading(source: Checkpoint) -> Plan:
     """A plan that reads every logical tensor once and writes nothing."""
     _require_vocab(source)
@@ -125,7 +165,7 @@ def plan_reading(source: Checkpoint) -> Plan:
 
 
 def _require_vocab(source: Checkpoint) -> None:
-    if source.spec.vocab is None:
+    if source.spec.vocab is None and not isinstance(source.spec, Verbatim):
         padded = source.extra.get("padded_vocab")
         raise RefusedError(
             f"the true vocabulary of {source.root} is unknown, it only holds {padded} padded rows",
@@ -302,12 +342,12 @@ def _write_small_files(root: Path, texts: Mapping[str, bytes], copies: Mapping[s
 
 def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool]) -> None:
     """Read the output with its own reader and compare settings and digests with what was planned."""
-    spec = plan.source.spec
-    written = open_checkpoint(request.root, Settings(vocab_size=spec.vocab))
-    differences = written.spec.differences(spec)
-    if differences:
+    spec = plan.spec
+    written = open_checkpoint(request.root, Settings(spec.vocab, verbatim=isinstance(spec, Verbatim)))
+    changed = differences(written.spec, spec)
+    if changed:
         raise VerificationError(
-            f"the output's settings differ from the source's (output | source): {'; '.join(differences)}"
+            f"the output's settings differ from the source's (output | source): {'; '.join(changed)}"
         )
     again = make_plan(written)
     with Progress("verifying", again.nbytes, request.quiet) as progress:

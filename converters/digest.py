@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from blake3 import blake3
 from converters.plan import Job, Plan
 from formats.errors import SourceError, VerificationError
 from formats.huggingface import read_json
-from formats.spec import ModelSpec
 
 MANIFEST = "vitruvian.json"
 
@@ -38,13 +36,9 @@ def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
     tensors = {
         job.name: {"dtype": job.dtype, "shape": list(job.shape), "blake3": digests[job.name]} for job in plan.jobs
     }
-    facts = {"vitruvian": 1, "digest": total(digests), "settings": settings(plan.source.spec), "tensors": tensors}
-    return (json.dumps(facts, indent=1) + "\n").encode()
-
-
-def settings(spec: ModelSpec) -> dict[str, Any]:
-    """The settings that a manifest remembers: all but the notes on where they came from."""
-    return {name: value for name, value in asdict(spec).items() if name != "notes"}
+    source = {"format": plan.source.format, "topology": dict(plan.source.topology)}
+    facts = {"vitruvian": 1, "digest": total(digests), "source": source, "settings": plan.spec.settings()}
+    return (json.dumps({**facts, "tensors": tensors}, indent=1) + "\n").encode()
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
@@ -64,6 +58,12 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
         if len(digests) == len(tensors):
             return facts, digests
     raise SourceError(f"{path} is no manifest of vitruvian")
+
+
+def is_verbatim(folder: Path) -> bool:
+    """Whether a folder's manifest counts its tensors under their own names."""
+    facts, _ = read_manifest(folder) or ({"layers": 0}, {})
+    return "layers" not in facts
 
 
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:

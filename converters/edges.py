@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import RefusedError
-from formats.storage import DTYPES
+from formats.storage import DTYPES, FLOATS
 
 Array = NDArray[Any]
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -87,6 +87,15 @@ def _to_bf16(values: Array) -> Array:
         rounded = np.where(nan, (bits >> 16) | 0x40, rounded)
     words: Array = rounded.astype(np.uint16)
     return words
+
+
+def finite(words: Array, dtype: str) -> bool:
+    """Whether no element is NaN or infinite: none has an exponent of ones only."""
+    mask, exponent = {"F64": (2**63 - 1, 0x7FF << 52), "F32": (2**31 - 1, 0xFF << 23)}.get(
+        dtype, (2**15 - 1, 0xFF << 7 if dtype == "BF16" else 0x1F << 10)
+    )
+    pieces = (words[start : start + PIECE] for start in range(0, len(words), PIECE))
+    return dtype not in FLOATS or all(int((piece & words.dtype.type(mask)).max()) < exponent for piece in pieces)
 
 
 def mean(copies: list[Array], dtype: str) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import product
@@ -26,8 +26,9 @@ from converters.checksums import Checksums
 from converters.digest import hasher
 from converters.edges import WORDS, Array
 from converters.plan import Job, Part
-from formats.errors import Interrupted, OutputError, SourceError, VerificationError
+from formats.errors import Interrupted, OutputError, RefusedError, SourceError, VerificationError
 from formats.storage import DTYPES, FLOATS, Fragment, read_into, write_from
+from formats.streams import Reader, Stream
 
 DEFAULT_MEMORY = 16 << 20
 SPARSEST_READ = 8
@@ -42,11 +43,13 @@ class Limits:
         threads: jobs at a time.
         memory: bytes of all buffers together.
         replicas: what to do with further copies of a tensor: `verify`, `first` or `mean`.
+        finite: refuse NaN and infinity.
     """
 
     threads: int = 2
     memory: int = DEFAULT_MEMORY
     replicas: str = "verify"
+    finite: bool = False
 
 
 @dataclass
@@ -55,6 +58,7 @@ class Files:
 
     sums: Checksums | None = None
     descriptors: dict[tuple[Path, bool], int] = field(default_factory=dict)
+    streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, path: Path, writable: bool = False) -> int:
@@ -66,6 +70,18 @@ class Files:
                 except OSError as error:
                     raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}") from None
             return self.descriptors[path, writable]
+
+    def read(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
+        """Fill a buffer from a physical tensor, `at` bytes from its start. A stream is read by one thread at a time."""
+        fd, offset = self.get(fragment.path), fragment.offset + at
+        if fragment.stream is None:
+            read_into(fd, buffer, offset, fragment.path)
+            return
+        key = (fragment.path, fragment.stream)
+        reader = self.streams.pop(key, None) or Reader(fd, fragment.path, fragment.stream)
+        reader.read_into(buffer, offset)
+        if reader.position < fragment.offset + fragment.nbytes:
+            self.streams[key] = reader
 
     def write(self, fragment: Fragment, at: int, piece: memoryview) -> None:
         """Write a piece of a physical tensor, `at` bytes from its start."""
@@ -116,6 +132,21 @@ def tiles(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...],
         for start in range(0, shape[axis - 1], step):
             count = min(step, shape[axis - 1] - start)
             yield (*outer, start, *(0,) * (len(shape) - axis)), (*(1,) * (axis - 1), count, *shape[axis:])
+
+
+class Nearby:
+    """Parts of a tensor, to be asked which of them meet a tile: a tensor of a thousand ranks has as many."""
+
+    def __init__(self, parts: Sequence[Part], axes: int) -> None:
+        self.parts = parts
+        spans = [[(0, 1) if span.axis == "layer" else span[1:3] for span in part.leaf.spans] for part in parts]
+        self.bounds = np.array(spans, np.int64).reshape(len(parts), axes, 2)
+
+    def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> list[Part]:
+        """The parts that meet a tile."""
+        low = np.array(start, np.int64)
+        meets = (self.bounds[:, :, 0] < low + np.array(shape, np.int64)) & (self.bounds[:, :, 1] > low)
+        return [self.parts[i] for i in np.flatnonzero(meets.all(axis=1)).tolist()]
 
 
 def region(part: Part, start: tuple[int, ...], shape: tuple[int, ...]) -> Region | None:
@@ -188,13 +219,11 @@ def gather(
         if where is None:
             continue
         fragment = part.fragment
-        fd = files.get(fragment.path)
         for address, position, span, dims in runs(where, len(scratch), SPARSEST_READ):
-            offset = fragment.offset + address * item
             if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
-                read_into(fd, tile[position : position + span].data.cast("B"), offset, fragment.path)
+                files.read(fragment, address * item, tile[position : position + span].data.cast("B"))
             else:
-                read_into(fd, scratch[:span].data.cast("B"), offset, fragment.path)
+                files.read(fragment, address * item, scratch[:span].data.cast("B"))
                 _view(tile, position, dims, 2)[...] = _view(scratch, 0, dims, 1)
 
 
@@ -240,27 +269,38 @@ def run_job(
     word, digest = WORDS[DTYPES[job.source_dtype]], hasher(job)
     item = np.dtype(word).itemsize
     tile, other, scratch = buffers.tile.view(word), buffers.other.view(word), buffers.scratch.view(word)
-    copies = {} if limits.replicas == "first" else job.replicas
+    axes = len(job.shape)
+    sources, targets = Nearby(job.sources, axes), Nearby(job.targets, axes)
+    copies = {copy: Nearby(parts, axes) for copy, parts in job.replicas.items()} if limits.replicas != "first" else {}
     worst: dict[str, float] = {}
+    fill = _mean_row(job, sources, files, tile, scratch) if job.rows is not None else tile[:0]
     widest = max(item, DTYPES[job.dtype])
     for start, shape in tiles(job.shape, buffers.tile.nbytes // widest):
         if stop():
             raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
         count = prod(shape)
         values = tile[:count]
-        gather(files, job.sources, start, shape, values, scratch)
+        gather(files, sources(start, shape), start, shape, values, scratch)
         if copies and limits.replicas == "mean" and job.source_dtype in FLOATS:
-            values = _mean(job, files, start, shape, values, other[:count], scratch)
+            values = _mean(job, copies, files, start, shape, values, other[:count], scratch)
         else:
             for copy, parts in copies.items():
-                gather(files, parts, start, shape, other[:count], scratch)
-                if not np.array_equal(values, other[:count]):
-                    worst[copy] = max(worst.get(copy, 0.0), _distance(values, other[:count], job.source_dtype))
+                gather(files, parts(start, shape), start, shape, other[:count], scratch)
+                held = count if job.rows is None else min(count, max(0, job.rows - start[0]) * (count // shape[0]))
+                if not np.array_equal(values[:held], other[:held]):
+                    distance = _distance(values[:held], other[:held], job.source_dtype)
+                    worst[copy] = max(worst.get(copy, 0.0), distance)
+        if job.rows is not None:
+            _grow(values, job.rows, fill, start, shape)
         room = buffers.other.view(WORDS[DTYPES[job.dtype]])[:count]
         result = edges.cast(values, job.source_dtype, job.dtype, job.name, room)
+        if limits.finite and not edges.finite(result, job.dtype):
+            raise VerificationError(
+                f"{job.name} holds NaN or infinity", "the training has diverged; take an earlier one"
+            )
         digest.update(result.data.cast("B"))
-        if job.targets and (result[0] or result.any()):  # a fresh file already reads as zeros
-            scatter(files, job.targets, start, shape, result, buffers.scratch.view(result.dtype))
+        if job.targets and count and (result[0] or result.any()):  # a fresh file already reads as zeros
+            scatter(files, targets(start, shape), start, shape, result, buffers.scratch.view(result.dtype))
         advance(count * item)
     if worst:
         copy, distance = max(worst.items(), key=lambda pair: pair[1])
@@ -275,13 +315,43 @@ def run_job(
     return str(digest.hexdigest())
 
 
+def _grow(values: Array, rows: int, fill: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Put the mean row into what of a tile lies behind the rows of the source."""
+    (low, left), (tall, wide) = (*start, 0)[:2], (*shape, 1)[:2]
+    new = min(tall, max(0, low + tall - rows))
+    values.reshape(tall, wide)[tall - new :] = fill[left : left + wide]
+
+
+def _mean_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Array) -> Array:
+    """The mean of all rows of a matrix (or elements of a vector), taken in float64 and rounded once to its type."""
+    rows, width = job.rows or 0, prod(job.shape[1:])
+    if job.source_dtype not in FLOATS:
+        raise RefusedError(f"{job.name} is {job.source_dtype}: its rows have no mean")
+    total = np.zeros(width, np.float64)
+    for start, shape in tiles((rows, *job.shape[1:]), tile.nbytes // tile.itemsize):
+        values = tile[: prod(shape)]
+        gather(files, sources(start, shape), start, shape, values, scratch)
+        left, wide = (*start, 0)[1], (*shape, 1)[1]
+        for row in values.reshape(-1, wide):
+            total[left : left + wide] += edges.to_float(row, job.source_dtype)
+    mean: Array = edges.cast(edges.as_words(total / rows), "F64", job.source_dtype, job.name)
+    return mean
+
+
 def _mean(
-    job: Job, files: Files, start: tuple[int, ...], shape: tuple[int, ...], values: Array, other: Array, scratch: Array
+    job: Job,
+    copies_of: Mapping[str, Nearby],
+    files: Files,
+    start: tuple[int, ...],
+    shape: tuple[int, ...],
+    values: Array,
+    other: Array,
+    scratch: Array,
 ) -> Array:
     """The mean of all copies of a tile; equal copies are left alone, so that no bit changes without need."""
     copies = [values.copy()]
-    for parts in job.replicas.values():
-        gather(files, parts, start, shape, other, scratch)
+    for parts in copies_of.values():
+        gather(files, parts(start, shape), start, shape, other, scratch)
         copies.append(other.copy())
     if all(np.array_equal(copies[0], copy) for copy in copies[1:]):
         return values

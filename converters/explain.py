@@ -27,10 +27,12 @@ half   half of a rotary head       pair  index within that half         ~    fil
 
 def tables(format_name: str) -> dict[str, tuple[Rule, ...]]:
     """The layout tables of a format, by the name under which they are shown."""
-    from formats import megatron
+    from formats import megatron, titan
 
     if format_name == "huggingface":
         return {f"huggingface {name}": family.tensors for name, family in FAMILIES.items()}
+    if format_name == "fsdp":
+        return {f"torchtitan {name}": table for name, table in titan.TITAN.items()}
     if format_name == "megatron":
         return {"megatron": megatron.MCORE, "megatron before megatron-core": megatron.LEGACY}
     raise UsageError(f"there is no format {format_name!r}", f"formats: {', '.join(FORMATS)}")

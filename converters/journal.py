@@ -166,5 +166,5 @@ def fingerprint(plan: Plan, replicas: str) -> str:
         for file in files
     ]
     jobs = [[job.name, job.dtype, list(job.shape)] for job in plan.jobs]
-    facts = json.dumps([source, target, jobs, repr(plan.source.spec), replicas])
+    facts = json.dumps([source, target, jobs, repr(plan.spec), replicas])
     return "vitruvian 1 " + blake3(facts.encode()).hexdigest()

@@ -7,16 +7,16 @@ the leaves of each side tile its box: each element comes from exactly one place 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from formats.checkpoint import Checkpoint, Target
 from formats.errors import RefusedError
 from formats.layout import Placed
-from formats.pattern import Leaf
+from formats.pattern import Leaf, overlap
+from formats.spec import Spec
 from formats.storage import DTYPES, FLOATS, Fragment
-from formats.tensors import TENSORS
 
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -33,7 +33,8 @@ class Part:
 class Job:
     """One logical tensor of one layer: where its elements come from and where they go.
 
-    `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source.
+    `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source. `rows`
+    is how many rows the source has when the target has more: the others become their mean.
     """
 
     tensor: str
@@ -44,6 +45,7 @@ class Job:
     sources: tuple[Part, ...]
     replicas: Mapping[str, tuple[Part, ...]]
     targets: tuple[Part, ...]
+    rows: int | None = None
 
     @property
     def name(self) -> str:
@@ -58,14 +60,17 @@ class Job:
     @property
     def edges(self) -> tuple[str, ...]:
         """The named changes of value on the way."""
-        return () if self.source_dtype == self.dtype else (f"cast {self.source_dtype} to {self.dtype}",)
+        cast = [] if self.source_dtype == self.dtype else [f"cast {self.source_dtype} to {self.dtype}"]
+        grow = [] if self.rows is None else [f"mean of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
+        return (*cast, *grow)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All jobs of a conversion; without a target, those of reading the source once."""
+    """All jobs of a conversion; without a target, those of reading the source once. `spec` is that of the output."""
 
     source: Checkpoint
+    spec: Spec
     jobs: tuple[Job, ...]
     target: Target | None = None
 
@@ -89,47 +94,48 @@ class Plan:
         return found
 
 
-def make_plan(source: Checkpoint, target: Target | None = None, cast: str | None = None) -> Plan:
+def make_plan(
+    source: Checkpoint, target: Target | None = None, cast: str | None = None, spec: Spec | None = None
+) -> Plan:
     """Join a source and a target on their logical tensors.
 
     Args:
         source: the opened checkpoint.
         target: what is to be written; without it the plan only reads.
         cast: the element type to which floating point tensors are cast.
+        spec: that of the output, when its vocabulary has grown.
 
     Raises:
         RefusedError: a side does not cover a tensor, or covers it twice.
     """
-    sizes = source.spec.sizes(source.extra.get("padded_vocab"))
     held = _parts(source.tensors)
     wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
     dtypes = source.dtypes()
     jobs = []
-    for tensor in source.spec.tensors:
-        layered = TENSORS[tensor][0] == "layer"
-        for layer in range(source.spec.layers) if layered else [None]:
-            shape = tuple(1 if axis == "layer" else sizes[axis] for axis in TENSORS[tensor])
-            name = tensor if layer is None else f"{tensor}.{layer}"
-            sources = held.get((tensor, layer), {})
-            targets = wanted.get((tensor, layer), {})
-            if "" not in sources or (target and "" not in targets):
-                raise RefusedError(f"nothing {'writes' if '' in sources else 'holds'} {name}")
-            for side, copies in (("source", sources), ("target", targets)):
-                for copy, parts in copies.items():
-                    _prove_tiling(
-                        [part.leaf for part in parts], shape, f"{name} in the {side}{f' ({copy})' if copy else ''}"
-                    )
-            dtype = dtypes[tensor, layer]
-            jobs.append(
-                Job(
-                    tensor, layer, shape, dtype, cast_dtype(dtype, cast), tuple(sources[""]),
-                    {copy: tuple(parts) for copy, parts in sources.items() if copy},
-                    tuple(part for parts in targets.values() for part in parts),
-                )
-            )  # fmt: skip
+    padded = source.extra.get("padded_vocab")
+    boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)
+    for (tensor, layer, held_shape), (_, _, shape) in boxes:
+        name = tensor if layer is None else f"{tensor}.{layer}"
+        nothing: dict[str, list[Part]] = {} if prod(shape) else {"": []}
+        sources = held.get((tensor, layer), nothing)
+        targets = wanted.get((tensor, layer), nothing)
+        if "" not in sources or (target and "" not in targets):
+            raise RefusedError(f"nothing {'writes' if '' in sources else 'holds'} {name}")
+        for side, copies, box in (("source", sources, held_shape), ("target", targets, shape)):
+            for copy, parts in copies.items():
+                prove_tiling([part.leaf for part in parts], box, f"{name} in the {side}{f' ({copy})' if copy else ''}")
+        dtype = dtypes[tensor, layer]
+        jobs.append(
+            Job(
+                tensor, layer, shape, dtype, cast_dtype(dtype, cast), tuple(sources[""]),
+                {copy: tuple(parts) for copy, parts in sources.items() if copy},
+                tuple(part for parts in targets.values() for part in parts),
+                held_shape[0] if held_shape != shape else None,
+            )
+        )  # fmt: skip
     if target:
         _prove_filled(target)
-    return Plan(source, tuple(jobs), target)
+    return Plan(source, spec or source.spec, tuple(jobs), target)
 
 
 def cast_dtype(dtype: str, cast: str | None) -> str:
@@ -141,38 +147,39 @@ def _parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], dict[str, 
     """The leaves of physical tensors by (tensor, layer) and by the copy to which they belong."""
     found: dict[tuple[str, int | None], dict[str, list[Part]]] = {}
     for placed in tensors:
-        fragment, slot = placed.fragment, placed.slot
-        for leaf in slot.leaves(None if fragment.row_major else fragment.strides):
-            copies = found.setdefault((leaf.tensor, slot.layer), {})
-            copies.setdefault(slot.replica, []).append(Part(leaf, fragment))
+        for leaf in placed.leaves():
+            copies = found.setdefault((leaf.tensor, placed.slot.layer), {})
+            copies.setdefault(placed.slot.replica, []).append(Part(leaf, placed.fragment))
     return found
 
 
-def _prove_tiling(leaves: list[Leaf], shape: tuple[int, ...], name: str) -> None:
-    """Each element of the box lies in exactly one leaf: the sizes add up, and no two leaves overlap."""
+def prove_tiling(leaves: Sequence[Leaf], shape: tuple[int, ...], name: str) -> None:
+    """Each element of the box lies in exactly one leaf: the sizes add up, and no two leaves overlap.
+
+    Raises:
+        RefusedError: they do not.
+    """
     total = sum(leaf.numel for leaf in leaves)
     if total != prod(shape):
         raise RefusedError(f"{name} has {prod(shape)} elements, the layout covers {total}")
-    for i, one in enumerate(leaves):
-        for other in leaves[:i]:
-            if all(a.start < b.stop and b.start < a.stop for a, b in zip(one.spans, other.spans, strict=True)):
-                raise RefusedError(f"two parts of {name} overlap")
+    if overlap([tuple((span.start, span.stop) for span in leaf.spans) for leaf in leaves if leaf.numel]):
+        raise RefusedError(f"two parts of {name} overlap")
+
+
+def _empty(placed: Placed) -> int:
+    """How many elements of a fragment belong to no tensor."""
+    return prod(placed.fragment.shape) - sum(leaf.numel for leaf in placed.leaves())
 
 
 def _prove_filled(target: Target) -> None:
     """Each element of a written tensor belongs to a leaf or to a named fill: nothing is left to chance."""
     for file in target.files:
         for placed in file.tensors:
-            leaves = placed.slot.leaves()
-            empty = prod(placed.slot.shape) - sum(leaf.numel for leaf in leaves)
+            empty = _empty(placed)
             if empty and "~" not in placed.slot.rule.pattern.text:
                 raise RefusedError(f"{empty} elements of {placed.key} have no source")
 
 
 def filled(target: Target) -> int:
     """How many elements of the target are fill (zeros in vocabulary padding)."""
-    return sum(
-        prod(placed.slot.shape) - sum(leaf.numel for leaf in placed.slot.leaves())
-        for file in target.files
-        for placed in file.tensors
-    )
+    return sum(_empty(placed) for file in target.files for placed in file.tensors)

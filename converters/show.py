@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -15,19 +14,17 @@ from converters.report import size, table
 from formats import hf_config, megatron_args
 from formats.checkpoint import Checkpoint
 from formats.huggingface import read_json
-from formats.tensors import TENSORS
 
 
 def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
     """Everything that `inspect` knows."""
-    settings = {name: value for name, value in asdict(source.spec).items() if name != "notes"}
     counted = Counter(placed.fragment.dtype for placed in source.tensors)
     weights = sum(placed.fragment.nbytes for placed in source.tensors)
     record: dict[str, Any] = {
         "path": str(source.root),
         "format": source.format,
         "topology": dict(source.topology),
-        "settings": settings,
+        "settings": source.spec.settings(),
         "parameters": _parameters(source),
         "dtypes": dict(counted),
         "tensors": len(source.tensors),
@@ -53,8 +50,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
 
 def _parameters(source: Checkpoint) -> int:
     """Elements of the model, padding and copies left out."""
-    sizes = source.spec.sizes(source.extra.get("padded_vocab"))
-    return sum(prod(sizes[axis] for axis in TENSORS[name]) for name in source.spec.tensors)
+    return sum(prod(shape) for _, _, shape in source.spec.boxes(source.extra.get("padded_vocab")))
 
 
 def _notes(source: Checkpoint) -> list[str]:
@@ -119,7 +115,9 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "edges": plan.edges,
         "notes": notes,
     }
-    padding = source.spec.sizes(source.extra.get("padded_vocab"))["padding"]
+    padding = (
+        source.extra["padded_vocab"] - source.spec.vocab if "padded_vocab" in source.extra and source.spec.vocab else 0
+    )
     if padding:
         notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
     record["residue"] = _residue(source)

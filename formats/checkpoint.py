@@ -9,7 +9,7 @@ from typing import Any
 
 from formats.errors import RefusedError
 from formats.layout import Placed, Slot
-from formats.spec import ModelSpec
+from formats.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,15 @@ class Settings:
         vocab_size: the true vocabulary.
         values: settings of the model that overrule what the checkpoint says.
         config: a Hugging Face folder whose settings and tokenizer belong to the weights.
+        verbatim: carry every tensor under its own name, whatever the tables say.
+        container: which part of a checkpoint with several holds the model.
     """
 
     vocab_size: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     config: Path | None = None
+    verbatim: bool = False
+    container: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Checkpoint:
     root: Path
     home: Path
     format: str
-    spec: ModelSpec
+    spec: Spec
     tensors: tuple[Placed, ...]
     dropped: tuple[str, ...]
     files: tuple[Path, ...]

@@ -10,7 +10,7 @@ from typing import Any
 
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, Family, family_named
-from formats.spec import ModelSpec, checked
+from formats.spec import ModelSpec, Spec, Verbatim, checked
 
 HUGGINGFACE = {
     "layers": "num_hidden_layers",
@@ -38,6 +38,35 @@ OF_NO_MODEL = (
 """Keys that say nothing about the computation, or are checked above."""
 
 KEYS = (*HUGGINGFACE, "rope_theta", "rope_scaling", "sliding_window")
+
+
+def class_names(config: Mapping[str, Any]) -> Any:
+    """The `architectures` of a config, without the prefix that FSDP's wrapper leaves on a class.
+
+    It is taken off as a prefix: stripping the letters F, S, D and P would turn Phi3ForCausalLM into hi3ForCausalLM.
+    """
+    names = config.get("architectures")
+    if not isinstance(names, list):
+        return names
+    return [name.removeprefix("FSDP") if isinstance(name, str) else name for name in names]
+
+
+def require_class(config: Mapping[str, Any], where: str) -> None:
+    """A table describes one class of transformers; a model of another one has other tensors.
+
+    Raises:
+        UnsupportedError: the config names another class.
+        SourceError: it names that of another family.
+    """
+    family, names = family_named(config.get("model_type"), where), class_names(config)
+    others = [one.name for one in FAMILIES.values() if names == [one.architecture] and one is not family]
+    if others:
+        raise SourceError(f"{where} contradicts itself: the model type {family.name}, and the class of {others[0]}")
+    if names and names != [family.architecture]:
+        raise UnsupportedError(
+            f"{where}: a model of the class {short(names)} has no table, only {family.architecture}",
+            "correct `architectures` if its tensors are the same",
+        )
 
 
 def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> ModelSpec:
@@ -122,13 +151,24 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     return sorted(set(config) - known)
 
 
-def to_huggingface(spec: ModelSpec, base: Mapping[str, Any]) -> dict[str, Any]:
+def _unwrapped(base: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(base) | ({"architectures": class_names(base)} if "architectures" in base else {})
+
+
+def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json for a spec: `base` with every setting that differs put in its place.
 
     With an empty base the spelling is that of transformers 4, which version 5 reads too.
     """
+    if isinstance(spec, Verbatim):
+        config = _unwrapped(base)
+        if bool(config.get("tie_word_embeddings")) != spec.tied:
+            config["tie_word_embeddings"] = spec.tied
+        if spec.vocab not in (None, config.get("vocab_size")):
+            config["vocab_size"] = spec.vocab
+        return config
     family = family_named(spec.family)
-    config = dict(base) or {"architectures": [family.architecture], "model_type": family.name, **family.requires}
+    config = _unwrapped(base) or {"architectures": [family.architecture], "model_type": family.name, **family.requires}
     known = _values(config, family, "the config")[0] if base else {}
     changed = {name for name in KEYS if name not in known or known[name] != getattr(spec, name)}
     for name, key in HUGGINGFACE.items():

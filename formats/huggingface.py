@@ -14,12 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from formats import verbatim
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import family_named
-from formats.hf_config import from_huggingface
+from formats.hf_config import from_huggingface, require_class
 from formats.layout import Placed, Slot, match, slots
-from formats.spec import ModelSpec
+from formats.spec import ModelSpec, Spec, Verbatim
 from formats.storage import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 
 NAME = "huggingface"
@@ -70,7 +71,19 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         raise UnsupportedError(
             f"{path} holds a PEFT adapter, which transformers would add to the weights", "merge it first"
         )
-    spec = read_spec(settings.config or path, settings)
+    found = read_files(path)
+    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, settings.config or path, settings)
+    placed, dropped = match(model_slots(spec), {"": found}, drops(spec), path)
+    files = tuple(sorted({fragment.path for fragment in found.values()}))
+    return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path)
+
+
+def read_files(path: Path) -> dict[str, Fragment]:
+    """The tensors of a folder's safetensors files, in the order of its index.
+
+    Raises:
+        SourceError: a file is missing or damaged, or holds something else than the index says.
+    """
     weight_map = read_weight_map(path)
     names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
     held = {name: read_safetensors(path / name)[0] for name in names}
@@ -85,16 +98,38 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         raise SourceError(
             f"{path / weight_map[lost[0]]} lacks {lost[0]}, which {INDEX} places there ({len(lost)} in all)"
         )
-    family = family_named(spec.family)
-    placed, dropped = match(_slots(spec), {"": found}, family.drops, path)
-    return Checkpoint(
-        path, path, NAME, spec, tuple(placed), tuple(dropped), tuple(path / name for name in names), {}, path
-    )
+    return {key: found[key] for key in weight_map or found}
 
 
-def _slots(spec: ModelSpec) -> list[Slot]:
+def spec_of(shapes: Mapping[str, tuple[int, ...]], folder: Path, settings: Settings) -> Spec:
+    """The spec of a model with given tensors: from its family's table, or verbatim when none describes it.
+
+    Args:
+        shapes: the tensors by their Hugging Face keys, in the order of the model.
+        folder: where its config.json lies.
+        settings: what the user said.
+    """
+    config = read_json(folder / "config.json")
+    if settings.verbatim:
+        return verbatim.describe(config, shapes, settings.values, "--verbatim")
+    try:
+        require_class(config, str(folder / "config.json"))
+        return read_spec(folder, settings)
+    except UnsupportedError as error:
+        return verbatim.describe(config, shapes, settings.values, str(error))
+
+
+def model_slots(spec: Spec) -> list[Slot]:
+    """The physical tensors of a model under their Hugging Face keys, in its order."""
+    if isinstance(spec, Verbatim):
+        return list(verbatim.slots(spec))
     table, layers = family_named(spec.family).tensors, enumerate(range(spec.layers))
     return list(slots(table, spec.sizes(), tensors=spec.tensors, layers=layers, mesh={}, conditions=spec.conditions))
+
+
+def drops(spec: Spec) -> tuple[str, ...]:
+    """Regular expressions of keys that carry no weights."""
+    return () if isinstance(spec, Verbatim) else family_named(spec.family).drops
 
 
 def read_weight_map(path: Path) -> dict[str, str] | None:
@@ -128,7 +163,7 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
 
 def write(
     root: Path,
-    spec: ModelSpec,
+    spec: Spec,
     dtypes: Mapping[tuple[str, int | None], str],
     shard_size: int,
     index: Mapping[str, Any] | None = None,
@@ -143,13 +178,12 @@ def write(
         index: that of a folder to be reproduced; then the shard size does not count. It is ignored when it names
             other tensors than the model has.
     """
-    drops = family_named(spec.family).drops
     weight_map: dict[str, str] = {
         key: name
         for key, name in (index["weight_map"] if index else {}).items()
-        if not any(re.fullmatch(drop, key) for drop in drops)
+        if not any(re.fullmatch(drop, key) for drop in drops(spec))
     }
-    wanted = [slot for slot in _slots(spec) if not slot.replica or slot.keys[0] in weight_map]
+    wanted = [slot for slot in model_slots(spec) if not slot.replica or slot.keys[0] in weight_map]
     entries = {slot.keys[0]: Entry(slot.keys[0], slot_dtype(slot, dtypes), slot.shape) for slot in wanted}
     groups: dict[str, list[Entry]] = {}
     if set(weight_map) == set(entries):

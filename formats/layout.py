@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from formats.errors import SourceError
-from formats.pattern import Leaf, Mesh, Pattern, at, lower, parse, shape
+from formats.pattern import Leaf, Mesh, Pattern, at, cut, lower, parse, shape
 from formats.storage import Fragment
 from formats.tensors import TENSORS
 
@@ -66,6 +66,21 @@ def rules(table: str) -> tuple[Rule, ...]:
     return tuple(parsed)
 
 
+class Cut(NamedTuple):
+    """The part of a physical tensor that is stored in one place.
+
+    A box (start and stop along each dimension), or, when `flat`, one interval of its elements in row-major order.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    flat: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(stop - start for start, stop in self.ranges)
+
+
 class Slot(NamedTuple):
     """One physical tensor that a layout wants: its file, the spellings of its key, its shape and its content.
 
@@ -81,9 +96,9 @@ class Slot(NamedTuple):
     layer: int | None
     replica: str
 
-    def leaves(self, strides: tuple[int, ...] | None = None) -> list[Leaf]:
-        """What the physical tensor holds, for strides in elements (row-major unless given)."""
-        leaves = _lowered(self.rule.pattern, self.sizes, self.mesh, strides)
+    def leaves(self, strides: tuple[int, ...] | None = None, part: Cut | None = None) -> list[Leaf]:
+        """What the physical tensor, or a part of it, holds, for strides in elements (row-major unless given)."""
+        leaves = _lowered(self.rule.pattern, self.sizes, self.mesh, strides, part)
         return [_in_order(leaf if self.layer is None else at(leaf, "layer", self.layer)) for leaf in leaves]
 
 
@@ -93,8 +108,12 @@ def _lowered(
     sizes: tuple[tuple[str, int], ...],
     mesh: tuple[tuple[str, tuple[int, int]], ...],
     strides: tuple[int, ...] | None,
+    part: Cut | None,
 ) -> list[Leaf]:
-    return lower(pattern, dict(sizes), dict(mesh), strides)
+    if part is None or not part.flat:
+        return lower(pattern, dict(sizes), dict(mesh), strides, part.ranges if part else None)
+    ((low, high),) = part.ranges
+    return cut(lower(pattern, dict(sizes), dict(mesh)), low, high)
 
 
 @lru_cache(maxsize=4096)
@@ -107,7 +126,7 @@ def _shape(
 def _in_order(leaf: Leaf) -> Leaf:
     """Spans in the canonical order of the tensor's axes."""
     spans = {span.axis: span for span in leaf.spans}
-    axes = TENSORS[leaf.tensor]
+    axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
     if set(spans) != set(axes) or len(leaf.spans) != len(axes):
         raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in leaf.spans]}, it has {list(axes)}")
     return replace(leaf, spans=tuple(spans[axis] for axis in axes))
@@ -167,11 +186,16 @@ def model_tensors(table: Sequence[Rule], conditions: Iterable[str]) -> tuple[str
 
 
 class Placed(NamedTuple):
-    """A physical tensor of a checkpoint, found (or to be written) under `key`."""
+    """A physical tensor of a checkpoint, or a part of one, found (or to be written) under `key`."""
 
     key: str
     slot: Slot
     fragment: Fragment
+    part: Cut | None = None
+
+    def leaves(self) -> list[Leaf]:
+        """What the fragment holds."""
+        return self.slot.leaves(None if self.fragment.row_major else self.fragment.strides, self.part)
 
 
 def match(

@@ -12,7 +12,7 @@ from typing import Any
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.pickles import DTYPES, Dtype, keeps
-from formats.spec import ModelSpec, checked, real, whole
+from formats.spec import ModelSpec, checked, differences, real, whole
 
 MEGATRON = {
     "layers": "num_layers",
@@ -114,10 +114,10 @@ def from_megatron(
         values["max_positions"] = base.max_positions
     spec = checked(values | {"notes": tuple(notes)}, where)
     if base:
-        differences = [line for line in spec.differences(base) if line.partition(":")[0] not in settings]
-        if differences:
+        contradictions = [line for line in differences(spec, base) if line.partition(":")[0] not in settings]
+        if contradictions:
             raise RefusedError(
-                f"{where} and its config contradict each other (args | config): {'; '.join(differences)}",
+                f"{where} and its config contradict each other (args | config): {'; '.join(contradictions)}",
                 "decide with --set NAME=VALUE, or give the right config with --config",
             )
     return spec

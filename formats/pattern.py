@@ -24,9 +24,9 @@ nothing else is needed to move data between them, in any direction: there are no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from typing import NamedTuple
 
@@ -292,6 +292,39 @@ def clip(leaf: Leaf, low: int, high: int) -> Iterator[Leaf]:
         yield from clip(part(index, index + 1), low, high)
 
 
+def cut(leaves: Iterable[Leaf], low: int, high: int) -> list[Leaf]:
+    """What of some leaves lies at addresses [low, high), addressed from there on."""
+    return [replace(piece, base=piece.base - low) for leaf in leaves for piece in clip(leaf, low, high)]
+
+
+Box = tuple[tuple[int, int], ...]
+"""Start and stop along each dimension."""
+
+
+def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that meet, None if there are none.
+
+    Boxes are split into groups where an axis separates them, until each stands alone: n log n for the boxes of a
+    sharded tensor.
+    """
+    for axis in range(len(boxes[0]) if len(boxes) > 1 else 0):
+        groups: list[list[Box]] = []
+        stop = -1
+        for box in sorted(boxes, key=lambda box: box[axis][0]):
+            if box[axis][0] >= stop:
+                groups.append([])
+            groups[-1].append(box)
+            stop = max(stop, box[axis][1])
+        if len(groups) > 1:
+            return next((pair for group in groups if (pair := overlap(group))), None)
+    meeting = (
+        (one, other)
+        for one, other in combinations(boxes, 2)
+        if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(one, other, strict=True))
+    )
+    return next(meeting, None)
+
+
 def at(leaf: Leaf, axis: str, index: int) -> Leaf:
     """Add a coordinate that lives outside the tensor: in the key, or in the path."""
     return replace(leaf, spans=(Span(axis, index, index + 1, 0), *leaf.spans))
@@ -327,8 +360,7 @@ def _lower(term: Term, sizes: Sizes, mesh: Mesh) -> tuple[int, list[Leaf]]:
     if size % ranks:
         raise RefusedError(f"{size} rows do not divide over {term.mesh} = {ranks}")
     part = size // ranks
-    cut = [piece for leaf in inside for piece in clip(leaf, rank * part, (rank + 1) * part)]
-    return part, [replace(leaf, base=leaf.base - rank * part) for leaf in cut]
+    return part, cut(inside, rank * part, (rank + 1) * part)
 
 
 def _product(factors: Sequence[tuple[int, list[Leaf]]]) -> tuple[int, list[Leaf]]:
@@ -354,7 +386,9 @@ def _combine(factors: Sequence[list[Leaf]], strides: Sequence[int]) -> list[Leaf
     return combined
 
 
-def lower(pattern: Pattern, sizes: Sizes, mesh: Mesh, strides: Sequence[int] | None = None) -> list[Leaf]:
+def lower(
+    pattern: Pattern, sizes: Sizes, mesh: Mesh, strides: Sequence[int] | None = None, box: Box | None = None
+) -> list[Leaf]:
     """The leaves of a physical tensor on one rank of a mesh.
 
     Args:
@@ -362,11 +396,15 @@ def lower(pattern: Pattern, sizes: Sizes, mesh: Mesh, strides: Sequence[int] | N
         sizes: the size of each axis and fill, in coordinates.
         mesh: (rank, ranks) of each mesh axis that the pattern splits over.
         strides: strides of the physical tensor in elements, when it is not stored row-major.
+        box: the part of it that is stored, when it is not the whole.
 
     Raises:
         RefusedError: a split does not divide, or an axis has no size.
     """
     factors = [_lower(term, sizes, mesh) for term in pattern.dims]
+    if box is not None:
+        ranges = zip(factors, box, strict=True)
+        factors = [(high - low, cut(leaves, low, high)) for (_, leaves), (low, high) in ranges]
     if strides is None:
         _, leaves = _product(factors)
     else:

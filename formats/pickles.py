@@ -87,6 +87,17 @@ ENUMS = {
 """Enums whose members travel on in `args`. Any other opaque value is left out: it might run code."""
 
 
+DCP = "torch.distributed.checkpoint.metadata"
+OBJECTS = {
+    (DCP, "Metadata"), (DCP, "TensorStorageMetadata"), (DCP, "ChunkStorageMetadata"), (DCP, "TensorProperties"),
+    (DCP, "MetadataIndex"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}  # fmt: skip
+"""Classes of torch whose instances are written as their state."""
+
+CALLS = {("torch", "Size"), ("torch.serialization", "_get_layout"), (DCP, "_MEM_FORMAT_ENCODING")}
+"""Functions of torch that are written as a call."""
+
+
 def keeps(value: Any, depth: int = 8) -> bool:
     """Whether a value is plain enough to travel on: data, dtypes, and members of known enums."""
     match value:
@@ -172,12 +183,24 @@ class _Writer:
                 self.once(f"ctorch\n{STORAGE_OF[value.dtype]}\n".encode())
                 self.emit_all(b"", (value.storage.key, "cpu", value.storage.numel), b"tQ")
                 self.emit_all(b"", (value.offset, value.shape, value.strides, False, OrderedDict()), b"tR")
-            case Opaque() if keeps(value):
-                self.once(f"c{value.module}\n{value.name}\n".encode())
-                self.emit(value.args)
-                write(b"R")
+            case Opaque():
+                self.emit_opaque(value)
             case _:
                 raise TypeError(f"cannot pickle {value!r}")
+
+    def emit_opaque(self, value: Opaque) -> None:
+        """Write an object of a known class as its state, or a known call."""
+        name = (value.module, value.name)
+        if name not in OBJECTS and name not in CALLS and not keeps(value):
+            raise TypeError(f"cannot pickle {value!r}")
+        self.once(f"c{value.module}\n{value.name}\n".encode())
+        if name in OBJECTS:
+            self.out.write(b")\x81")
+            self.emit(value.state)
+            self.out.write(b"b")
+        else:
+            self.emit(value.args)
+            self.out.write(b"R")
 
     def emit_all(self, before: bytes, values: Iterable[Any], after: bytes) -> None:
         """Write values between two opcodes."""

@@ -6,13 +6,14 @@ Each framework's spelling is a table in a file of its own: `hf_config.py`, `mega
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from formats.errors import SourceError, UnsupportedError, UsageError, short
 from formats.families import family_named
 from formats.layout import model_tensors
+from formats.tensors import TENSORS
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positions")
 """The settings that are natural numbers, all of them required."""
@@ -62,13 +63,69 @@ class ModelSpec:
             "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn,
         }  # fmt: skip
 
-    def differences(self, other: ModelSpec) -> list[str]:
-        """The settings in which two models differ, as `name: this | other`."""
-        return [
-            f"{one.name}: {getattr(self, one.name)} | {getattr(other, one.name)}"
-            for one in fields(self)
-            if one.compare and getattr(self, one.name) != getattr(other, one.name)
-        ]
+    def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
+        """Name, layer and shape of each logical tensor; a layer is a tensor of its own."""
+        sizes = self.sizes(padded_vocab)
+        for tensor in self.tensors:
+            first, *axes = TENSORS[tensor]
+            if first == "layer":
+                for layer in range(self.layers):
+                    yield tensor, layer, (1, *(sizes[axis] for axis in axes))
+            else:
+                yield tensor, None, tuple(sizes[axis] for axis in TENSORS[tensor])
+
+    def settings(self) -> dict[str, Any]:
+        """The settings by name; all but the notes on where they came from."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """A model that no table describes: each tensor is a logical tensor of its own, under its own name.
+
+    Attributes:
+        family: what its config calls it.
+        shapes: the shape of each tensor by key, in the order of the model.
+        tied: whether the output head shares the embedding.
+        vocab: the true vocabulary, None when its config does not say.
+        why: why no table describes it.
+        copies: keys of further copies of a tensor, and the key of the one that counts.
+        remarks: how the names compare with those of the model that the training began with.
+    """
+
+    family: str
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
+    tied: bool
+    vocab: int | None
+    why: str = field(compare=False)
+    copies: Mapping[str, str] = field(default_factory=dict, compare=False)
+    remarks: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know."""
+        return (f"every tensor is carried under its own name, no table checks the names: {self.why}", *self.remarks)
+
+    def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
+        """Name and shape of each tensor."""
+        del padded_vocab
+        return ((key, None, shape) for key, shape in self.shapes.items())
+
+    def settings(self) -> dict[str, Any]:
+        """What a config and the weights have to agree on."""
+        return {"family": self.family, "tied": self.tied, "vocab": self.vocab}
+
+
+Spec = ModelSpec | Verbatim
+"""The settings of a model."""
+
+
+def differences(one: Spec, other: Spec) -> list[str]:
+    """The settings in which two models differ, as `name: one | other`."""
+    if type(one) is not type(other):
+        return [f"one is described by a table, the other is not: {one.notes[-1:] or other.notes[-1:]}"]
+    theirs = other.settings()
+    return [f"{name}: {value} | {theirs[name]}" for name, value in one.settings().items() if value != theirs[name]]
 
 
 MOST_LAYERS = 10_000

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.errors import SourceError, short
+from formats.streams import Stream
 
 DTYPES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
@@ -31,13 +32,14 @@ MAX_DIMENSIONS = 64
 
 
 class Fragment(NamedTuple):
-    """A physical tensor on disk: `offset` in bytes, `shape` and `strides` in elements."""
+    """A physical tensor on disk: `offset` in bytes (of the file, or of a stream in it), the others in elements."""
 
     path: Path
     offset: int
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    stream: Stream | None = None
 
     @property
     def nbytes(self) -> int:

@@ -1,20 +1,21 @@
 """The zip archives of `torch.save`, read and written without torch.
 
-A file is a zip of stored members: `PREFIX/data.pkl` holds the object, `PREFIX/data/KEY` the bytes of each storage,
+An archive is a zip of stored members: `PREFIX/data.pkl` holds the object, `PREFIX/data/KEY` the bytes of each storage,
 aligned to 64 bytes (torch/csrc and caffe2/serialize/inline_container.cc, torch 2.13). Nothing in it is compressed, so
-each tensor is a byte range of the file.
+each tensor is a byte range of the file. A file is one archive, or, in a `.distcp`, many archives one after another.
 """
 
 from __future__ import annotations
 
+import os
 import struct
-import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 from formats import pickles
 from formats.errors import SourceError, UnsupportedError, short
@@ -22,18 +23,29 @@ from formats.storage import DTYPES, Fragment, file_size
 from formats.unpickle import loads
 
 MAX_PICKLE = 1 << 30
+MAX_DIRECTORY = 1 << 28
 ALIGNMENT = 64
+NEWEST = 63
+"""The version of the zip format that APPNOTE 6.3 describes."""
 _LOCAL = 30
 _SMALL = 0xFFFFFFFF
+_TAIL = 2048
+"""Bytes at the end of an archive that are read at once: enough for the directory of one tensor."""
+_HEAD = 1024
+"""The same at its beginning: enough for the pickle of one tensor."""
+
+Read = Callable[[int, int], bytes]
+"""Bytes of an archive, given offset and count; fewer at its end."""
 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """An opened archive: the inert object, and where each storage lies (byte offset and size)."""
+    """An opened archive: the inert object, and where each storage lies (byte offset in the archive, and size)."""
 
     path: Path
     value: Any
     storages: Mapping[str, tuple[int, int]]
+    start: int = 0
 
     def fragment(self, ref: pickles.TensorRef, name: str) -> Fragment:
         """Where a tensor lies on disk.
@@ -50,73 +62,152 @@ class TorchFile:
             raise SourceError(
                 f"{self.path}: {name} reaches to byte {(ref.offset + last + 1) * item} of a storage of {size} bytes"
             )
-        return Fragment(self.path, start + ref.offset * item, ref.dtype, ref.shape, ref.strides)
-
-
-_DAMAGE = (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, OverflowError, struct.error)
+        return Fragment(self.path, self.start + start + ref.offset * item, ref.dtype, ref.shape, ref.strides)
 
 
 def read_torch(path: Path) -> TorchFile:
-    """Open a `torch.save` archive and unpickle its object inertly.
+    """Open a `torch.save` file and unpickle its object inertly.
 
     Raises:
         SourceError: the archive is damaged or cut off.
         UnsupportedError: it is compressed, big-endian, or older than torch 1.6.
     """
-    file_size(path)
+    size = file_size(path)
     with path.open("rb") as file:
-        try:
-            archive = zipfile.ZipFile(file)
-            members = archive.infolist()
-        except _DAMAGE as error:
-            file.seek(0)
-            if file.read(1) == b"\x80":
-                raise UnsupportedError(f"{path}: written before torch 1.6, which used no zip archive") from None
-            raise SourceError(f"{path}: no complete torch.save archive: {error}") from None
-        extents = dict(_extents(path, file, members, archive.start_dir))
-        pickled = [name for name in extents if name.endswith("/data.pkl") and name.count("/") == 1]
-        if len(pickled) != 1:
-            raise SourceError(f"{path}: a torch.save archive has one data.pkl, this one has {len(pickled)}")
-        prefix = pickled[0].removesuffix("data.pkl")
-        if prefix + "byteorder" in extents and _read(file, extents[prefix + "byteorder"]) != b"little":
-            raise UnsupportedError(f"{path}: written on a big-endian machine")
-        if extents[pickled[0]][1] > MAX_PICKLE:
-            raise SourceError(f"{path}: its pickle claims {extents[pickled[0]][1]} bytes")
-        value = loads(_read(file, extents[pickled[0]]), str(path))
-    storages = {
-        name.removeprefix(prefix + "data/"): extent
-        for name, extent in extents.items()
-        if name.startswith(prefix + "data/")
-    }
-    return TorchFile(path, value, storages)
+        if file.read(1) == b"\x80":
+            raise UnsupportedError(f"{path}: written before torch 1.6, which used no zip archive")
+        return read_archive(file.fileno(), path, 0, size)
 
 
-def _read(file: BinaryIO, extent: tuple[int, int]) -> bytes:
-    file.seek(extent[0])
-    return file.read(extent[1])
+def read_archive(fd: int, path: Path, start: int, size: int, name: str = "") -> TorchFile:
+    """Open one archive of a file, given its extent in bytes. Raises as `read_torch` does.
+
+    Args:
+        fd: the open file.
+        path: its path.
+        start: where the archive begins.
+        size: how long it is.
+        name: what to call it in an error, besides the path.
+    """
+    head, tail = os.pread(fd, min(_HEAD, size), start), os.pread(fd, min(_TAIL, size), start + size - min(_TAIL, size))
+    where = f"{path}: {name}" if name else str(path)
+
+    def read(offset: int, count: int) -> bytes:
+        if offset + count <= len(head):
+            return head[offset : offset + count]
+        if offset >= size - len(tail):
+            return tail[offset - size + len(tail) :][:count]
+        return os.pread(fd, min(count, size - offset), start + offset)
+
+    value, storages = parse_archive(read, size, where)
+    return TorchFile(path, value, storages, start)
 
 
-def _extents(
-    path: Path, file: BinaryIO, members: list[zipfile.ZipInfo], directory: int
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name, byte offset and size of each member; none may be compressed, doubled or overlap another."""
+def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """The object of an archive, and offset and size of each of its storages."""
+    try:
+        members, directory = _directory(read, size)
+        extents = dict(_extents(read, members, directory))
+    except struct.error:
+        raise SourceError(f"{where} is no complete torch.save archive: its directory is damaged") from None
+    except (SourceError, UnsupportedError) as error:
+        raise type(error)(f"{where} is no sound torch.save archive: {error}") from None
+    pickled = [name for name in extents if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickled) != 1:
+        raise SourceError(f"{where}: a torch.save archive has one data.pkl, this one has {len(pickled)}")
+    prefix = pickled[0].removesuffix("data.pkl")
+    if prefix + "byteorder" in extents and read(*extents[prefix + "byteorder"]) != b"little":
+        raise UnsupportedError(f"{where}: written on a big-endian machine")
+    if extents[pickled[0]][1] > MAX_PICKLE:
+        raise SourceError(f"{where}: its pickle claims {extents[pickled[0]][1]} bytes")
+    raw = read(*extents[pickled[0]])
+    value = _tensor_of(raw) if len(raw) < _HEAD else None
+    value = loads(raw, where) if value is None else value
+    folder = prefix + "data/"
+    return value, {name.removeprefix(folder): extent for name, extent in extents.items() if name.startswith(folder)}
+
+
+@lru_cache(maxsize=1024)
+def _tensor_of(raw: bytes) -> pickles.TensorRef | None:
+    """The tensor that a small pickle holds, None if it holds anything else. Those of the pieces of one are alike."""
+    try:
+        value = loads(raw, "")
+    except SourceError:
+        return None
+    return value if isinstance(value, pickles.TensorRef) else None
+
+
+class _Member(NamedTuple):
+    """An entry of a zip directory."""
+
+    name: str
+    raw: bytes
+    start: int
+    size: int
+
+
+def _directory(read: Read, size: int) -> tuple[list[_Member], int]:
+    """The members of a zip in the order in which they lie, and the offset of its directory (APPNOTE 6.3, 4.3.12-16)."""
+    end = read(size - 22, 22) if size >= 22 else b""
+    if end[:4] != b"PK\x05\x06":
+        raise SourceError(f"{size} bytes without a directory at their end: cut off, or another kind of file")
+    count, length, start = struct.unpack_from("<HII", end, 10)
+    if _SMALL in (length, start) or count == 0xFFFF:
+        locator = read(size - 42, 20)
+        if locator[:4] != b"PK\x06\x07":
+            raise SourceError("the directory of a large archive is missing")
+        record = read(struct.unpack_from("<Q", locator, 8)[0], 56)
+        count, length, start = struct.unpack_from("<QQQ", record, 32)
+    if length > MAX_DIRECTORY or start + length > size or count * 46 > length:
+        raise SourceError(f"a directory of {count} members in {length} bytes at byte {start} of {size}")
+    raw, at, members = read(start, length), 0, []
+    for _ in range(count):
+        if raw[at : at + 4] != b"PK\x01\x02":
+            raise SourceError("an entry of the directory is damaged")
+        version, flags, method = struct.unpack_from("<HHH", raw, at + 6)
+        packed, unpacked, names, extras, comments = struct.unpack_from("<IIHHH", raw, at + 20)
+        (offset,) = struct.unpack_from("<I", raw, at + 42)
+        encoded = raw[at + 46 : at + 46 + names]
+        name = encoded.decode("utf-8", "backslashreplace")
+        if _SMALL in (packed, unpacked, offset):
+            unpacked, packed, offset = _large(raw[at + 46 + names :][:extras], unpacked, packed, offset)
+        if method or flags & 1 or version > NEWEST:
+            raise UnsupportedError(f"the member {short(name)} is compressed or encrypted")
+        if packed != unpacked:
+            raise SourceError(f"the member {short(name)} has two sizes")
+        members.append(_Member(name, encoded, offset, unpacked))
+        at += 46 + names + extras + comments
+    return sorted(members, key=lambda member: member.start), start
+
+
+def _large(extra: bytes, *small: int) -> list[int]:
+    """Sizes and offset of a member, those past 4 GiB from its zip64 field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            body = iter(struct.unpack(f"<{length // 8}Q", extra[at + 4 : at + 4 + length // 8 * 8]))
+            return [next(body, value) if value == _SMALL else value for value in small]
+        at += 4 + length
+    return list(small)
+
+
+def _extents(read: Read, members: list[_Member], directory: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Name, byte offset and size of each member; none may be doubled or overlap another."""
     position, seen = 0, set()
-    for member in sorted(members, key=lambda member: member.header_offset):
-        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
-            raise UnsupportedError(f"{path}: the member {short(member.filename)} is compressed or encrypted")
-        if not position <= member.header_offset < directory:
-            raise SourceError(f"{path}: the member {short(member.filename)} lies outside the archive or in another one")
-        file.seek(member.header_offset)
-        local = file.read(_LOCAL + len(member.orig_filename.encode()))
-        if len(local) < _LOCAL or local[:4] != b"PK\x03\x04" or local[_LOCAL:] != member.orig_filename.encode():
-            raise SourceError(f"{path}: the member {short(member.filename)} has no header of its own")
+    for member in members:
+        if not position <= member.start < directory:
+            raise SourceError(f"the member {short(member.name)} lies outside the archive or in another one")
+        local = read(member.start, _LOCAL + len(member.raw))
+        if len(local) < _LOCAL or local[:4] != b"PK\x03\x04" or local[_LOCAL:] != member.raw:
+            raise SourceError(f"the member {short(member.name)} has no header of its own")
         names, extra = struct.unpack_from("<HH", local, 26)
-        start = member.header_offset + _LOCAL + names + extra
-        position = start + member.file_size
-        if member.filename in seen or member.file_size != member.compress_size or position > directory:
-            raise SourceError(f"{path}: the member {short(member.filename)} is doubled, cut off or has two sizes")
-        seen.add(member.filename)
-        yield member.filename, (start, member.file_size)
+        start = member.start + _LOCAL + names + extra
+        position = start + member.size
+        if member.name in seen or position > directory:
+            raise SourceError(f"the member {short(member.name)} is doubled or cut off")
+        seen.add(member.name)
+        yield member.name, (start, member.size)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

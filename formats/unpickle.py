@@ -102,6 +102,8 @@ class _Machine:
                 if at > len(data):
                     raise SourceError(f"the pickle is cut off after {len(data)} bytes")
                 stack.append(data[start:at].decode(encoding) if encoding else data[start:at])
+            elif code == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
             elif code == 0x74:  # TUPLE
                 stack.append(tuple(self.since_mark()))
             elif code in _EMPTY:
@@ -216,7 +218,6 @@ def _two_values(machine: _Machine) -> list[Any]:
 
 _RARE: dict[int, Callable[[_Machine], object]] = {
     0x80: lambda m: m.take(1),  # PROTO
-    0x94: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),  # MEMOIZE
     0x6A: lambda m: m.push(m.memo[m.number(_U32)]),  # LONG_BINGET
     0x95: lambda m: m.take(8),  # FRAME
     0x30: lambda m: m.stack.pop(),  # POP
@@ -278,14 +279,36 @@ def _rebuild_tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, *res
     return replace(ref, dtype=DTYPES[dtype.name])
 
 
+def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """`torch._tensor._rebuild_from_type_v2`: a subclass, or a tensor with attributes, which are not needed."""
+    plain = isinstance(kind, Opaque) and (kind.module, kind.name) in _TENSORS
+    known = _PLAIN.get((function.module, function.name)) if isinstance(function, Opaque) and plain else None
+    if known in (_rebuild_tensor, _rebuild_tensor_v3) and isinstance(args, tuple):
+        return known(*args)
+    return Opaque("torch._tensor", "_rebuild_from_type_v2", (function, kind, args, state))
+
+
+_TENSORS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter")}
+
+
+def _attribute(owner: Any, name: Any) -> Opaque:
+    """A name inside a class, such as `ShardedTensor.ProcessGroupState`: a global like any other."""
+    if not isinstance(owner, Opaque) or owner.args or not isinstance(name, str):
+        raise SourceError("the pickle takes an attribute of something that is no global")
+    return Opaque(owner.module, f"{owner.name}.{name}")
+
+
 _PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     ("torch", "Size"): lambda sizes=(): sizes if isinstance(sizes, tuple) else tuple(sizes),
     ("torch.serialization", "_get_layout"): lambda name: name,
     ("collections", "OrderedDict"): lambda pairs=(): OrderedDict((_key(key), value) for key, value in pairs),
     ("argparse", "Namespace"): lambda: Namespace({}),
+    ("builtins", "getattr"): _attribute,
+    ("__builtin__", "getattr"): _attribute,
     ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
     ("builtins", "set"): lambda values=(): set(map(_key, values)),
     ("__builtin__", "set"): lambda values=(): set(map(_key, values)),

@@ -45,14 +45,15 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @as_json
 def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     """Check OUT against its manifest, or against SRC in any format."""
-    from converters import digest as digest_module
-    from converters.digest import MANIFEST, read_manifest, total
+    from converters.digest import MANIFEST, is_verbatim, read_manifest, total
+    from formats.spec import differences
 
+    options["verbatim"] |= src is None and is_verbatim(out)
     checkpoint = opened(out, options)
     settings: list[str]
     if src is not None:
         source = opened(src, options)
-        settings = checkpoint.spec.differences(source.spec)
+        settings = differences(checkpoint.spec, source.spec)
         against, name = _digests(source, options, as_json), str(src)
     else:
         remembered, name = read_manifest(checkpoint.home), MANIFEST
@@ -61,7 +62,7 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
                 f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
             )
         facts, against = remembered
-        here = digest_module.settings(checkpoint.spec)
+        here = checkpoint.spec.settings()
         settings = [
             f"{key}: {short(here[key])} | {short(facts.get(key))}" for key in here if here[key] != facts.get(key)
         ]
@@ -93,9 +94,10 @@ def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> No
     from converters.convert import plan_reading
     from converters.diff import compare
     from converters.report import Progress, table
+    from formats.spec import differences
 
     first, second = opened(one, options), opened(two, options)
-    settings = first.spec.differences(second.spec)
+    settings = differences(first.spec, second.spec)
     left, right = plan_reading(first), plan_reading(second)
     with Progress("comparing", left.nbytes, as_json) as progress:
         found = compare(left, right, memory, progress.advance)

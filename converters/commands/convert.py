@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FOLDER, Size, opened, reading, topology, writing
+from converters.commands.options import FOLDER, Size, chat_template, opened, reading, topology, writing
 
 if TYPE_CHECKING:
     from converters.convert import Request
@@ -62,6 +62,7 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     type=Size(),
     help="Size of each safetensors file.  [default: the files that the model once had, else 5GB]",
 )
+@chat_template
 @reading
 @writing
 def megatron2hf(src: Path, out: Path, **options: Any) -> None:
@@ -73,7 +74,70 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 
     source = opened(src, options, "megatron", USE_HF2MEGATRON)
     request = _request(out, options)
-    _convert(plan_huggingface(source, request, options["shard_size"]), request, options)
+    _convert(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+
+
+@click.command()
+@click.argument("src", type=FOLDER, required=False)
+@click.argument("out", type=FOLDER, required=False)
+@click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file.")
+@chat_template
+@click.option("--push", "repo", metavar="ORG/NAME", help="Then send OUT to the Hub, as `convert push` does.")
+@click.option("--fsdp_checkpoint_path", "old_src", type=FOLDER, hidden=True)
+@click.option("--consolidated_model_path", "old_out", type=FOLDER, hidden=True)
+@click.option("--hf_model_path_or_name", "old_config", type=FOLDER, hidden=True)
+@reading
+@writing
+@click.pass_context
+def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo: str | None, **options: Any) -> None:
+    """FSDP checkpoint of any trainer to a Hugging Face folder.
+
+    SRC is the folder with .metadata and .distcp files, the checkpoint-N around it, or a folder of per-rank dumps. Of a
+    folder with several checkpoint-N, each becomes OUT/checkpoint-N, the newest first.
+    """
+    from converters.commands.publish import push
+    from converters.convert import plan_huggingface
+    from formats.errors import UsageError
+    from formats.fsdp import checkpoints
+
+    old_src, old_out, old_config = (options.pop(name) for name in ("old_src", "old_out", "old_config"))
+    src, out = src or old_src, out or old_out  # the three flags are those of ControlLLM's converter
+    options["config"] = options["config"] or old_config
+    if src is None or out is None:
+        raise UsageError("two folders are needed", "convert fsdp2hf CHECKPOINT OUT --config BASE")
+    runs = {run: out / run.name for run in checkpoints(src)} or {src: out}
+    if repo and len(runs) > 1:
+        raise UsageError(f"{src} holds {len(runs)} checkpoints, --push sends one", f"name one: {next(iter(runs))}")
+    for run, place in runs.items():
+        source = opened(run, options, "fsdp", "`convert megatron2hf` reads Megatron")
+        request = _request(place, options)
+        _convert(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+    if repo:
+        context.invoke(push, out=out, repo=repo, dry_run=options["dry_run"], quiet=options["quiet"])
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 100_000),
+    default=1,
+    show_default=True,
+    help="How many .distcp files; any number of ranks can load them.",
+)
+@reading
+@writing
+def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
+    """Hugging Face folder to a folder that torch.distributed.checkpoint loads.
+
+    Name OUT checkpoint-0/pytorch_model_fsdp_0 for accelerate and the HF Trainer.
+    """
+    from converters.convert import plan_fsdp
+
+    source = opened(src, options)
+    request = _request(out, options)
+    _convert(plan_fsdp(source, request, options["ranks"]), request, options)
 
 
 @click.command()

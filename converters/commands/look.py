@@ -28,7 +28,9 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 
 @click.command()
 @click.argument("src", type=FOLDER)
-@click.option("--to", type=click.Choice(["megatron", "huggingface"]), required=True, help="The format to plan for.")
+@click.option(
+    "--to", type=click.Choice(["megatron", "huggingface", "fsdp"]), required=True, help="The format to plan for."
+)
 @topology
 @dtype
 @click.option("--blocks", is_flag=True, help="List every strided block.")
@@ -36,7 +38,7 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @as_json
 def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> None:
     """What a conversion would do: coverage, changes, files, blocks."""
-    from converters.convert import Request, plan_huggingface, plan_megatron
+    from converters.convert import Request, plan_fsdp, plan_huggingface, plan_megatron
     from converters.show import block_lines, plan_lines, plan_record
     from formats.megatron_args import Options
 
@@ -44,6 +46,8 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
     if to == "megatron":
         planned = plan_megatron(source, request, Options(options["tp"], options["pp"], options["vpp"]), None)
+    elif to == "fsdp":
+        planned = plan_fsdp(source, request, ranks=1)
     else:
         planned = plan_huggingface(source, request, None)
     listed = list(block_lines(planned)) if blocks else []
@@ -65,7 +69,9 @@ def explain(format_name: str, key: str, model: Path | None, tp: int) -> None:
     """
     from converters.explain import EXAMPLE, LEGEND, draw, matching, tables
     from converters.report import table
+    from formats.errors import UnsupportedError
     from formats.registry import open_checkpoint
+    from formats.spec import ModelSpec
 
     if not key:
         for name, rules in tables(format_name).items():
@@ -73,6 +79,8 @@ def explain(format_name: str, key: str, model: Path | None, tp: int) -> None:
             click.echo(f"{name}\n{table(rows)}\n")
         return
     spec = open_checkpoint(model).spec if model else EXAMPLE
+    if not isinstance(spec, ModelSpec):
+        raise UnsupportedError(f"{model} has no table to draw: {spec.why}")
     tp = tp if format_name == "megatron" else 1
     for name, rule in matching(format_name, key):
         click.echo(f"{name}: " + "\n".join(draw(rule, spec, tp)) + "\n")

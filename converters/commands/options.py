@@ -56,6 +56,10 @@ reading = together(
                  help="True vocabulary, where the checkpoint only knows a padded one."),
     click.option("--config", type=FOLDER, metavar="BASE",
                  help="Hugging Face folder whose settings and tokenizer belong to the weights."),
+    click.option("--verbatim", is_flag=True,
+                 help="Carry every tensor under its own name, without checking names against the family's table."),
+    click.option("--container", metavar="NAME",
+                 help="The part of an FSDP checkpoint that is the model, such as model or ema.  [default: found]"),
     click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
                  help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000 (JSON, or none)."),
 )  # fmt: skip
@@ -79,6 +83,10 @@ replicas = click.option(
 dtype = click.option(
     "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), default="keep", show_default=True,
     help="Cast floating point weights.",
+)  # fmt: skip
+chat_template = click.option(
+    "--chat-template", "template", metavar="NAME|FILE",
+    help="chatml, llama3, control, or a jinja file. Tokens that it needs are added; their rows are the mean of all.",
 )  # fmt: skip
 topology = together(
     click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel size."),
@@ -115,7 +123,9 @@ def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: st
     config = options["config"]
     if config is not None and not (config / "config.json").is_file():
         raise UsageError(f"--config {config} is no folder with a config.json")
-    source = open_checkpoint(path, Settings(options["vocab_size"], parse_settings(options["settings"]), config))
+    values = parse_settings(options["settings"])
+    known = Settings(options["vocab_size"], values, config, options["verbatim"], options["container"])
+    source = open_checkpoint(path, known)
     if wanted and source.format != wanted:
         raise UsageError(f"{path} is a {source.format} checkpoint, this command reads {wanted}", instead)
     return source

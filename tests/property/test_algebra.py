@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.engine import Files, Limits, execute, region, runs, tiles
-from converters.plan import Job, Part, _prove_tiling
+from converters.plan import Job, Part, prove_tiling
 from formats.layout import _in_order
 from formats.pattern import Leaf, Pattern, Span, at, clip, lower, parse, shape
 from formats.storage import Fragment, row_major
@@ -165,7 +165,7 @@ def test_the_engine_moves_between_any_two_layouts(data, tensors, sizes, steps):
             for name in tensors:
                 box = tuple(logical[name].shape)
                 for parts in (before, after):
-                    _prove_tiling([part.leaf for part in parts[name]], box, name)
+                    prove_tiling([part.leaf for part in parts[name]], box, name)
                 jobs.append(Job(name, None, box, "U16", "U16", tuple(before[name]), {}, tuple(after[name])))
             execute(jobs, files, Limits(threads=1), done=lambda job, digest: None)
             for rank, array in enumerate(reference(*layouts[number], sizes, logical)):

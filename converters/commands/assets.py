@@ -1,0 +1,205 @@
+"""The command that completes a converted model: tokenizer, generation config, licence, chat template."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from converters.commands.options import FOLDER, as_json
+from formats.errors import RefusedError, SourceError, UsageError
+
+if TYPE_CHECKING:
+    from converters.chat import Applied
+
+STAGING = ".assets.partial"
+KEPT = ("config.json", "README.md")
+"""What OUT has of its own, and BASE does not replace."""
+TOKENIZER = ("tokenizer.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What becomes of OUT's small files.
+
+    Attributes:
+        staged: files that are new or changed, and where they lie ready.
+        same: those that BASE has too, byte for byte.
+        removed: those that go.
+        view: all files as they will be: relative name to the path that holds them now.
+        applied: what the chat template did, None without one.
+    """
+
+    staged: Mapping[str, Path]
+    same: tuple[str, ...]
+    removed: tuple[str, ...]
+    view: Mapping[str, Path]
+    applied: Applied | None
+
+
+@click.command()
+@click.argument("out", type=FOLDER)
+@click.option("--from", "base", type=FOLDER, metavar="BASE", help="Hugging Face folder whose small files OUT gets.")
+@click.option("--chat-template", "template", metavar="NAME|FILE", help="chatml, llama3, control, or a jinja file.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print what would change and write nothing.")
+@as_json
+def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as_json: bool) -> None:
+    """Give a model its tokenizer, generation config and chat template.
+
+    OUT is a Hugging Face folder with weights. BASE replaces what OUT has, except its config and its card.
+    """
+    from converters.servable import embedding_rows, findings
+
+    if base is None and template is None:
+        raise UsageError("nothing to do", "give --from BASE, --chat-template NAME, or both")
+    rows = embedding_rows(out)
+    with _staging(out, dry_run) as folder:
+        work = prepare(out, base, template, rows, folder)
+        found = findings(work.view, rows, need_template=template is not None)
+        notes = [*(work.applied.notes if work.applied else ()), *(one.sentence for one in found if not one.blocks)]
+        problems = [one.sentence for one in found if one.blocks]
+        states = _states(out, work)
+        if as_json:
+            click.echo(json.dumps(_record(out, rows, work, states, notes, problems), indent=1))
+        else:
+            _print(states, notes, problems)
+        _refuse(out, rows, work.applied, template, problems)
+        if not dry_run:
+            publish(out, work)
+
+
+def prepare(out: Path, base: Path | None, template: str | None, rows: int, folder: Path) -> Work:
+    """Lay every new file ready in a folder; OUT is only read.
+
+    Raises:
+        RefusedError: OUT and BASE would make a mixture of two tokenizers, or the template cannot be applied.
+    """
+    from converters.assets import files
+    from converters.chat import apply_template, load_template
+
+    own = dict(files(out))
+    if base is not None and not base.is_dir():
+        raise UsageError(f"--from {base} is no folder")
+    given = {name: path for name, path in files(base) if not (name in KEPT and name in own)} if base else {}
+    _check_mixture(out, base, own, given)
+    text = load_template(template) if template is not None else None
+    applied = apply_template(own | given, text, rows) if text is not None else None
+    removed = applied.removed if applied else ()
+    texts = applied.texts if applied else {}
+    staged = {name: folder / name for name in {**given, **texts} if name not in removed}
+    for name, path in staged.items():
+        _write(path, texts[name] if name in texts else _read(given[name]))
+    same = tuple(name for name, path in staged.items() if name in own and _read(own[name]) == _read(path))
+    staged = {name: path for name, path in staged.items() if name not in same}
+    view = {name: path for name, path in (own | staged).items() if name not in removed}
+    return Work(staged, same, tuple(name for name in removed if name in own), view, applied)
+
+
+def publish(out: Path, work: Work) -> None:
+    """Put the files in their places, each in one step."""
+    for name, path in work.staged.items():
+        (out / name).parent.mkdir(exist_ok=True)
+        path.replace(out / name)
+    for name in work.removed:
+        (out / name).unlink()
+    for folder in {(out / name).parent for name in (*work.staged, *work.removed)}:
+        _sync(folder)
+
+
+def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given: Mapping[str, Path]) -> None:
+    from converters.small_files import SLOW
+
+    names = (*TOKENIZER, *SLOW)
+    left = [name for name in names if name in own and name not in given]
+    if left and any(name in given for name in names):
+        raise RefusedError(
+            f"{out} holds {left[0]}, which {base} lacks: OUT would have parts of two tokenizers",
+            f"if it is not needed: rm {out / left[0]}",
+        )
+
+
+@contextmanager
+def _staging(out: Path, dry_run: bool) -> Iterator[Path]:
+    """A folder for prepared files: inside OUT, from where a file can be renamed to its place."""
+    if dry_run:
+        with tempfile.TemporaryDirectory(prefix="vitruvian-") as elsewhere:
+            yield Path(elsewhere)
+        return
+    folder = out / STAGING
+    if folder.exists():
+        shutil.rmtree(folder)  # of a run that was killed
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _states(out: Path, work: Work) -> dict[str, str]:
+    """What happens to each file, by name."""
+    states = {name: "replaced" if (out / name).exists() else "new" for name in work.staged}
+    return dict(sorted((states | dict.fromkeys(work.same, "same") | dict.fromkeys(work.removed, "removed")).items()))
+
+
+def _record(
+    out: Path, rows: int, work: Work, states: Mapping[str, str], notes: list[str], problems: list[str]
+) -> dict[str, object]:
+    applied = work.applied
+    facts: dict[str, object] = {"out": str(out), "rows": rows, "files": states}
+    if applied is not None:
+        facts |= {"terminator": applied.terminator, "added": applied.added, "rows_needed": applied.rows_needed}
+    return facts | {"notes": notes, "problems": problems}
+
+
+def _print(states: Mapping[str, str], notes: list[str], problems: list[str]) -> None:
+    from converters.report import table
+
+    if states:
+        click.echo(table((state, name) for name, state in states.items()))
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    for problem in problems:
+        click.echo(f"problem: {problem}", err=True)
+
+
+def _refuse(out: Path, rows: int, applied: Applied | None, template: str | None, problems: list[str]) -> None:
+    """Refuse what could not be served."""
+    if applied is not None and applied.rows_needed > rows:
+        raise RefusedError(
+            f"{', '.join(applied.added)} are new: {applied.rows_needed} rows are needed, the embedding has {rows}",
+            f"convert the checkpoint again with --chat-template {template}: its embedding then grows",
+        )
+    if problems:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise RefusedError(f"{out} could not be served: {problems[0]}{more}")

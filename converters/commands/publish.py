@@ -1,0 +1,108 @@
+"""The command that sends a folder to the Hub."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from converters.commands.options import FOLDER, as_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from converters.push_plan import Push
+
+
+def no_checks(_: Path) -> list[str]:
+    """Stands for the checks before publishing."""
+    return []
+
+
+CHECKS: Callable[[Path], list[str]] = no_checks
+"""What must hold for a folder that is published; each problem is a sentence."""
+
+
+@click.command()
+@click.argument("out", type=FOLDER)
+@click.argument("repo", metavar="ORG/NAME")
+@click.option("--private/--public", default=True, show_default=True, help="What a new repository is.")
+@click.option("--revision", metavar="BRANCH", help="Branch, made if it does not exist; or refs/pr/N.  [default: main]")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of changing main.")
+@click.option("--base-model", metavar="ID", help="The model on the Hub that the weights come from, for the card.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print what would be sent and send nothing.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@as_json
+def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Hugging Face folder to the Hub, verified before and after.
+
+    The token is that of HF_TOKEN or of `hf auth login`.
+    """
+    from converters import hub
+    from formats.errors import RefusedError
+
+    quiet = quiet or as_json
+    if not dry_run:
+        hub.require_token()
+    plan = hub.plan_push(out, repo, quiet=quiet, **options)
+    problems = CHECKS(out)
+    if dry_run:
+        _show(plan, problems, as_json)
+    if problems:
+        raise RefusedError(f"{out} is not fit to be published: {'; '.join(problems)}")
+    if not dry_run:
+        _send(plan, quiet, as_json)
+
+
+def _send(plan: Push, quiet: bool, as_json: bool) -> None:
+    """Verify, send, and say what came of it."""
+    from converters import hub
+    from converters.digest import MANIFEST
+    from converters.report import size
+
+    digest = hub.verify_folder(plan.folder, quiet=quiet)
+    notes = [*plan.notes, *([] if digest else [f"{plan.folder} holds no {MANIFEST}: the weights are sent unverified"])]
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    if not quiet:
+        click.echo(f"sending {len(plan.files)} files, {size(plan.nbytes)}", err=True)
+        sys.stderr.flush()
+    done = hub.push(plan, quiet=quiet)
+    for note in done.notes:
+        click.echo(f"note: {note}", err=True)
+    if as_json:
+        facts = {"repo": plan.repo, "revision": done.revision, "commit": done.commit, "url": done.url}
+        counts = {"files": len(plan.files), "bytes": plan.nbytes, "digest": digest}
+        click.echo(json.dumps({**facts, **counts, "notes": [*notes, *done.notes]}, indent=1))
+        return
+    click.echo(f"{done.url}: {len(plan.files)} files, {size(plan.nbytes)}, each compared with the Hub's hash of it")
+
+
+def _show(plan: Push, problems: list[str], as_json: bool) -> None:
+    """Print exactly what would be sent."""
+    from converters.report import size, table
+
+    where = {"repo": plan.repo, "private": plan.private, "revision": plan.revision, "create_pr": plan.create_pr}
+    if as_json:
+        files = [{"name": file.name, "bytes": file.size, "sha256": file.sha256} for file in plan.files]
+        left_out = [{"name": name, "why": why} for name, why in plan.left_out]
+        facts = {**where, "bytes": plan.nbytes, "files": files, "left_out": left_out, "card": plan.card}
+        click.echo(json.dumps({**facts, "notes": plan.notes, "problems": problems}, indent=1))
+        return
+    target = "a new pull request" if plan.create_pr else f"branch {plan.revision or 'main'}"
+    kind = "private" if plan.private else "public"
+    click.echo(f"{plan.folder} to {target} of {plan.repo} ({kind} if it is new): {size(plan.nbytes)}")
+    click.echo(table((file.sha256, f"{file.size:>14}", file.name) for file in plan.files))
+    for name, why in plan.left_out:
+        click.echo(_printable(f"not sent: {name} ({why})"))
+    for note in plan.notes:
+        click.echo(f"note: {note}")
+    click.echo(_printable(f"\n--- README.md ---\n{plan.card}"), nl=False)
+
+
+def _printable(text: str) -> str:
+    """Without anything that a terminal would obey: the text may come with a model."""
+    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)

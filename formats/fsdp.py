@@ -1,0 +1,341 @@
+"""FSDP checkpoints, as every trainer leaves them: torch DCP folders, dumps of single ranks, full state dicts.
+
+    .metadata, __0_0.distcp                       torch DCP: FSDP1, FSDP2, HSDP, TP x FSDP
+    pytorch_model_fsdp_0/                         the same, of accelerate, HF Trainer and axolotl
+    shard-00001-model-00001-of-00001.safetensors  torch DCP, by its Hugging Face writer
+    pytorch_model_fsdp_0_rank0.bin                one dump for each rank: DTensors, sharded or flat tensors
+    model_world_size_8_rank_0.pt                  the same, of verl
+    pytorch_model_fsdp.bin                        a full state dict
+
+Keys are those of Hugging Face or of torchtitan, wherever in the saved dictionary the model lies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from formats import dcp, dcp_writer, dumps, huggingface, titan
+from formats.checkpoint import Checkpoint, Settings, Target
+from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.layout import Cut, Slot, match, slots
+from formats.rows import EMBEDDING
+from formats.scattered import Piece, Scattered, scattered, spread, whole_part
+from formats.spec import ModelSpec, Spec, Verbatim
+from formats.storage import Fragment, read_safetensors
+from formats.torchfile import TorchFile, read_torch
+
+NAME = "fsdp"
+INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy")
+"""Where in the folder that a user names the weights lie."""
+STEPS = re.compile(r"(?:checkpoint|step|global_step|epoch)[-_]?(\d+)")
+"""Folders of a run, each a checkpoint."""
+SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
+FULL = "pytorch_model_fsdp.bin"
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_fpw_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP1 and activation checkpointing put into keys."""
+CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
+"""What the model is called in the saved dictionary, when its keys do not tell."""
+
+
+MOST_YAML = 1 << 20
+
+
+class Listing(NamedTuple):
+    """What a checkpoint holds: the path of each tensor in the saved dictionary, and how their bytes are found."""
+
+    paths: Sequence[tuple[str, ...]]
+    load: Callable[[Sequence[int]], Iterable[Scattered]]
+    files: tuple[Path, ...]
+    flat: Mapping[int, TorchFile] | None = None
+
+
+# --- what lies where -------------------------------------------------------------------------------------------------
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format."""
+    return any(_kind(path / inside) for inside in INSIDE)
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """The checkpoints of a run's folder, the newest first."""
+    found = [(int(step[1]), child) for child in path.iterdir() if (step := STEPS.fullmatch(child.name))]
+    return [child for _, child in sorted(found, reverse=True) if child.is_dir() and detect(child)]
+
+
+def _kind(folder: Path) -> Callable[[Path, Settings], Listing] | None:
+    if not folder.is_dir():
+        return None
+    if dcp.is_dcp(folder):
+        return _dcp
+    names = [path.name for path in folder.iterdir()]
+    if any(map(SHARD.fullmatch, names)):
+        return _shards
+    if any(map(dumps.RANK.fullmatch, names)):
+        return _dumps
+    if FULL in names:
+        return _full
+    if (huggingface.SINGLE in names or huggingface.INDEX in names) and "config.json" not in names:
+        return _consolidated
+    return None
+
+
+def _dcp(folder: Path, settings: Settings) -> Listing:
+    entries = dcp.entries(folder)
+    paths = [entry.path or _split(entry.name, entries, settings) for entry in entries]
+    files = dcp.metadata_files(folder) + sorted({item.path for entry in entries for item in entry.items})
+    return Listing(paths, lambda wanted: dcp.load([entries[i] for i in wanted]), tuple(files))
+
+
+def _split(name: str, entries: Sequence[dcp.Entry], settings: Settings) -> tuple[str, ...]:
+    """The path of a key that an old torch did not record: its container is what stands before a known key."""
+    known = ("model.embed_tokens.weight", titan.FIRST)
+    container = settings.container
+    if container is None:
+        starts = (entry.name[: -len(key)] for entry in entries for key in known if entry.name.endswith(key))
+        container = next(starts, "").rstrip(".")
+    inside = name.startswith(container + ".") if container else True
+    return (
+        (*([container] if container else []), name[len(container) + 1 if container else 0 :]) if inside else ("", name)
+    )
+
+
+def _shards(folder: Path, _: Settings) -> Listing:
+    """Files of torch's HuggingFaceStorageWriter: each says which box of a tensor it holds."""
+    files = sorted(path for path in folder.iterdir() if SHARD.fullmatch(path.name))
+    found = [tuple(map(int, parts.groups())) for path in files if (parts := SHARD.fullmatch(path.name))]
+    ranks = {rank for rank, _, _ in found}
+    lost = sorted(set(range(1, max(ranks) + 1)) - ranks)
+    if lost or len({count for _, _, count in found}) > 1:
+        raise SourceError(f"{folder} lacks the files of shard {', '.join(map(str, lost))} of {max(ranks)} or more")
+    pieces: dict[str, list[tuple[tuple[int, ...], Fragment]]] = {}
+    for file in files:
+        tensors, metadata = read_safetensors(file)
+        try:
+            offsets = json.loads(metadata["DCP_SHARDING_INFO"])
+            for key, fragment in tensors.items():
+                start = tuple(offsets[key]["saved_offsets"])
+                if len(start) != len(fragment.shape) or not all(type(n) is int and n >= 0 for n in start):
+                    raise ValueError
+                pieces.setdefault(key, []).append((start, fragment))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise SourceError(f"{file} does not say which parts of its tensors it holds") from None
+    keys = list(pieces)
+
+    def load(wanted: Sequence[int]) -> Iterable[Scattered]:
+        for key in (keys[i] for i in wanted):
+            ends = [[low + n for low, n in zip(start, one.shape, strict=True)] for start, one in pieces[key]]
+            shape = tuple(map(max, zip(*ends, strict=True)))
+            parts = [
+                Piece(Cut(tuple(zip(start, end, strict=True))), one)
+                for (start, one), end in zip(pieces[key], ends, strict=True)
+            ]
+            yield scattered(key, shape, parts[0].fragment.dtype, parts)
+
+    return Listing([(key,) for key in keys], load, tuple(files))
+
+
+def _dumps(folder: Path, _: Settings) -> Listing:
+    files = dumps.open_ranks(folder)
+    paths = list(dict.fromkeys(path for file in files.values() for path, _ in dumps.leaves(file.value)))
+    listed = tuple(file.path for file in files.values())
+    flat = files if dumps.is_flat(paths) else None
+    return Listing(paths, lambda wanted: dumps.load(files, [paths[i] for i in wanted]), listed, flat)
+
+
+def _full(folder: Path, _: Settings) -> Listing:
+    files = {0: read_torch(folder / FULL)}
+    paths = [path for path, _ in dumps.leaves(files[0].value)]
+    return Listing(paths, lambda wanted: dumps.load(files, [paths[i] for i in wanted]), (folder / FULL,))
+
+
+def _consolidated(folder: Path, _: Settings) -> Listing:
+    """Plain safetensors files that lack only a config."""
+    tensors = huggingface.read_files(folder)
+    keys = list(tensors)
+
+    def load(wanted: Sequence[int]) -> Iterable[Scattered]:
+        for key in (keys[i] for i in wanted):
+            yield scattered(
+                key, tensors[key].shape, tensors[key].dtype, [Piece(whole_part(tensors[key].shape), tensors[key])]
+            )
+
+    files = tuple(sorted({fragment.path for fragment in tensors.values()}))
+    return Listing([(key,) for key in keys], load, files)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: its metadata and the heads of its tensors."""
+    folder = next(path / inside for inside in INSIDE if _kind(path / inside))
+    list_folder = _kind(folder)
+    assert list_folder is not None
+    listing = list_folder(folder, settings)
+    config = _config_folder(path, folder, settings)
+    if listing.flat is not None:
+        spec, tensors, dropped = _read_flat(listing.flat, config, settings)
+    else:
+        spec, tensors, dropped = _read_tensors(path, listing, config, settings)
+    wanted = _native_slots(spec) if titan.FIRST in tensors else huggingface.model_slots(spec)
+    drops = (*huggingface.drops(spec), *titan.DROPS)
+    whole = {key: tensor.whole for key, tensor in tensors.items()}
+    placed, more = match(wanted, {"": whole}, drops, path)
+    if isinstance(spec, Verbatim):
+        _require_rows(tensors, spec, path)
+    pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+    ranks = {"ranks": len({piece.fragment.path for piece in pieces})}
+    return Checkpoint(path, folder, NAME, spec, pieces, (*dropped, *more), listing.files, ranks, config)
+
+
+def _config_folder(path: Path, folder: Path, settings: Settings) -> Path:
+    """The folder with the config.json that belongs to the weights: the user's, or one that trainers leave beside them.
+
+    Raises:
+        SourceError: there is none.
+    """
+    if settings.config is not None:
+        return settings.config
+    near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
+    near += [path.parent] if STEPS.fullmatch(path.name) else []
+    for place in near:
+        if (place / "config.json").is_file():
+            return place
+    named = _model_name(path) or _model_name(path.parent)
+    if named and (Path(named) / "config.json").is_file():
+        return Path(named)
+    hint = f" (train_params.yaml names {named})" if named else ""
+    raise SourceError(f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}")
+
+
+def _model_name(folder: Path) -> str | None:
+    """The model that llama-cookbook's `train_params.yaml` names."""
+    path = folder / "train_params.yaml"
+    if not path.is_file() or path.stat().st_size > MOST_YAML:
+        return None
+    name = re.search(r"^model_name:\s*['\"]?([^'\"\n]+?)['\"]?\s*$", path.read_text(errors="replace"), re.MULTILINE)
+    return name[1] if name else None
+
+
+def _read_flat(
+    files: Mapping[int, TorchFile], config: Path, settings: Settings
+) -> tuple[Spec, dict[str, Scattered], list[str]]:
+    """FSDP1's flat parameters: names and shapes come from the family's table."""
+    try:
+        spec = huggingface.read_spec(config, settings)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"FSDP1's LOCAL_STATE_DICT records no shapes, they can only be had from a family's table: {error}",
+            "save again with SHARDED_STATE_DICT",
+        ) from None
+    shapes = {slot.keys[0]: slot.shape for slot in huggingface.model_slots(spec)}
+    return spec, dumps.load_flat(files, shapes, spec.tied), []
+
+
+def _read_tensors(
+    path: Path, listing: Listing, config: Path, settings: Settings
+) -> tuple[Spec, dict[str, Scattered], list[str]]:
+    """The tensors of the model by key, wrappers stripped; and the names of everything else."""
+    container = _container(listing.paths, settings.container, path)
+    keys: dict[str, int] = {}
+    for number, (*before, last) in enumerate(listing.paths):
+        if tuple(before) == container:
+            key = re.sub(r"^(?:module\.)+", "", WRAPPERS.sub("", last))
+            if key in keys:
+                raise SourceError(f"{path} holds {key} twice: {last} and {listing.paths[keys[key]][-1]}")
+            keys[key] = number
+    adapter = next((key for key in keys if ".lora_A." in key), None)
+    if adapter:
+        raise UnsupportedError(f"{path} holds a PEFT adapter ({adapter})", "merge it into the model first")
+    wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in titan.DROPS)]
+    tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
+    dropped = [".".join(one) for number, one in enumerate(listing.paths) if number not in set(map(keys.get, wanted))]
+    if titan.FIRST in tensors:
+        return huggingface.read_spec(config, settings), tensors, dropped
+    spec = huggingface.spec_of({key: one.shape for key, one in tensors.items()}, config, settings)
+    if isinstance(spec, Verbatim):
+        spec = replace(spec, remarks=tuple(_compared(spec, config)))
+    return spec, tensors, dropped
+
+
+def _compared(spec: Verbatim, config: Path) -> Iterator[str]:
+    """Without a table, the base model's own files are what names can be compared with."""
+    if not any((config / name).is_file() for name in (huggingface.SINGLE, huggingface.INDEX)):
+        return
+    base, own = set(huggingface.read_files(config)), {*spec.shapes, *spec.copies}
+    for names, text in ((base - own, f"of {config} are not in the checkpoint"), (own - base, f"are not in {config}")):
+        if names:
+            yield f"{len(names)} tensors {text}, such as {min(names)}"
+
+
+def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path) -> tuple[str, ...]:
+    """The part of the saved dictionary that is the model.
+
+    Raises:
+        RefusedError: several could be.
+    """
+    held = list(dict.fromkeys(path[:-1] for path in paths))
+    if wanted is not None:
+        named = [one for one in held if ".".join(one) == wanted]
+        if not named:
+            raise RefusedError(f"{where} holds no {wanted!r}", f"it holds {_names(held)}")
+        return named[0]
+    models = list(dict.fromkeys(path[:-1] for path in paths if EMBEDDING.fullmatch(path[-1])))
+    models = models or [one for one in held if not one or one[-1] in CONTAINERS] or held
+    usual = [one for one in models if one[-1:] and one[-1] in CONTAINERS] if len(models) > 1 else models
+    if len(usual) != 1:
+        raise RefusedError(f"{where} could hold several models: {_names(models)}", "name one with --container")
+    return usual[0]
+
+
+def _names(containers: Iterable[tuple[str, ...]]) -> str:
+    names = [".".join(one) or "the top level" for one in containers]
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _native_slots(spec: Spec) -> list[Slot]:
+    """The physical tensors of a model under torchtitan's keys."""
+    if not isinstance(spec, ModelSpec) or spec.family not in titan.TITAN:
+        raise UnsupportedError(
+            f"{titan.FIRST} is a name of torchtitan, whose {spec.family} has no table",
+            f"there are {', '.join(titan.TITAN)}",
+        )
+    layers = enumerate(range(spec.layers))
+    table = titan.TITAN[spec.family]
+    return list(slots(table, spec.sizes(), tensors=spec.tensors, layers=layers, mesh={}, conditions=spec.conditions))
+
+
+def _require_rows(tensors: Mapping[str, Scattered], spec: Verbatim, where: Path) -> None:
+    """Nothing but the vocabulary tells that the last rows of a model without a table are missing.
+
+    Raises:
+        SourceError: the embedding has fewer rows than the vocabulary.
+    """
+    for key, tensor in tensors.items():
+        if EMBEDDING.fullmatch(key) and tensor.shape and spec.vocab is not None and tensor.shape[0] < spec.vocab:
+            raise SourceError(
+                f"{where}: {key} has {tensor.shape[0]} rows, the vocabulary {spec.vocab}",
+                "the last rank's file may be missing; a smaller vocabulary is right with --set vocab=N",
+            )
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(root: Path, spec: Spec, dtypes: Mapping[tuple[str, int | None], str], ranks: int) -> Target:
+    """Lay out a DCP folder that `dcp.load({"model": state_dict}, checkpoint_id=root)` reads on any number of ranks.
+
+    Args:
+        root: where the files are written.
+        spec: the model.
+        dtypes: the element type of each logical tensor.
+        ranks: how many data files.
+    """
+    files, metadata = dcp_writer.layout(root, huggingface.model_slots(spec), dtypes, ranks)
+    return Target(tuple(files), {dcp.METADATA: metadata}, {})

@@ -1,0 +1,67 @@
+"""Models without a table: every tensor is a logical tensor of its own, under its own name.
+
+That is enough to merge, cast, split and publish a model of any kind, because the names stay those of Hugging Face. It
+is not enough to move it into a format that names or cuts its tensors otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from formats.errors import UnsupportedError
+from formats.layout import Rule, Slot
+from formats.pattern import Axis, Pattern
+from formats.spec import Verbatim
+from formats.tensors import TENSORS
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+"""The one pair of keys that tied models of Hugging Face share."""
+
+
+def describe(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any], why: str
+) -> Verbatim:
+    """The spec of a model that consists of given tensors.
+
+    Args:
+        config: its config.json.
+        shapes: its tensors, in their order.
+        settings: `tied` and `vocab`, where the user overrules the config.
+        why: why no table describes it.
+
+    Raises:
+        UnsupportedError: the config names no model type, or a tensor has the name of a logical tensor.
+    """
+    if not isinstance(config.get("model_type"), str):
+        raise UnsupportedError(why)
+    clash = sorted(set(shapes) & set(TENSORS))
+    if clash:
+        raise UnsupportedError(f"a tensor is called {clash[0]}, which is the name of a logical tensor here")
+    tied = settings.get("tied", config.get("tie_word_embeddings", False)) is True
+    same = EMBEDDING in shapes and shapes.get(HEAD, shapes[EMBEDDING]) == shapes[EMBEDDING]
+    copies = {HEAD: EMBEDDING} if tied and same else {}
+    vocab = settings.get("vocab", config.get("vocab_size"))
+    return Verbatim(
+        config["model_type"],
+        {key: shape for key, shape in shapes.items() if key not in copies},
+        tied,
+        vocab if type(vocab) is int else None,
+        why,
+        copies,
+    )
+
+
+def slots(spec: Verbatim) -> Iterator[Slot]:
+    """One physical tensor for each logical one, and one for each copy."""
+    for key, shape in spec.shapes.items():
+        yield _slot(key, key, shape, "")
+    for key, original in spec.copies.items():
+        yield _slot(key, original, spec.shapes[original], "copy")
+
+
+def _slot(key: str, tensor: str, shape: tuple[int, ...], replica: str) -> Slot:
+    axes = tuple(f"dim{i}" for i in range(len(shape)))
+    conditions = frozenset({"copy", "optional"} if replica else ())
+    rule = Rule(key, Pattern(f"{tensor}: {' '.join(axes)}", tensor, tuple(map(Axis, axes))), conditions)
+    return Slot("", (key,), shape, rule, (), tuple(zip(axes, shape, strict=True)), None, replica)

@@ -1,0 +1,291 @@
+"""A chat template is applied to a model's small files: transformers and tokenizers read what comes out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+from converters.assets import files
+from converters.chat import TEMPLATES, apply_template, load_template
+from converters.jsontext import members, removed, replaced
+from converters.vocabulary import read_vocabulary, with_tokens
+from formats.errors import RefusedError, SourceError
+from tests.chat import worlds
+
+CHAT = [
+    {"role": role, "content": text}
+    for role, text in (("user", "How many?"), ("assistant", "5."), ("user", "And?"), ("assistant", "9."))
+]
+
+
+def applied(folder, name, rows=10_000):
+    """Apply a template, and put the new files in the folder."""
+    made = apply_template(dict(files(folder)), load_template(name), rows)
+    for file, text in made.texts.items():
+        (folder / file).write_bytes(text)
+    for file in made.removed:
+        (folder / file).unlink()
+    return made
+
+
+def held(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize("style", [4, 5])
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("known", [False, True], ids=["new tokens", "known tokens"])
+def test_transformers_reads_what_comes_out(tmp_path, name, style, known):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    needed = worlds.NEEDED[name]
+    tokenizer = worlds.tokenizer(*(needed if known else ()))
+    before, first = worlds.length(tokenizer), worlds.length(worlds.tokenizer())
+    folder = worlds.folder(tmp_path / "model", tokenizer, style)
+    made = applied(folder, name)
+    assert made.added == (() if known else needed)
+    assert made.length == first + len(needed) == before + len(made.added)
+
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert len(loaded) == made.length
+    for number, token in enumerate(needed):
+        assert loaded.encode(token, add_special_tokens=False) == [first + number]
+        inside = loaded.encode(f"x{token}y {token}", add_special_tokens=False)
+        assert inside.count(first + number) == 2
+        assert token not in loaded.decode(inside, skip_special_tokens=True)
+        assert token in loaded.decode(inside)
+    plain = "How many are 2 and 3? Ünï"
+    assert loaded.encode(plain, add_special_tokens=False) == tokenizer.encode(plain, add_special_tokens=False).ids
+    assert loaded.chat_template == load_template(name)
+    out = loaded.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    trained = [token for token, mask in zip(out["input_ids"], out["assistant_masks"], strict=True) if mask]
+    stop = loaded.convert_tokens_to_ids(TEMPLATES[name].terminators[0])
+    assert trained.count(stop) == 2
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [1, stop]
+    assert made.terminator == TEMPLATES[name].terminators[0]
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "Qwen2TokenizerFast", "GPT2TokenizerFast"])
+def test_tokenizer_classes_of_a_model_read_them_too(tmp_path, kind):
+    """transformers 5 builds these anew from the parts of tokenizer.json."""
+    from transformers import AutoTokenizer
+
+    tokenizer = worlds.tokenizer()
+    changes = {"tokenizer_class": kind, "unk_token": "<pad>"}
+    folder = worlds.folder(tmp_path / "model", tokenizer, 4, tokenizer_config=changes)
+    made = applied(folder, "chatml")
+    loaded = AutoTokenizer.from_pretrained(folder)
+    ids = [worlds.length(tokenizer), worlds.length(tokenizer) + 1]
+    assert loaded.convert_tokens_to_ids(list(made.added)) == ids
+    assert loaded.encode("x<|im_end|>y", add_special_tokens=False).count(ids[1]) == 1
+
+
+@pytest.mark.parametrize("style", [4, 5])
+def test_every_other_byte_stays(tmp_path, style):
+    """tokenizer.json gets its entries, tokenizer_config.json loses its template, nothing else moves."""
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer(), style)
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    made = applied(folder, "chatml")
+    after = {path.name: path.read_text() for path in folder.iterdir()}
+    assert after.keys() - before.keys() == {"chat_template.jinja"}
+    assert after["chat_template.jinja"] == load_template("chatml")
+    assert after["config.json"] == before["config.json"]
+    lost = [line for line in before["tokenizer.json"].splitlines() if line not in after["tokenizer.json"].splitlines()]
+    assert lost == []
+    assert after["tokenizer.json"].partition('"normalizer"')[2] == before["tokenizer.json"].partition('"normalizer"')[2]
+    assert set(made.texts) == {"chat_template.jinja", "generation_config.json", "tokenizer.json"} | (
+        {"tokenizer_config.json"} if style == 4 else set()
+    )
+    config = held(folder, "tokenizer_config.json")
+    assert list(config) == [key for key in json.loads(before["tokenizer_config.json"]) if key != "chat_template"]
+    if style == 4:
+        decoder = config["added_tokens_decoder"]
+        assert {decoder[key]["content"] for key in list(decoder)[-2:]} == set(made.added)
+        assert set(decoder[list(decoder)[-1]]) == set(decoder["0"])
+    made_again = apply_template(dict(files(folder)), load_template("chatml"), 10_000)
+    assert (made_again.texts, made_again.added) == ({}, ())
+
+
+def test_the_file_is_as_the_library_itself_writes_it(tmp_path):
+    tokenizer = worlds.tokenizer()
+    folder = worlds.folder(tmp_path / "model", tokenizer)
+    applied(folder, "llama3")
+    tokenizer.add_special_tokens(list(worlds.NEEDED["llama3"]))
+    tokenizer.save(str(tmp_path / "theirs.json"))
+    assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "theirs.json").read_bytes()
+
+
+def test_a_token_that_is_no_special_one_becomes_one(tmp_path):
+    """Added as ordinary token, or only a piece of the model's vocabulary: no new row, one id in a text."""
+    from transformers import AutoTokenizer
+
+    plain = AddedToken("<|im_start|>", special=False, normalized=False)
+    tokenizer = json.loads(worlds.tokenizer(plain).to_str())
+    last = max(tokenizer["model"]["vocab"].values()) + 1
+    tokenizer["model"]["vocab"]["<|im_end|>"] = last
+    tokenizer["added_tokens"][-1]["id"] = last + 1
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer))
+    assert len(tokenizer.encode("a<|im_end|>").ids) > 2
+    folder = worlds.folder(tmp_path / "model", tokenizer, 4)
+    made = applied(folder, "chatml", rows=worlds.length(tokenizer))
+    assert (made.added, made.length, made.rows_needed) == ((), worlds.length(tokenizer), made.rows)
+    assert "<|im_end|>, <|im_start|> become special tokens, which they were not" in made.notes
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert loaded.encode("a<|im_end|>", add_special_tokens=False)[-1] == last
+    assert loaded.decode([last, last + 1], skip_special_tokens=True) == ""
+    assert held(folder, "tokenizer_config.json")["added_tokens_decoder"][str(last + 1)]["special"] is True
+
+
+def test_rows_that_lack_are_counted_and_padding_is_named(tmp_path):
+    tokenizer = worlds.tokenizer()
+    count = worlds.length(tokenizer)
+    folder = worlds.folder(tmp_path / "model", tokenizer)
+    exact = apply_template(dict(files(folder)), load_template("llama3"), count)
+    assert (exact.rows_needed, exact.length, exact.rows) == (count + 3, count + 3, count)
+    assert f"the embedding has {count} rows and needs {count + 3}" in exact.notes
+    padded = apply_template(dict(files(folder)), load_template("llama3"), count + 61)
+    assert padded.rows_needed == count + 61
+    assert any("train them" in note for note in padded.notes)
+    with pytest.raises(RefusedError, match="not of one model"):
+        apply_template(dict(files(folder)), load_template("llama3"), count - 1)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": 1}, {}, [1, "end"]),
+        ({"eos_token_id": [2, 1]}, {}, [2, 1, "end"]),
+        ({"eos_token_id": None}, {}, [1, "end"]),
+        ({"eos_token_id": [2]}, {}, [2, 1, "end"]),
+        (None, {"eos_token_id": [1, 2], "pad_token_id": 2}, [1, 2, "end"]),
+        (None, {"eos_token_id": None}, [1, "end"]),
+    ],
+)
+def test_generation_stops_at_all_old_ids_and_the_terminator(tmp_path, generation, config, expected):
+    tokenizer = worlds.tokenizer()
+    folder = worlds.folder(tmp_path / "model", tokenizer, generation=generation or {}, config=config)
+    if generation is None:
+        (folder / "generation_config.json").unlink()
+    applied(folder, "control")
+    end = worlds.length(tokenizer) + 1
+    made = held(folder, "generation_config.json")
+    assert made["eos_token_id"] == [end if one == "end" else one for one in expected]
+    assert made["bos_token_id"] == 0
+    assert made.get("pad_token_id") == config.get("pad_token_id")
+
+
+def test_users_templates(tmp_path):
+    """A file: its terminator and its <|…|> tokens are found by rendering it."""
+    theirs = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<end>{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(theirs)
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer(AddedToken("<end>", special=False)))
+    made = applied(folder, str(tmp_path / "mine.jinja"))
+    assert (made.terminator, made.added) == ("<end>", ("<|turn|>",))
+    assert made.texts["chat_template.jinja"] == theirs.encode()
+    zephyr = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    made = apply_template(dict(files(folder)), zephyr, 999)
+    assert (made.terminator, made.added) == ("</s>", ("<|user|>", "<|assistant|>", "<|system|>"))
+    with pytest.raises(RefusedError, match="never stop"):
+        apply_template(dict(files(folder)), "{% for m in messages %}{{ m.content }}\n{% endfor %}", 999)
+    with pytest.raises(SourceError, match="TemplateSyntaxError"):
+        apply_template(dict(files(folder)), "{% for %}", 999)
+
+
+def test_other_files_with_tokens_and_templates(tmp_path):
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer())
+    (folder / "added_tokens.json").write_text('{"<pad>": 2}')
+    (folder / "tokenizer.model").write_bytes(b"raw")
+    (folder / "chat_template.json").write_text('{"chat_template": "x"}')
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("x")
+    made = applied(folder, "chatml")
+    assert set(made.removed) == {"chat_template.json", "additional_chat_templates/tools.jinja"}
+    count = made.length
+    assert held(folder, "added_tokens.json") == {"<pad>": 2, "<|im_start|>": count - 2, "<|im_end|>": count - 1}
+    assert any(note.startswith("tokenizer.model lacks them") for note in made.notes)
+
+
+def test_no_fast_tokenizer_is_refused(tmp_path):
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer())
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    with pytest.raises(RefusedError, match=r"needs tokenizer\.json, and the model has tokenizer\.model") as raised:
+        apply_template(dict(files(folder)), load_template("chatml"), 999)
+    assert raised.value.hint.endswith("convert tokenizer MODEL OUT")
+    (folder / "tokenizer.model").unlink()
+    with pytest.raises(RefusedError, match="no tokenizer at all"):
+        apply_template(dict(files(folder)), load_template("chatml"), 999)
+
+
+def test_ids_with_holes_are_refused(tmp_path):
+    """The library would give a new token the id of an old one."""
+    vocab = {chr(97 + number): number for number in range(26)} | {"z1": 30}
+    holed = Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    with pytest.raises(RefusedError, match="new ids from 31 on"):
+        with_tokens(holed.to_str().encode(), ["<|x|>"])
+
+
+def test_a_tokenizer_that_changes_the_text_first_still_sees_the_token():
+    """Lower case, the SentencePiece prefix: control tokens are matched as they are written."""
+    made = worlds.tokenizer()
+    made.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Prepend("▁")])
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    edited, known = with_tokens(made.to_str().encode(), ["<|IM|>"])
+    assert known.single("<|IM|>")
+    assert read_vocabulary(edited).ids["<|IM|>"] == worlds.length(made)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"model": 1}', b"\xff\xfe", b"raw"])
+def test_what_is_no_tokenizer_is_an_error_of_the_source(content):
+    with pytest.raises(SourceError, match=r"tokenizer\.json"):
+        read_vocabulary(content)
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_source():
+    """An impossible prefix of BPE pieces: tokenizers 0.23.3 slices out of range."""
+    broken = json.loads(worlds.tokenizer().to_str())
+    broken["model"]["continuing_subword_prefix"] = "xxxxx"
+    with pytest.raises(SourceError, match=r"tokenizer\.json is no tokenizer that can be loaded"):
+        read_vocabulary(json.dumps(broken).encode())
+    silent = Tokenizer(models.WordLevel({"a": 0}, unk_token="absent"))
+    with pytest.raises(SourceError, match="fails on"):
+        with_tokens(silent.to_str().encode(), ["<|x|>"])
+
+
+# --- edits of JSON texts ---------------------------------------------------------------------------------------------
+
+TEXT = '{\n  "a": [1, "}"],\n  "b\\"": {"c": 2.50},\n  "d": 1e-6\n}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value", "expected"),
+    [
+        (TEXT, "a", None, TEXT.replace('[1, "}"]', "null")),
+        (TEXT, "d", [1, 2], TEXT.replace("1e-6", "[\n    1,\n    2\n  ]")),
+        (TEXT, "e", "ü\n", '{\n  "e": "ü\\n",' + TEXT[1:]),
+        ('{"a":1}', "a", {"b": 2}, '{"a":{"b": 2}}'),
+        ('{"a":1}', "b", 2, '{"b": 2, "a":1}'),
+        ("{}\n", "b", 2, '{"b": 2}\n'),
+        (" {\n} ", "b", 2, ' {"b": 2} '),
+    ],
+)
+def test_one_member_changes(text, key, value, expected):
+    assert replaced(text, "x", key, value) == expected
+    assert json.loads(expected) == json.loads(text) | {key: value}
+
+
+@pytest.mark.parametrize("key", ["a", 'b"', "d", "nothing"])
+@pytest.mark.parametrize("text", [TEXT, json.dumps(json.loads(TEXT)), '{"a":0}', "{}", '{ "d" : 1 }'])
+def test_one_member_goes(text, key):
+    left = removed(text, "x", key)
+    assert json.loads(left) == {name: value for name, value in json.loads(text).items() if name != key}
+    assert left == text or len(left) < len(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"a": 1', '{"a" 1}', '{"a": 1 "b": 2}', '{"a": 1, "a": 2}', "{1: 2}", "{} {}", '{"a":}', "{,}"]
+)
+def test_what_is_no_object_is_an_error(text):
+    with pytest.raises(SourceError, match="x is no valid JSON"):
+        list(members(text, "x"))

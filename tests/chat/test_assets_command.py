@@ -1,0 +1,216 @@
+"""`convert assets`: a model gets its small files, or nothing of it changes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import save_file
+
+from converters.chat import load_template
+from converters.commands import assets as command
+from converters.commands.assets import assets
+from converters.servable import embedding_rows
+from formats.errors import RefusedError, SourceError, UsageError, VitruvianError
+from tests.chat import worlds
+
+
+def run(*words):
+    """Run the command: (stdout, stderr); errors are raised."""
+    done = CliRunner().invoke(assets, [str(word) for word in words], standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout, done.stderr
+
+
+def snapshot(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def world(tmp_path):
+    """(OUT with weights and a config only, BASE with everything else)."""
+    base = worlds.folder(tmp_path / "base", worlds.tokenizer(), 4)
+    (base / "LICENSE").write_text("licence")
+    (base / "README.md").write_text("card of the base model")
+    (base / "model.safetensors").write_bytes(b"not to be copied")
+    out = tmp_path / "out"
+    out.mkdir()
+    rows = worlds.length(worlds.tokenizer()) + 8
+    (out / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | {"vocab_size": rows}))
+    save_file({"model.embed_tokens.weight": np.zeros((rows, 16), "f4")}, out / "model.safetensors")
+    return out, base
+
+
+def test_a_model_becomes_one_that_chats(world):
+    """transformers loads it, and its generation stops at the terminator."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    out, base = world
+    config = (out / "config.json").read_bytes()
+    printed, said = run(out, "--from", base, "--chat-template", "chatml")
+    assert set(snapshot(out)) == {
+        "LICENSE", "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert (out / "config.json").read_bytes() == config
+    assert "new  chat_template.jinja" in printed
+    assert "note: the tokenizer gets <|im_start|> (" in said
+    assert "train them" in said
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [1, stop]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], return_dict=False)[-2] == stop
+    assert "LICENSE" in printed
+
+
+def test_twice_is_once(world):
+    out, base = world
+    words = (out, "--from", base, "--chat-template", "control")
+    run(*words)
+    first, inodes = snapshot(out), {path.name: path.stat().st_ino for path in out.iterdir()}
+    printed, _ = run(*words)
+    assert snapshot(out) == first
+    assert {path.name: path.stat().st_ino for path in out.iterdir()} == inodes
+    assert "new" not in printed
+    assert "replaced" not in printed
+
+
+def test_what_out_has_of_its_own_stays(world):
+    out, base = world
+    (out / "README.md").write_text("card of the tuned model")
+    (out / "LICENSE").write_text("old")
+    printed, _ = run(out, "--from", base)
+    assert (out / "README.md").read_text() == "card of the tuned model"
+    assert (out / "LICENSE").read_text() == "licence"
+    assert "replaced  LICENSE" in printed
+    assert (out / "tokenizer_config.json").read_bytes() == (base / "tokenizer_config.json").read_bytes()
+
+
+def test_dry_run_writes_nothing(world):
+    out, base = world
+    before = snapshot(out)
+    printed, _ = run(out, "--from", base, "--chat-template", "llama3", "-n", "--json")
+    told = json.loads(printed)
+    assert snapshot(out) == before
+    assert told["files"]["tokenizer.json"] == "new"
+    assert told["added"] == list(worlds.NEEDED["llama3"])
+    assert (told["rows"], told["rows_needed"], told["terminator"]) == (embedding_rows(out),) * 2 + ("<|eot_id|>",)
+    assert told["problems"] == []
+
+
+def test_rows_that_lack_are_refused_and_nothing_changes(world):
+    out, base = world
+    rows = worlds.length(worlds.tokenizer()) + 1
+    save_file({"model.embed_tokens.weight": np.zeros((rows, 16), "f4")}, out / "model.safetensors")
+    before = snapshot(out)
+    with pytest.raises(RefusedError, match=f"{rows + 1} rows are needed, the embedding has {rows}") as raised:
+        run(out, "--from", base, "--chat-template", "chatml")
+    assert "--chat-template chatml" in raised.value.hint
+    assert raised.value.exit_code == 5
+    assert snapshot(out) == before
+    assert not list(out.glob(".*"))
+
+
+def test_a_model_that_could_not_be_served_is_refused(world):
+    out, base = world
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"architectures": ["FSDPLlama"], "bos_token_id": 10**6}))
+    before = snapshot(out)
+    with pytest.raises(RefusedError, match=r"could not be served: .*FSDPLlama.*, and 1 more"):
+        run(out, "--from", base)
+    assert snapshot(out) == before
+
+
+def test_a_poor_template_of_the_base_model_is_a_note_unless_it_is_asked_for(world):
+    """Nobody asked for it: many base models have one whose terminator is no eos."""
+    out, base = world
+    template = load_template("chatml")
+    (base / "chat_template.jinja").write_text(template)
+    _, said = run(out, "--from", base)
+    assert "note: <|im_end|>, which ends a reply, is not a single special token" in said
+    run(out, "--chat-template", base / "chat_template.jinja")
+    _, said = run(out, "--from", out, "--chat-template", "chatml")
+    assert "not a single" not in said
+
+
+def test_parts_of_two_tokenizers_are_refused(world):
+    out, base = world
+    (out / "tokenizer.model").write_bytes(b"of another model")
+    with pytest.raises(RefusedError, match=r"holds tokenizer\.model, which .*base lacks") as raised:
+        run(out, "--from", base)
+    assert raised.value.hint == f"if it is not needed: rm {out / 'tokenizer.model'}"
+
+
+def test_old_templates_go(world):
+    out, base = world
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tools.jinja").write_text("x")
+    run(out, "--from", base)
+    assert (out / "additional_chat_templates" / "tools.jinja").read_text() == "x"
+    (out / "chat_template.json").write_text("{}")
+    printed, _ = run(out, "--from", base, "--chat-template", "chatml")
+    assert "removed   chat_template.json\n" in printed
+    assert not (out / "chat_template.json").exists()
+    assert not (out / "additional_chat_templates" / "tools.jinja").exists()
+
+
+def test_a_failure_half_way_leaves_out_as_it_was(world, monkeypatch):
+    """Nothing is renamed before everything is ready, and a killed run's folder does not stop the next."""
+    out, base = world
+    before = snapshot(out)
+    written = []
+
+    def fail(path, content, write=command._write):
+        written.append(path)
+        if len(written) == 4:
+            raise OSError(28, "No space left on device", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(command, "_write", fail)
+    with pytest.raises(OSError, match="No space left"):
+        run(out, "--from", base, "--chat-template", "chatml")
+    assert snapshot(out) == before
+    monkeypatch.undo()
+    (out / command.STAGING).mkdir()
+    (out / command.STAGING / "left").write_text("by a run that was killed")
+    run(out, "--from", base, "--chat-template", "chatml")
+    assert not list(out.glob(".*"))
+
+
+def test_rows_of_sharded_weights_and_without_weights(world, tmp_path):
+    out, _ = world
+    (out / "model.safetensors").rename(out / "model-00001-of-00002.safetensors")
+    weight_map = {
+        "model.embed_tokens.weight": "model-00001-of-00002.safetensors",
+        "x": "model-00002-of-00002.safetensors",
+    }
+    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    rows = worlds.length(worlds.tokenizer()) + 8
+    (out / "config.json").write_text('{"vocab_size": 7}')
+    assert embedding_rows(out) == rows
+    (out / "model.safetensors.index.json").unlink()
+    assert embedding_rows(out) == 7
+    (out / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(SourceError, match="no safetensors file"):
+        embedding_rows(out)
+    with pytest.raises(UsageError, match="is no Hugging Face model"):
+        embedding_rows(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["OUT"], "nothing to do"),
+        (["OUT", "--from", "OUT/nowhere"], "is no folder"),
+        (["OUT", "--chat-template", "chatlm"], "neither a shipped chat template nor a file"),
+        (["OUT/nowhere", "--chat-template", "chatml"], "is no Hugging Face model"),
+        (["OUT", "--chat-template", "chatml"], "no tokenizer at all"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_sentence(world, words, sentence):
+    with pytest.raises(VitruvianError, match=sentence):
+        run(*(word.replace("OUT", str(world[0])) for word in words))
+    assert not list(world[0].glob(".*"))

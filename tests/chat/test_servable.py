@@ -1,0 +1,165 @@
+"""What is wrong with a folder before it is published: each sentence has a folder that earns it, and only it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import AddedToken
+
+from converters.assets import files
+from converters.chat import TEMPLATES, apply_template, load_template
+from converters.servable import findings, problems
+from tests.chat import worlds
+
+NO_BLOCKS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def sound(path, **changes):
+    """A folder with the template chatml in which everything fits."""
+    tokenizer = worlds.tokenizer(*worlds.NEEDED["chatml"])
+    end = tokenizer.token_to_id("<|im_end|>")
+    generation = {"eos_token_id": [1, end]} | changes.pop("generation", {})
+    folder = worlds.folder(path, tokenizer, generation=generation, **changes)
+    (folder / "chat_template.jinja").write_text(load_template("chatml"))
+    return folder, worlds.length(tokenizer)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("style", [4, 5])
+def test_nothing_is_wrong_after_a_template_was_applied(tmp_path, name, style):
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer(), style)
+    made = apply_template(dict(files(folder)), load_template(name), 999)
+    for file, text in made.texts.items():
+        (folder / file).write_bytes(text)
+    assert problems(folder, made.rows_needed, need_template=True) == []
+    assert problems(folder, made.length, need_template=True) == []
+    assert problems(folder, None, need_template=True) == []
+    too_few = problems(folder, made.length - 1, need_template=True)
+    assert too_few[0] == f"the tokenizer has {made.length} entries, the embedding {made.length - 1} rows"
+
+
+SETTINGS = {
+    "config.json names no architectures": {"config": {"architectures": None}},
+    "config.json names the architecture 'FSDPLlamaForCausalLM', a wrapper of the training framework": {
+        "config": {"architectures": ["FSDPLlamaForCausalLM"]}
+    },
+    "the tokenizer has no token '<eos>', which is its eos_token": {"tokenizer_config": {"eos_token": "<eos>"}},
+    "the tokenizer has no token '<none>', which is its pad_token": {
+        "tokenizer_config": {"pad_token": {"content": "<none>", "special": True}}
+    },
+    "bos_token_id of config.json is 5000, the embedding has 400 rows": {"config": {"bos_token_id": 5000}},
+    "pad_token_id of generation_config.json is -7, the embedding has 400 rows": {"generation": {"pad_token_id": -7}},
+    "eos_token_id of config.json is 399, an id that the tokenizer does not have": {"config": {"eos_token_id": [399]}},
+    "eos_token_id of config.json is '1', not an id or a list of ids": {"config": {"eos_token_id": "1"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", SETTINGS)
+def test_settings(tmp_path, sentence):
+    folder, _ = sound(tmp_path / "model", **SETTINGS[sentence])
+    assert problems(folder, 400, need_template=True) == [sentence]
+    assert [one.blocks for one in findings(dict(files(folder)), 400)] == [True]
+
+
+def test_ids_that_are_fine(tmp_path):
+    folder, length = sound(tmp_path / "model", config={"pad_token_id": -1, "eos_token_id": [0, 1]})
+    assert problems(folder, length) == []
+
+
+def test_no_tokenizer(tmp_path):
+    folder, length = sound(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    assert problems(folder, length) == ["there is no tokenizer: no tokenizer.json"]
+    (folder / "tokenizer.model").write_bytes(b"raw")
+    assert problems(folder, length) == [
+        "tokenizer.model has no tokenizer.json beside it, so that its tokens cannot be checked"
+    ]
+    assert not findings(dict(files(folder)), length)[0].blocks
+    assert findings(dict(files(folder)), length, need_template=True)[0].blocks
+    (folder / "tokenizer.json").write_text("{}")
+    assert problems(folder, length)[0].startswith("tokenizer.json is no tokenizer that can be loaded: ")
+
+
+def test_no_config(tmp_path):
+    folder, length = sound(tmp_path / "model")
+    (folder / "config.json").unlink()
+    assert problems(folder, length, need_template=True) == ["there is no config.json"]
+    (folder / "config.json").write_text("{")
+    assert problems(folder, length) == ["config.json is no valid JSON: Expecting value: line 1 column 2 (char 1)"]
+
+
+def test_no_eos(tmp_path):
+    changes = {"generation": {"eos_token_id": None}, "tokenizer_config": {"eos_token": None}}
+    folder, length = sound(tmp_path / "model", **changes)
+    (folder / "chat_template.jinja").unlink()
+    assert problems(folder, length) == [
+        "nothing says where a text ends: generation_config.json and tokenizer_config.json name no eos"
+    ]
+
+
+TEMPLATE = {
+    "the chat template does not render: TemplateSyntaxError": ("{% for %}", {}),
+    "the chat template leaves out a reply": ("{{ messages[0].content }}", {}),
+    "the chat template ends a reply with no special token": ("{% for m in messages %}{{ m.content }} {% endfor %}", {}),
+    "<|im_end|>, which ends a reply, has id": (None, {"generation": {"eos_token_id": 1}}),
+    "<|end|>, which ends a reply, is not a single special token": (
+        load_template("chatml").replace("im_end", "end"), {}
+    ),
+    "the chat template uses eos_token, and tokenizer_config.json names none": (
+        load_template("chatml") + "{{ eos_token }}", {"tokenizer_config": {"eos_token": None}}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", TEMPLATE)
+def test_templates(tmp_path, sentence):
+    """They stop a model that is to be served with its template, and are worth a note otherwise."""
+    template, changes = TEMPLATE[sentence]
+    folder, length = sound(tmp_path / "model", **changes)
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    for needed in (True, False):
+        found = [one for one in findings(dict(files(folder)), length, needed) if one.sentence.startswith(sentence)]
+        assert [one.blocks for one in found] == [needed]
+
+
+def test_a_template_that_only_training_suffers_from(tmp_path):
+    folder, length = sound(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(NO_BLOCKS)
+    found = findings(dict(files(folder)), length, need_template=True)
+    assert [(one.sentence.partition(",")[0], one.blocks) for one in found] == [
+        ("the chat template has no {% generation %} block", False)
+    ]
+
+
+def test_no_template(tmp_path):
+    folder, length = sound(tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    assert problems(folder, length) == []
+    assert problems(folder, length, need_template=True) == ["there is no chat template"]
+
+
+def test_templates_lie_in_several_places(tmp_path):
+    """The file outranks the tokenizer config, which may hold one or several."""
+    folder, length = sound(tmp_path / "model", tokenizer_config={"chat_template": "{% for %}"})
+    assert problems(folder, length, need_template=True) == []
+    (folder / "chat_template.jinja").unlink()
+    assert "TemplateSyntaxError" in problems(folder, length, need_template=True)[0]
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    for default, expected in ((load_template("chatml"), []), ("{% for %}", ["the chat template does not render"])):
+        named = [{"name": "tool_use", "template": "{% if %}"}, {"name": "default", "template": default}]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+        assert [one.partition(":")[0] for one in problems(folder, length, need_template=True)] == expected
+
+
+@pytest.mark.parametrize("flags", [{"special": False}, {"special": True, "single_word": True}])
+def test_a_terminator_that_is_no_special_token(tmp_path, flags):
+    """Or one that a text does not show when a letter stands before it."""
+    tokenizer = worlds.tokenizer("<|im_start|>", AddedToken("<|im_end|>", **flags))
+    end = tokenizer.token_to_id("<|im_end|>")
+    folder = worlds.folder(tmp_path / "model", tokenizer, generation={"eos_token_id": [1, end]})
+    (folder / "chat_template.jinja").write_text(load_template("chatml"))
+    assert problems(folder, 999, need_template=True) == [
+        "<|im_end|>, which ends a reply, is not a single special token of the tokenizer"
+    ]

@@ -1,0 +1,114 @@
+"""A vocabulary that grows: new rows are the mean of the others, in every place that holds them, and it is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from formats.rows import grown, rows
+from formats.spec import Verbatim
+
+TOKENS = 211
+
+
+@pytest.fixture
+def base(model, tmp_path):
+    """A model whose tokenizer has a token for each row of its embedding."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    def make(name: str, dtype: str = "float32", **changes):
+        folder = tmp_path / "base"
+        shutil.copytree(model(name, dtype, **changes), folder)
+        (folder / "tokenizer.model").unlink()
+        (folder / "chat_template.jinja").unlink()
+        words = {"<s>": 0, "</s>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, TOKENS)}
+        tokenizer = Tokenizer(models.WordLevel(words, "<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.add_special_tokens(["<s>", "</s>"])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("memory", ["16MiB", "256KiB"])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("llama-tied", "bfloat16"), ("qwen3", "float16")])
+def test_new_rows_are_the_mean_of_the_others(base, convert, tmp_path, name, dtype, memory):
+    import torch
+    from safetensors.torch import load_file
+
+    source, out = base(name, dtype), tmp_path / "out"
+    assert convert("hf2fsdp", source, tmp_path / "dcp", "--ranks", 3).code == 0
+    plan = convert("fsdp2hf", tmp_path / "dcp", out, "--chat-template", "chatml", "-n")
+    assert f"change mean of {TOKENS} rows as 2 new rows in {1 if 'tied' in name else 2} tensors" in plan.out
+    assert convert("fsdp2hf", tmp_path / "dcp", out, "--chat-template", "chatml", "--memory", memory).code == 0
+    old, new = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    assert old.keys() == new.keys()
+    for key, tensor in old.items():
+        assert torch.equal(new[key][: len(tensor)], tensor), key
+        if key in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert new[key].shape[0] == TOKENS + 2
+            mean = tensor.double().mean(dim=0).float().to(tensor.dtype)
+            assert all(torch.equal(row, mean) for row in new[key][TOKENS:])
+        else:
+            assert new[key].shape == tensor.shape
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == TOKENS + 2
+    assert convert("verify", out).code == 0
+
+
+def test_a_model_without_a_table_grows_too(base, convert, tmp_path):
+    from safetensors.torch import load_file
+
+    source, out = base("llama"), tmp_path / "out"
+    assert convert("hf2fsdp", source, tmp_path / "dcp", "--verbatim").code == 0
+    assert convert("fsdp2hf", tmp_path / "dcp", out, "--chat-template", "control", "--verbatim").code == 0
+    new = load_file(out / "model.safetensors")
+    assert {len(new[key]) for key in ("model.embed_tokens.weight", "lm_head.weight")} == {TOKENS + 2}
+    assert len(new["model.norm.weight"]) == 64
+    assert convert("verify", out).code == 0
+
+
+def test_a_template_whose_tokens_are_there_changes_no_weight(base, convert, tmp_path):
+    source, first, second = base("llama"), tmp_path / "first", tmp_path / "second"
+    assert convert("hf2fsdp", source, tmp_path / "dcp").code == 0
+    assert convert("fsdp2hf", tmp_path / "dcp", first, "--chat-template", "chatml").code == 0
+    assert convert("hf2fsdp", first, tmp_path / "dcp2").code == 0
+    assert convert("fsdp2hf", tmp_path / "dcp2", second, "--chat-template", "chatml").code == 0
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+
+
+def test_megatron_to_hugging_face_with_a_template(base, convert, tmp_path):
+    """The last step of a Megatron training: a chat template, and rows for its tokens."""
+    source, out = base("llama"), tmp_path / "out"
+    assert convert("hf2megatron", source, tmp_path / "run", "--tp", 2).code == 0
+    assert convert("megatron2hf", tmp_path / "run", out, "--chat-template", "chatml").code == 0
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"][-1] == TOKENS + 1
+    assert "generation" in (out / "chat_template.jinja").read_text()
+
+
+def test_a_head_with_a_bias_grows_by_its_mean(base, tmp_path, convert):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source, out = base("llama"), tmp_path / "out"
+    weights = load_file(source / "model.safetensors")
+    bias = torch.linspace(-1, 3, TOKENS)
+    save_file({**weights, "lm_head.bias": bias}, source / "model.safetensors", {"format": "pt"})
+    assert convert("hf2fsdp", source, tmp_path / "dcp", "--verbatim", "--ranks", 2).code == 0
+    assert convert("fsdp2hf", tmp_path / "dcp", out, "--chat-template", "chatml", "--verbatim").code == 0
+    grown_bias = load_file(out / "model.safetensors")["lm_head.bias"]
+    assert torch.equal(grown_bias[:TOKENS], bias)
+    assert torch.equal(grown_bias[TOKENS:], bias.double().mean().float().expand(2))
+
+
+def test_what_has_rows_and_what_only_looks_like_it():
+    shapes = {"wte.weight": (7, 4), "lm_head.weight": (7, 4), "lm_head.bias": (7,), "h.0.w.weight": (7, 4)}
+    spec = Verbatim("x", shapes, tied=False, vocab=7, why="a test")
+    assert rows(spec) == 7
+    bigger = grown(spec, 9)
+    assert bigger.shapes == {**shapes, "wte.weight": (9, 4), "lm_head.weight": (9, 4), "lm_head.bias": (9,)}
+    assert bigger.vocab == 9

@@ -9,8 +9,9 @@ from math import prod
 import numpy as np
 
 from converters.edges import WORDS, Array, to_float
-from converters.engine import Files, gather, tiles
+from converters.engine import Files, gather
 from converters.plan import Job, Plan
+from converters.regions import Nearby, tiles
 from formats.storage import DTYPES, FLOATS
 
 
@@ -55,7 +56,7 @@ def _compare(one: Job, two: Job, files: Files, buffers: list[Array]) -> Differen
         values = []
         for job, word, buffer in zip((one, two), words, buffers, strict=False):
             tile = buffer.view(word)[: prod(shape)]
-            gather(files, job.sources, start, shape, tile, buffers[2].view(word))
+            gather(files, Nearby(job.sources, len(job.shape)), start, shape, tile, buffers[2].view(word))
             values.append(tile)
         if one.source_dtype == two.source_dtype and np.array_equal(values[0], values[1]):
             continue

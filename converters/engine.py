@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,8 @@ from converters import edges
 from converters.checksums import Checksums
 from converters.digest import hasher
 from converters.edges import WORDS, Array
-from converters.plan import Job, Part
+from converters.plan import Job
+from converters.regions import Nearby, region, runs, tiles
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError, VerificationError
 from formats.storage import DTYPES, FLOATS, Fragment, read_into, write_from
 from formats.streams import Reader, Stream
@@ -107,99 +107,7 @@ class Files:
             os.close(fd)
 
 
-# --- regions: where a part of a tile lies in a file ------------------------------------------------------------------
-
-
-class Region(NamedTuple):
-    """A strided block: `dims` are (count, stride in the file, stride in the tile), in elements, widest stride first."""
-
-    file: int
-    tile: int
-    dims: tuple[tuple[int, int, int], ...]
-
-
-def tiles(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a box into (start, shape) pieces of at most `limit` elements, contiguous and in canonical order."""
-    inner, axis = 1, len(shape)
-    while axis > 0 and inner * shape[axis - 1] <= limit:
-        axis -= 1
-        inner *= shape[axis]
-    if axis == 0:
-        yield (0,) * len(shape), shape
-        return
-    step = max(1, limit // inner)
-    for outer in product(*(range(n) for n in shape[: axis - 1])):
-        for start in range(0, shape[axis - 1], step):
-            count = min(step, shape[axis - 1] - start)
-            yield (*outer, start, *(0,) * (len(shape) - axis)), (*(1,) * (axis - 1), count, *shape[axis:])
-
-
-class Nearby:
-    """Parts of a tensor, to be asked which of them meet a tile: a tensor of a thousand ranks has as many."""
-
-    def __init__(self, parts: Sequence[Part], axes: int) -> None:
-        self.parts = parts
-        spans = [[(0, 1) if span.axis == "layer" else span[1:3] for span in part.leaf.spans] for part in parts]
-        self.bounds = np.array(spans, np.int64).reshape(len(parts), axes, 2)
-
-    def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> list[Part]:
-        """The parts that meet a tile."""
-        low = np.array(start, np.int64)
-        meets = (self.bounds[:, :, 0] < low + np.array(shape, np.int64)) & (self.bounds[:, :, 1] > low)
-        return [self.parts[i] for i in np.flatnonzero(meets.all(axis=1)).tolist()]
-
-
-def region(part: Part, start: tuple[int, ...], shape: tuple[int, ...]) -> Region | None:
-    """The part of a tile that a leaf holds, None if they do not meet.
-
-    `start` and `shape` are the tile's, in the coordinates of the job's box. A `layer` span counts as coordinate 0: a
-    job has one layer.
-    """
-    address, position, dims, tile_stride = part.leaf.base, 0, [], 1
-    for span, low, count in zip(reversed(part.leaf.spans), reversed(start), reversed(shape), strict=True):
-        first, stop = (0, 1) if span.axis == "layer" else (span.start, span.stop)
-        begin, end = max(first, low), min(stop, low + count)
-        if begin >= end:
-            return None
-        address += (begin - first) * span.stride
-        position += (begin - low) * tile_stride
-        if end - begin > 1:
-            dims.append((end - begin, span.stride, tile_stride))
-        tile_stride *= count
-    dims.sort(key=lambda dim: -dim[1])
-    merged: list[tuple[int, int, int]] = []
-    for count, in_file, in_tile in dims:
-        if merged and merged[-1][1] == count * in_file and merged[-1][2] == count * in_tile:
-            merged[-1] = (merged[-1][0] * count, in_file, in_tile)
-        else:
-            merged.append((count, in_file, in_tile))
-    return Region(address, position, tuple(merged))
-
-
-def runs(where: Region, limit: int, sparsest: int) -> Iterator[tuple[int, int, int, tuple[tuple[int, int, int], ...]]]:
-    """Cut a region into pieces that lie close together in the file.
-
-    Args:
-        where: the region.
-        limit: most elements from the first to the last of a piece.
-        sparsest: most elements of the file for each element that is wanted; 1 for exact runs.
-
-    Yields:
-        (address in the file, position in the tile, elements from first to last, dims of the piece).
-    """
-    inner = len(where.dims)
-    span = useful = 1
-    while inner > 0:
-        count, in_file, _ = where.dims[inner - 1]
-        wider = span + (count - 1) * in_file
-        if wider > limit or wider > useful * count * sparsest:
-            break
-        span, useful, inner = wider, useful * count, inner - 1
-    outer = where.dims[:inner]
-    for index in product(*(range(count) for count, _, _ in outer)):
-        in_file = sum(i * stride for i, (_, stride, _) in zip(index, outer, strict=True))
-        in_tile = sum(i * stride for i, (_, _, stride) in zip(index, outer, strict=True))
-        yield where.file + in_file, where.tile + in_tile, span, where.dims[inner:]
+# --- tiles -----------------------------------------------------------------------------------------------------------
 
 
 def _view(buffer: Array, position: int, dims: tuple[tuple[int, int, int], ...], side: int) -> Array:
@@ -210,14 +118,12 @@ def _view(buffer: Array, position: int, dims: tuple[tuple[int, int, int], ...], 
 
 
 def gather(
-    files: Files, parts: Iterable[Part], start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
+    files: Files, parts: Nearby, start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
 ) -> None:
     """Read the leaves of one copy of a tensor into a tile."""
     item = tile.itemsize
-    for part in parts:
+    for part in parts(start, shape):
         where = region(part, start, shape)
-        if where is None:
-            continue
         fragment = part.fragment
         for address, position, span, dims in runs(where, len(scratch), SPARSEST_READ):
             if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
@@ -228,14 +134,12 @@ def gather(
 
 
 def scatter(
-    files: Files, parts: Iterable[Part], start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
+    files: Files, parts: Nearby, start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
 ) -> None:
     """Write a tile out to the leaves that hold it."""
     item = tile.itemsize
-    for part in parts:
+    for part in parts(start, shape):
         where = region(part, start, shape)
-        if where is None:
-            continue
         for address, position, span, dims in runs(where, len(scratch), 1):
             if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
                 files.write(part.fragment, address * item, tile[position : position + span].data.cast("B"))
@@ -280,12 +184,12 @@ def run_job(
             raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
         count = prod(shape)
         values = tile[:count]
-        gather(files, sources(start, shape), start, shape, values, scratch)
+        gather(files, sources, start, shape, values, scratch)
         if copies and limits.replicas == "mean" and job.source_dtype in FLOATS:
             values = _mean(job, copies, files, start, shape, values, other[:count], scratch)
         else:
             for copy, parts in copies.items():
-                gather(files, parts(start, shape), start, shape, other[:count], scratch)
+                gather(files, parts, start, shape, other[:count], scratch)
                 held = count if job.rows is None else min(count, max(0, job.rows - start[0]) * (count // shape[0]))
                 if not np.array_equal(values[:held], other[:held]):
                     distance = _distance(values[:held], other[:held], job.source_dtype)
@@ -300,7 +204,7 @@ def run_job(
             )
         digest.update(result.data.cast("B"))
         if job.targets and count and (result[0] or result.any()):  # a fresh file already reads as zeros
-            scatter(files, targets(start, shape), start, shape, result, buffers.scratch.view(result.dtype))
+            scatter(files, targets, start, shape, result, buffers.scratch.view(result.dtype))
         advance(count * item)
     if worst:
         copy, distance = max(worst.items(), key=lambda pair: pair[1])
@@ -330,7 +234,7 @@ def _mean_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Arr
     total = np.zeros(width, np.float64)
     for start, shape in tiles((rows, *job.shape[1:]), tile.nbytes // tile.itemsize):
         values = tile[: prod(shape)]
-        gather(files, sources(start, shape), start, shape, values, scratch)
+        gather(files, sources, start, shape, values, scratch)
         left, wide = (*start, 0)[1], (*shape, 1)[1]
         for row in values.reshape(-1, wide):
             total[left : left + wide] += edges.to_float(row, job.source_dtype)
@@ -351,7 +255,7 @@ def _mean(
     """The mean of all copies of a tile; equal copies are left alone, so that no bit changes without need."""
     copies = [values.copy()]
     for parts in copies_of.values():
-        gather(files, parts(start, shape), start, shape, other, scratch)
+        gather(files, parts, start, shape, other, scratch)
         copies.append(other.copy())
     if all(np.array_equal(copies[0], copy) for copy in copies[1:]):
         return values

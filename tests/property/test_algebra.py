@@ -11,8 +11,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converters.engine import Files, Limits, execute, region, runs, tiles
+from converters.engine import Files, Limits, execute
 from converters.plan import Job, Part, prove_tiling
+from converters.regions import Nearby, region, runs, tiles
 from formats.layout import _in_order
 from formats.pattern import Leaf, Pattern, Span, at, clip, lower, parse, shape
 from formats.storage import Fragment, row_major
@@ -179,16 +180,17 @@ def test_runs_cover_a_region_exactly(data, tensors, sizes, limit, sparsest):
     pattern, _ = data.draw(patterns(tensors, sizes))
     for leaf in ordered(lower(pattern, sizes, {"tp": (0, 1)})):
         box = tuple(1 if span.axis == "layer" else span.stop for span in leaf.spans)
+        part = Part(leaf, Fragment(Path(), 0, "U8", (), ()))
         for start, extent in tiles(box, limit):
-            where = region(Part(leaf, Fragment(Path(), 0, "U8", (), ())), start, extent)
             inside = {
                 address
                 for (_, point), address in addresses(leaf).items()
                 if all(low <= x < low + n for x, low, n in zip(point, start, extent, strict=True))
             }
-            if where is None:
-                assert not inside
+            assert bool(Nearby([part], len(box))(start, extent)) == bool(inside)
+            if not inside:
                 continue
+            where = region(part, start, extent)
             touched: list[int] = []
             for low, _, span, dims in runs(where, limit * 8, sparsest):
                 piece = [low + sum(i * d[1] for i, d in zip(index, dims, strict=True))

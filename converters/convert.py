@@ -36,7 +36,7 @@ from formats.spec import Verbatim, differences
 from formats.storage import read_into, write_from
 
 if TYPE_CHECKING:
-    from converters.chat import Applied
+    from converters.publish.chat import Applied
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_SIZE = 5 * 10**9
@@ -120,7 +120,7 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
 
 
 def _apply_template(held: Mapping[str, Path], template: str, count: int | None, source: Checkpoint) -> Applied:
-    from converters.chat import apply_template, load_template
+    from converters.publish.chat import apply_template, load_template
 
     if count is None:
         raise RefusedError(f"{source.root} has no embedding whose rows a chat template could be checked against")

@@ -18,7 +18,7 @@ from converters.commands.options import FOLDER, as_json
 from formats.errors import RefusedError, SourceError, UsageError
 
 if TYPE_CHECKING:
-    from converters.chat import Applied
+    from converters.publish.chat import Applied
 
 STAGING = ".assets.partial"
 KEPT = ("config.json", "README.md")
@@ -56,7 +56,7 @@ def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as
 
     OUT is a Hugging Face folder with weights. BASE replaces what OUT has, except its config and its card.
     """
-    from converters.servable import embedding_rows, findings
+    from converters.publish.servable import embedding_rows, findings
 
     if base is None and template is None:
         raise UsageError("nothing to do", "give --from BASE, --chat-template NAME, or both")
@@ -83,7 +83,7 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
         RefusedError: OUT and BASE would make a mixture of two tokenizers, or the template cannot be applied.
     """
     from converters.assets import files
-    from converters.chat import apply_template, load_template
+    from converters.publish.chat import apply_template, load_template
 
     own = dict(files(out))
     if base is not None and not base.is_dir():
@@ -115,7 +115,7 @@ def publish(out: Path, work: Work) -> None:
 
 
 def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given: Mapping[str, Path]) -> None:
-    from converters.small_files import SLOW
+    from converters.publish.small_files import SLOW
 
     names = (*TOKENIZER, *SLOW)
     left = [name for name in names if name in own and name not in given]

@@ -66,13 +66,13 @@ def _send(plan: Push, quiet: bool, as_json: bool) -> None:
     digest = hub.verify_folder(plan.folder, quiet=quiet)
     notes = [*plan.notes, *([] if digest else [f"{plan.folder} holds no {MANIFEST}: the weights are sent unverified"])]
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(_printable(f"note: {note}"), err=True)
     if not quiet:
         click.echo(f"sending {len(plan.files)} files, {size(plan.nbytes)}", err=True)
         sys.stderr.flush()
     done = hub.push(plan, quiet=quiet)
     for note in done.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(_printable(f"note: {note}"), err=True)
     if as_json:
         facts = {"repo": plan.repo, "revision": done.revision, "commit": done.commit, "url": done.url}
         counts = {"files": len(plan.files), "bytes": plan.nbytes, "digest": digest}

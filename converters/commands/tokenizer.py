@@ -22,7 +22,7 @@ from converters.commands.options import FOLDER, as_json
 from formats.errors import OutputError, SourceError, UnsupportedError, VerificationError, short
 
 if TYPE_CHECKING:
-    from converters.tokenizer import Converted
+    from converters.publish.tokenizer import Converted
 
 BATCH, SHOWN, LONGEST_LINE = 256, 5, 1 << 14
 OURS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "chat_template.jinja"}
@@ -110,7 +110,7 @@ class Check:
 @as_json
 def tokenizer(model: Path, out: Path, as_json: bool, **options: Any) -> None:
     """SentencePiece MODEL to a Hugging Face fast tokenizer."""
-    from converters.tokenizer import ROLES, convert_tokenizer
+    from converters.publish.tokenizer import ROLES, convert_tokenizer
 
     began = time.monotonic()
     _check_free(out, options["force"])

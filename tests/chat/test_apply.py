@@ -8,9 +8,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from converters.assets import files
-from converters.chat import TEMPLATES, apply_template, load_template
-from converters.jsontext import members, removed, replaced
-from converters.vocabulary import read_vocabulary, with_tokens
+from converters.publish.chat import TEMPLATES, apply_template, load_template
+from converters.publish.jsontext import members, removed, replaced
+from converters.publish.vocabulary import read_vocabulary, with_tokens
 from formats.errors import RefusedError, SourceError
 from tests.chat import worlds
 

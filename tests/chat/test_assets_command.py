@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 
-from converters.chat import load_template
 from converters.commands import assets as command
 from converters.commands.assets import assets
-from converters.servable import embedding_rows
+from converters.publish.chat import load_template
+from converters.publish.servable import embedding_rows
 from formats.errors import RefusedError, SourceError, UsageError, VitruvianError
 from tests.chat import worlds
 

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken
 
 from converters.assets import files
-from converters.chat import TEMPLATES, apply_template, load_template
-from converters.servable import findings, problems
+from converters.publish.chat import TEMPLATES, apply_template, load_template
+from converters.publish.servable import findings, problems
 from tests.chat import worlds
 
 NO_BLOCKS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

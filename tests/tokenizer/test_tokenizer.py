@@ -19,7 +19,8 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer, sentence
 from tokenizers import Tokenizer, normalizers
 
 from converters.commands.tokenizer import check, made
-from converters.tokenizer import Converted, charsmap_rules, convert_tokenizer
+from converters.publish import normalizer
+from converters.publish.tokenizer import Converted, convert_tokenizer
 from formats.errors import RefusedError, UnsupportedError, UsageError, VerificationError
 
 ROOT = Path(__file__).parents[2]
@@ -364,7 +365,7 @@ def test_precompiled_by_itself_loses_accents(trained, converted_from):
     """Why there are separators: half of a Vietnamese letter, in the spelling of macOS, is dropped."""
     charsmap = proto_of(trained("bpe")).normalizer_spec.precompiled_charsmap
     assert normalizers.Precompiled(charsmap).normalize_str("e\u0323\u0302") == "\u1eb9"
-    assert charsmap_rules(charsmap)["e\u0323\u0302"] == "\u1ec7"
+    assert normalizer.charsmap_rules(charsmap)["e\u0323\u0302"] == "\u1ec7"
     steps = fast(converted_from("bpe")).normalizer
     assert (
         steps.normalize_str("Vie\u0323\u0302t e\u0323\u0302 \u2095\u0320") == "\u2581Vi\u1ec7t\u2581\u1ec7\u2581h\u0320"
@@ -514,10 +515,9 @@ def test_only_tokenizers_are_replaced(run, trained, tmp_path):
 
 def test_mismatches_are_printed_and_stop_it(run, trained, tmp_path, monkeypatch):
     """A tokenizer that differs is not written, unless so many are allowed; it is said either way."""
-    from converters import tokenizer
 
-    good = tokenizer._normalizers
-    monkeypatch.setattr(tokenizer, "_normalizers", lambda *args: [s for s in good(*args) if s["type"] != "NFC"])
+    good = normalizer.steps
+    monkeypatch.setattr(normalizer, "steps", lambda *args: [s for s in good(*args) if s["type"] != "NFC"])
     ran = run(trained("bpe"), tmp_path / "out")
     assert (ran.code, (tmp_path / "out").exists()) == (6, False)
     assert "differ" in ran.err
@@ -622,7 +622,7 @@ def test_random_damage_never_crashes(trained, tmp_path):
     """A byte anywhere: refused, or the same ids on both sides. In processes of their own, for a crash would end it."""
     code = (
         "import random, sys\nfrom pathlib import Path\nfrom converters.commands.tokenizer import check\n"
-        "from converters.tokenizer import convert_tokenizer\nfrom formats.errors import VitruvianError\n"
+        "from converters.publish.tokenizer import convert_tokenizer\nfrom formats.errors import VitruvianError\n"
         "raw, path, draw = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), random.Random(int(sys.argv[3]))\n"
         "for _ in range(40):\n"
         "    at = draw.randrange(len(raw))\n"

@@ -5,10 +5,6 @@ fixes the chain (sentencepiece 0.2.3, tokenizers 0.23.3; each is measured in tes
 
 * The prefix is `Prepend`. `Metaspace` leaves a text alone that begins with a space. Every text between two control
   tokens gets a prefix, as in training, where each span is encoded by itself.
-* Only U+0020 is collapsed and stripped, and U+2581 at the end. `Strip` would take newlines and tabs too.
-* `Precompiled` (spm_precompiled 0.1.4) looks up a grapheme of less than 6 bytes, takes the shortest rule that it begins
-  with and drops the rest: letters lose accents. So separators keep each character to itself there, and NFC then
-  composes the pairs that the model's own rules compose, and no other.
 * A user-defined piece is found inside a text, and the text after it gets no prefix. AddedTokens cannot do that, so it
   is an ordinary piece that a pre-tokenizer cuts out.
 * Unigram would find control and byte pieces in a text, SentencePiece does not. A text that spells one is cut in two
@@ -17,18 +13,16 @@ fixes the chain (sentencepiece 0.2.3, tokenizers 0.23.3; each is measured in tes
 
 from __future__ import annotations
 
-import base64
-import itertools
 import json
 import math
-import struct
-import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from converters.publish import normalizer
+from converters.publish.normalizer import SPACE, literal, replace
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -36,17 +30,8 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 """TrainerSpec.ModelType"""
 ROLES = ("bos", "eos", "pad", "unk")
-SPACE = "\u2581"
 FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-TABLES = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")
-"""The normalizers that SentencePiece comes with."""
-MOST_BYTES, MOST_RULES, MOST_OWN_RULES = 1 << 28, 1 << 20, 256
-APART, ALONE = "\U000e0002", "\U000e0003"
-"""Unassigned characters that end a grapheme: the one keeps NFC from composing, the other is gone before NFC."""
-PRIVATE = 0xF0000
-"""Stand-ins for what the charsmap must not touch."""
-JOINING = "\u200c\u200d\u0e33\u0eb3\uff9e\uff9f"
-"""What belongs to the grapheme before it and is no mark (Unicode's GraphemeBreakProperty, up to 3 bytes long)."""
+MOST_BYTES = 1 << 28
 SERVING = (
     "a text that spells a control token becomes that token: serve with split_special_tokens=True, or escape messages"
 )
@@ -217,89 +202,6 @@ def _special(
     return special
 
 
-# --- the normalizer --------------------------------------------------------------------------------------------------
-
-
-def charsmap_rules(charsmap: bytes) -> dict[str, str]:
-    """What a precompiled charsmap replaces, and by what.
-
-    It holds the size of a double array, that array (darts-clone's units of 32 bits), and the replacements, each with a
-    NUL behind it (sentencepiece/src/normalizer.cc, `DecodePrecompiledCharsMap`).
-    """
-    (nbytes,) = struct.unpack_from("<I", charsmap)
-    units = struct.unpack_from(f"<{nbytes // 4}I", charsmap, 4)
-    texts = charsmap[4 + nbytes :]
-    children = defaultdict(list)
-    for i, unit in enumerate(units):
-        if not unit >> 31 and unit & 0xFF:
-            children[i ^ (unit & 0xFF)].append(i)
-    rules: dict[str, str] = {}
-    stack = [(0, b"")]
-    while stack:
-        i, key = stack.pop()
-        base = i ^ ((units[i] >> 10) << ((units[i] & 0x200) >> 6))
-        if units[i] & 0x100:
-            start = units[base] & 0x7FFFFFFF
-            rules[key.decode()] = texts[start : texts.index(0, start)].decode()
-        if len(key) > 0xFF or len(rules) > MOST_RULES:
-            raise ValueError("it has no end")
-        stack.extend((child, key + bytes([units[child] & 0xFF])) for child in children.get(base, ()))
-    return rules
-
-
-def _normalizers(proto: Any, user: Iterable[str]) -> list[dict[str, Any]]:
-    """The steps that do what SentencePiece's normalizer does."""
-    spec = proto.normalizer_spec
-    try:
-        rules = charsmap_rules(spec.precompiled_charsmap) if spec.precompiled_charsmap else {}
-    except (ValueError, IndexError, struct.error) as error:
-        raise SourceError(f"the normalizer of the model is damaged: {error}") from None
-    composed, kept = [], {text: text for text in user if any(one in rules for one in text)}
-    for key, value in rules.items():
-        if len(key) > 1 and unicodedata.normalize("NFC", "".join(rules.get(one, one) for one in key)) == value:
-            composed.append(key)
-        elif len(key) > 1 and spec.name not in TABLES:  # theirs are known, and newer than this Python's Unicode
-            kept[key] = value
-    if len(kept) > MOST_OWN_RULES:
-        raise UnsupportedError(f"the normalizer has {len(kept)} rules of its own, {MOST_OWN_RULES} can be converted")
-    stands = {text: chr(PRIVATE + i) for i, text in enumerate(sorted(kept, key=len, reverse=True))}
-    steps = [_replace(text, stand) for text, stand in stands.items()]
-    steps += _mapped(spec.precompiled_charsmap, composed) if rules else []
-    steps += [_replace(stand, kept[text]) for text, stand in stands.items()]
-    space = SPACE if spec.escape_whitespaces else " "
-    if spec.remove_extra_whitespaces:
-        steps += [_replace(" {2,}", " ", "Regex"), _replace(r"\A +", "", "Regex")]
-    if spec.add_dummy_prefix:
-        steps.append({"type": "Prepend", "prepend": space})
-    if spec.escape_whitespaces:
-        steps.append(_replace(" ", space))
-    if spec.remove_extra_whitespaces:
-        steps.append(_replace(f"{_literal(space)}+\\z", "", "Regex"))
-    return steps
-
-
-def _mapped(charsmap: bytes, composed: Iterable[str]) -> list[dict[str, Any]]:
-    """Each character by itself through the charsmap, then the compositions.
-
-    No separator is put before the first character: tokenizers 0.23.3 panics in the steps behind it.
-    """
-    after: dict[str, set[str]] = defaultdict(set)
-    for key in composed:
-        for one, two in itertools.pairwise(key):
-            after[one].add(two)
-    alike = defaultdict(set)
-    for one, followers in after.items():
-        alike[frozenset(followers)].add(one)
-    pairs = "|".join(sorted(f"(?<={_class(ones)}){_class(followers)}" for followers, ones in alike.items()))
-    joining = _class({*JOINING}.union(*alike), r"\p{M}")
-    alone = _replace(rf"(?={joining})(?<=[\s\S])|(?<=\r)(?=\n)", ALONE, "Regex")
-    apart = _replace(rf"(?={joining})(?<=[\s\S])(?!{pairs})", APART, "Regex")
-    table = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()}
-    if not pairs:
-        return [alone, table, _replace(ALONE, "")]
-    return [apart, alone, table, _replace(ALONE, ""), {"type": "NFC"}, _replace(APART, "")]
-
-
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
@@ -314,12 +216,12 @@ def _backend(proto: Any, pieces: Sequence[Piece], tokens: Mapping[str, int], fir
         vocabulary = {piece.text: i for i, piece in enumerate(pieces)}
         model |= {"type": "BPE", "unk_token": pieces[unknown].text, "fuse_unk": True, "ignore_merges": bool(long)}
         model |= {"vocab": vocabulary, "merges": _merges(pieces)}
-        cut = [_split("|".join(map(_literal, long)), "Isolated"), *_spelled(pieces)] if long else []
+        cut = [_split("|".join(map(literal, long)), "Isolated"), *_spelled(pieces)] if long else []
     else:
         scored = [(piece.text, score) for piece, score in zip(pieces, _scores(pieces), strict=True)]
         model |= {"type": "Unigram", "unk_id": unknown, "vocab": scored}
         cut = _spelled(pieces)
-    decoders = [_replace(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders = [replace(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     if spec.add_dummy_prefix or spec.remove_extra_whitespaces:
         most = 0xFFFF if spec.remove_extra_whitespaces else 1
         decoders.append({"type": "Strip", "content": " ", "start": most, "stop": 0})
@@ -333,7 +235,7 @@ def _backend(proto: Any, pieces: Sequence[Piece], tokens: Mapping[str, int], fir
         "truncation": None,
         "padding": None,
         "added_tokens": [{"id": i, "content": token} | FLAGS for i, token in sorted((tokens[t], t) for t in tokens)],
-        "normalizer": {"type": "Sequence", "normalizers": _normalizers(proto, user)},
+        "normalizer": {"type": "Sequence", "normalizers": normalizer.steps(proto, user)},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": cut} if cut else None,
         "post_processor": template if first else None,
         "decoder": {"type": "Sequence", "decoders": decoders},
@@ -392,32 +294,12 @@ def _spelled(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         if len(text) > 1:
             place = (known or free or [1])[0]
             cuts[text[:place]].add(text[place:])
-    found = sorted(f"{_literal(one)}(?={'|'.join(sorted(map(_literal, rest)))})" for one, rest in cuts.items())
+    found = sorted(f"{literal(one)}(?={'|'.join(sorted(map(literal, rest)))})" for one, rest in cuts.items())
     return [_split("|".join(found), "MergedWithPrevious")] if found else []
 
 
 def _split(pattern: str, behavior: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": False}
-
-
-def _replace(what: str, by: str, how: str = "String") -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {how: what}, "content": by}
-
-
-def _literal(text: str) -> str:
-    """A pattern for a text. In ASCII: tokenizers 0.23.3 panics when it prints a long one that is not."""
-    return "".join(one if one.isascii() and one.isalnum() else f"\\x{{{ord(one):x}}}" for one in text)
-
-
-def _class(characters: Iterable[str], more: str = "") -> str:
-    """A pattern for one of some characters, as ranges."""
-    ranges: list[list[int]] = []
-    for code in sorted(map(ord, characters)):
-        if ranges and ranges[-1][1] == code - 1:
-            ranges[-1][1] = code
-        else:
-            ranges.append([code, code])
-    return "[" + more + "".join(f"\\x{{{one:x}}}-\\x{{{two:x}}}" for one, two in ranges) + "]"
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:

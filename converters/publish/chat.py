@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from converters.jsontext import decoded, removed, replaced
-from converters.sandbox import Dialogue, Rendered, guarded, render
-from converters.small_files import (
+from converters.publish.jsontext import decoded, removed, replaced
+from converters.publish.sandbox import Dialogue, Rendered, guarded, render
+from converters.publish.small_files import (
     CONFIG,
     GENERATION,
     KINDS,
@@ -30,7 +30,7 @@ from converters.small_files import (
     named_tokens,
     object_of,
 )  # fmt: skip
-from converters.vocabulary import FLAGS, NAME, Vocabulary, read_vocabulary, with_tokens
+from converters.publish.vocabulary import FLAGS, NAME, Vocabulary, read_vocabulary, with_tokens
 from formats.errors import RefusedError, SourceError, UsageError
 
 __all__ = [

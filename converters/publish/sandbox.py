@@ -199,7 +199,7 @@ def _reason(error: Exception) -> str:
 
 # --- a process of its own --------------------------------------------------------------------------------------------
 
-_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from converters.sandbox import child; child()"
+_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from converters.publish.sandbox import child; child()"
 
 
 def guarded(template: str, dialogues: Sequence[Dialogue], *, bos_token: str | None, eos_token: str | None) -> Trial:

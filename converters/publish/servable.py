@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from converters.assets import files
-from converters.chat import probe
-from converters.small_files import (
+from converters.publish.chat import probe
+from converters.publish.small_files import (
     CONFIG,
     GENERATION,
     KINDS,
@@ -25,7 +25,7 @@ from converters.small_files import (
     object_of,
     token_ids,
 )
-from converters.vocabulary import NAME, Vocabulary, read_vocabulary
+from converters.publish.vocabulary import NAME, Vocabulary, read_vocabulary
 from formats.errors import SourceError, UsageError, short
 from formats.huggingface import INDEX, SINGLE, read_json, read_weight_map
 from formats.storage import read_safetensors

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.jsontext import decoded, members
+from converters.publish.jsontext import decoded, members
 from formats.errors import SourceError, short
 
 Assets = Mapping[str, Path]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.jsontext import decoded, members, replaced
+from converters.publish.jsontext import decoded, members, replaced
 from formats.errors import RefusedError, SourceError
 
 if TYPE_CHECKING:

@@ -1,0 +1,136 @@
+"""SentencePiece's normalizer as a chain of small steps that a fast tokenizer takes.
+
+What fixes the chain (sentencepiece 0.2.3, tokenizers 0.23.3; each is measured in tests/tokenizer):
+
+* Only U+0020 is collapsed and stripped, and U+2581 at the end. `Strip` would take newlines and tabs too.
+* `Precompiled` (spm_precompiled 0.1.4) looks up a grapheme of less than 6 bytes, takes the shortest rule that it begins
+  with and drops the rest: letters lose accents. So separators keep each character to itself there, and NFC then
+  composes the pairs that the model's own rules compose, and no other.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import struct
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from formats.errors import SourceError, UnsupportedError
+
+SPACE = "\u2581"
+TABLES = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")
+"""The normalizers that SentencePiece comes with."""
+MOST_RULES, MOST_OWN_RULES = 1 << 20, 256
+APART, ALONE = "\U000e0002", "\U000e0003"
+"""Unassigned characters that end a grapheme: the one keeps NFC from composing, the other is gone before NFC."""
+PRIVATE = 0xF0000
+"""Stand-ins for what the charsmap must not touch."""
+JOINING = "\u200c\u200d\u0e33\u0eb3\uff9e\uff9f"
+"""What belongs to the grapheme before it and is no mark (Unicode's GraphemeBreakProperty, up to 3 bytes long)."""
+
+
+def charsmap_rules(charsmap: bytes) -> dict[str, str]:
+    """What a precompiled charsmap replaces, and by what.
+
+    It holds the size of a double array, that array (darts-clone's units of 32 bits), and the replacements, each with a
+    NUL behind it (sentencepiece/src/normalizer.cc, `DecodePrecompiledCharsMap`).
+    """
+    (nbytes,) = struct.unpack_from("<I", charsmap)
+    units = struct.unpack_from(f"<{nbytes // 4}I", charsmap, 4)
+    texts = charsmap[4 + nbytes :]
+    children = defaultdict(list)
+    for i, unit in enumerate(units):
+        if not unit >> 31 and unit & 0xFF:
+            children[i ^ (unit & 0xFF)].append(i)
+    rules: dict[str, str] = {}
+    stack = [(0, b"")]
+    while stack:
+        i, key = stack.pop()
+        base = i ^ ((units[i] >> 10) << ((units[i] & 0x200) >> 6))
+        if units[i] & 0x100:
+            start = units[base] & 0x7FFFFFFF
+            rules[key.decode()] = texts[start : texts.index(0, start)].decode()
+        if len(key) > 0xFF or len(rules) > MOST_RULES:
+            raise ValueError("it has no end")
+        stack.extend((child, key + bytes([units[child] & 0xFF])) for child in children.get(base, ()))
+    return rules
+
+
+def steps(proto: Any, user: Iterable[str]) -> list[dict[str, Any]]:
+    """The steps that do what SentencePiece's normalizer does."""
+    spec = proto.normalizer_spec
+    try:
+        rules = charsmap_rules(spec.precompiled_charsmap) if spec.precompiled_charsmap else {}
+    except (ValueError, IndexError, struct.error) as error:
+        raise SourceError(f"the normalizer of the model is damaged: {error}") from None
+    composed, kept = [], {text: text for text in user if any(one in rules for one in text)}
+    for key, value in rules.items():
+        if len(key) > 1 and unicodedata.normalize("NFC", "".join(rules.get(one, one) for one in key)) == value:
+            composed.append(key)
+        elif len(key) > 1 and spec.name not in TABLES:  # theirs are known, and newer than this Python's Unicode
+            kept[key] = value
+    if len(kept) > MOST_OWN_RULES:
+        raise UnsupportedError(f"the normalizer has {len(kept)} rules of its own, {MOST_OWN_RULES} can be converted")
+    stands = {text: chr(PRIVATE + i) for i, text in enumerate(sorted(kept, key=len, reverse=True))}
+    chain = [replace(text, stand) for text, stand in stands.items()]
+    chain += _mapped(spec.precompiled_charsmap, composed) if rules else []
+    chain += [replace(stand, kept[text]) for text, stand in stands.items()]
+    space = SPACE if spec.escape_whitespaces else " "
+    if spec.remove_extra_whitespaces:
+        chain += [replace(" {2,}", " ", "Regex"), replace(r"\A +", "", "Regex")]
+    if spec.add_dummy_prefix:
+        chain.append({"type": "Prepend", "prepend": space})
+    if spec.escape_whitespaces:
+        chain.append(replace(" ", space))
+    if spec.remove_extra_whitespaces:
+        chain.append(replace(f"{literal(space)}+\\z", "", "Regex"))
+    return chain
+
+
+def _mapped(charsmap: bytes, composed: Iterable[str]) -> list[dict[str, Any]]:
+    """Each character by itself through the charsmap, then the compositions.
+
+    No separator is put before the first character: tokenizers 0.23.3 panics in the steps behind it.
+    """
+    after: dict[str, set[str]] = defaultdict(set)
+    for key in composed:
+        for one, two in itertools.pairwise(key):
+            after[one].add(two)
+    alike = defaultdict(set)
+    for one, followers in after.items():
+        alike[frozenset(followers)].add(one)
+    pairs = "|".join(sorted(f"(?<={one_of(ones)}){one_of(followers)}" for followers, ones in alike.items()))
+    joining = one_of({*JOINING}.union(*alike), r"\p{M}")
+    alone = replace(rf"(?={joining})(?<=[\s\S])|(?<=\r)(?=\n)", ALONE, "Regex")
+    apart = replace(rf"(?={joining})(?<=[\s\S])(?!{pairs})", APART, "Regex")
+    table = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()}
+    if not pairs:
+        return [alone, table, replace(ALONE, "")]
+    return [apart, alone, table, replace(ALONE, ""), {"type": "NFC"}, replace(APART, "")]
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+
+def replace(what: str, by: str, how: str = "String") -> dict[str, Any]:
+    """A step that replaces a text, or a pattern."""
+    return {"type": "Replace", "pattern": {how: what}, "content": by}
+
+
+def literal(text: str) -> str:
+    """A pattern for a text. In ASCII: tokenizers 0.23.3 panics when it prints a long one that is not."""
+    return "".join(one if one.isascii() and one.isalnum() else f"\\x{{{ord(one):x}}}" for one in text)
+
+
+def one_of(characters: Iterable[str], more: str = "") -> str:
+    """A pattern for one of some characters, as ranges."""
+    ranges: list[list[int]] = []
+    for code in sorted(map(ord, characters)):
+        if ranges and ranges[-1][1] == code - 1:
+            ranges[-1][1] = code
+        else:
+            ranges.append([code, code])
+    return "[" + more + "".join(f"\\x{{{one:x}}}-\\x{{{two:x}}}" for one, two in ranges) + "]"

@@ -35,7 +35,7 @@ test: $(VENV)/.test  ## all tests, real megatron-core included
 	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal
 
 test-fast: $(VENV)/.test  ## the tests that start no other framework
-	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) -m "not megatron"
+	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) -m "not megatron and not distributed"
 
 lint: $(VENV)/.test  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -101,7 +101,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     source, target = plan.source, plan.target
     notes = _notes(source)
     if source.dropped:
-        notes.append(f"{len(source.dropped)} entries carry no weights and are dropped, such as {source.dropped[0]}")
+        notes.append(f"what is no weight of the model stays behind: {len(source.dropped)} such as {source.dropped[0]}")
     record: dict[str, Any] = {
         "source": {
             "path": str(source.root),

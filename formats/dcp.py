@@ -30,6 +30,8 @@ from formats.unpickle import loads
 METADATA = ".metadata"
 SUFFIX = ".distcp"
 DATA = re.compile(r"__(\d+)_\d+\.distcp")
+BYTES = "BytesStorageMetadata"
+"""What is no tensor: numbers, texts and other objects, each pickled."""
 MAX_METADATA = 1 << 31
 READERS = 8
 """Threads that read the heads of items, which may lie on slow storage."""
@@ -90,9 +92,9 @@ def entries(folder: Path) -> list[Entry]:
         paths |= {name: tuple(map(str, path)) for name, path in (held.get("planner_data") or {}).items()}
         chunks: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         for name, about in held["state_dict_metadata"].items():
-            state = about.state
-            if about.name != "TensorStorageMetadata":
+            if about.name == BYTES:
                 continue
+            state = about.state
             shape = _sizes(state["size"])
             shapes[name] = (shape, state["properties"].state[0])
             for chunk in state["chunks"]:
@@ -125,12 +127,13 @@ def _metadata(file: Path) -> Mapping[str, Any]:
     held: dict[str, Any] = value.state
     try:
         for name, about in held["state_dict_metadata"].items():
-            if not isinstance(name, str) or not isinstance(about, Opaque):
-                raise TypeError
-            if about.name == "TensorStorageMetadata":
+            if not isinstance(name, str) or about.name not in (BYTES, "TensorStorageMetadata"):
+                raise SourceError(f"{file} describes {short(name)} as {about!r}, which is not known")
+            if about.name != BYTES:
                 _ = about.state["size"], about.state["properties"].state[0]
                 _ = [(chunk.state["offsets"], chunk.state["sizes"]) for chunk in about.state["chunks"]]
         for index, info in held["storage_data"].items():
+            _ = [name + "" for name in info.state.get("transform_descriptors") or ()]
             _ = index.state["fqn"] + info.state["relative_path"], info.state["offset"] + info.state["length"]
         _ = [tuple(path) for path in (held.get("planner_data") or {}).values()]
     except _DAMAGE:
@@ -153,7 +156,7 @@ def _item(folder: Path, offsets: tuple[int, ...], sizes: tuple[int, ...], info: 
         raise SourceError(f"{folder}: the metadata names {short(name)}, which is no file name in the folder")
     start, length = _sizes([info["offset"], info["length"]])
     box = tuple((low, low + size) for low, size in zip(offsets, sizes, strict=True))
-    return Item(box, folder / name, start, length, tuple(map(str, transforms)))
+    return Item(box, folder / name, start, length, tuple(transforms))
 
 
 def _ranges(numbers: Iterable[int]) -> str:

@@ -28,11 +28,19 @@ def open_ranks(folder: Path) -> dict[int, TorchFile]:
     """The dump of each rank.
 
     Raises:
-        SourceError: one is missing between others, or damaged.
+        SourceError: one is missing, damaged, or there twice.
     """
-    found = {int(name[1]): path for path in folder.iterdir() if (name := RANK.fullmatch(path.name))}
-    world = max((int(n) for path in found.values() for n in re.findall(r"world_size_(\d+)", path.name)), default=0)
-    lost = sorted(set(range(max(world, max(found) + 1))) - set(found))
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        name = RANK.fullmatch(path.name)
+        if name:
+            other = found.setdefault(int(name[1]), path)
+            if other is not path:
+                raise SourceError(f"{folder} holds two dumps of rank {name[1]}: {other.name} and {path.name}")
+    worlds = {int(n) for path in found.values() for n in re.findall(r"world_size_(\d+)", path.name)}
+    if len(worlds) > 1:
+        raise SourceError(f"{folder} holds dumps of {' and '.join(map(str, sorted(worlds)))} ranks", "keep one set")
+    lost = sorted(set(range(max([*worlds, max(found) + 1]))) - set(found))
     if lost:
         raise SourceError(f"{folder} lacks the dumps of rank {', '.join(map(str, lost))}", "copy them from their nodes")
     return {rank: read_torch(found[rank]) for rank in sorted(found)}
@@ -228,14 +236,14 @@ def _unit(
     unit: str, shapes: Mapping[str, tuple[int, ...]], parts: Sequence[tuple[int, int, Fragment]], tied: bool
 ) -> dict[str, Scattered]:
     """The parameters of one flat parameter."""
-    total = max((stop for _, stop, _ in parts), default=0)
+    total = sum(stop - start for start, stop, _ in parts)
     wanted = dict(shapes)
     if tied and sum(map(prod, wanted.values())) != total:
         wanted.pop("lm_head.weight", None)
     if sum(map(prod, wanted.values())) != total:
         raise SourceError(
             f"{unit}{FLAT} has {total} elements, the tensors of that module have {sum(map(prod, wanted.values()))}",
-            "the configuration may belong to another model",
+            "the dump of the last rank may be missing, or the configuration belongs to another model",
         )
     found, start = {}, 0
     for key, shape in wanted.items():

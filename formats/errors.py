@@ -51,6 +51,12 @@ class OutputError(VitruvianError):
     exit_code = 7
 
 
+class NetworkError(VitruvianError):
+    """The Hub cannot be reached or does not answer as it should; the same command may work later."""
+
+    exit_code = 8
+
+
 class Interrupted(VitruvianError):
     """Stopped by a signal; running the same command again goes on where it stopped."""
 

@@ -246,11 +246,13 @@ def _read_tensors(
     """The tensors of the model by key, wrappers stripped; and the names of everything else."""
     container = _container(listing.paths, settings.container, path)
     keys: dict[str, int] = {}
-    for number, (*before, last) in enumerate(listing.paths):
-        if tuple(before) == container:
+    depth = len(container)
+    for number, names in enumerate(listing.paths):
+        if names[:depth] == container and (depth or len(names) == 1):
+            last = ".".join(names[depth:])
             key = re.sub(r"^(?:module\.)+", "", WRAPPERS.sub("", last))
             if key in keys:
-                raise SourceError(f"{path} holds {key} twice: {last} and {listing.paths[keys[key]][-1]}")
+                raise SourceError(f"{path} holds {key} twice: {last} and {'.'.join(listing.paths[keys[key]])}")
             keys[key] = number
     adapter = next((key for key in keys if ".lora_A." in key), None)
     if adapter:
@@ -262,7 +264,7 @@ def _read_tensors(
         return huggingface.read_spec(config, settings), tensors, dropped
     spec = huggingface.spec_of({key: one.shape for key, one in tensors.items()}, config, settings)
     if isinstance(spec, Verbatim):
-        spec = replace(spec, remarks=tuple(_compared(spec, config)))
+        spec = replace(spec, remarks=(*spec.remarks, *_compared(spec, config)))
     return spec, tensors, dropped
 
 

@@ -42,9 +42,14 @@ def open_checkpoint(path: Path, settings: Settings | None = None) -> Checkpoint:
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
+    from formats import fsdp
+
     iterations = [name for name in entries if re.fullmatch(r"iter_\d+|release", name)]
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
+    runs = fsdp.checkpoints(path)
+    if runs:
+        raise SourceError(f"{path} holds {len(runs)} checkpoints", f"name one: {runs[0]}")
     held = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "") or "nothing"
     raise SourceError(
         f"{path} is no checkpoint of a known format; it holds {held}", "`convert formats` lists what is read"

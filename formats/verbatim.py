@@ -6,6 +6,7 @@ is not enough to move it into a format that names or cuts its tensors otherwise.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from formats.tensors import TENSORS
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """The one pair of keys that tied models of Hugging Face share."""
+FUSED = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
+FUSED_NOTE = "its experts are fused, as transformers 5 holds them in memory: other readers expect the Hub's names"
 
 
 def describe(
@@ -49,6 +52,7 @@ def describe(
         vocab if type(vocab) is int else None,
         why,
         copies,
+        (FUSED_NOTE,) if any(map(FUSED.search, shapes)) else (),
     )
 
 

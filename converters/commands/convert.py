@@ -97,7 +97,8 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     """
     from converters.commands.publish import push
     from converters.convert import plan_huggingface
-    from formats.errors import UsageError
+    from converters.digest import MANIFEST
+    from formats.errors import SourceError, UsageError
     from formats.fsdp import checkpoints
 
     old_src, old_out, old_config = (options.pop(name) for name in ("old_src", "old_out", "old_config"))
@@ -108,10 +109,22 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     runs = {run: out / run.name for run in checkpoints(src)} or {src: out}
     if repo and len(runs) > 1:
         raise UsageError(f"{src} holds {len(runs)} checkpoints, --push sends one", f"name one: {next(iter(runs))}")
+    failed: list[SourceError] = []
     for run, place in runs.items():
-        source = opened(run, options, "fsdp", "`convert megatron2hf` reads Megatron")
-        request = _request(place, options)
-        _convert(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+        if len(runs) > 1 and (place / MANIFEST).is_file() and not options["force"]:
+            click.echo(f"{place} is there already", err=True)
+            continue
+        try:
+            source = opened(run, options, "fsdp", "`convert megatron2hf` reads Megatron")
+            request = _request(place, options)
+            _convert(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+        except SourceError as error:  # an unfinished save must not keep the earlier ones from being converted
+            if len(runs) == 1:
+                raise
+            click.echo(f"error: {error}", err=True)
+            failed.append(error)
+    if failed:
+        raise SourceError(f"{len(failed)} of {len(runs)} checkpoints of {src} were not converted", failed[0].hint)
     if repo:
         context.invoke(push, out=out, repo=repo, dry_run=options["dry_run"], quiet=options["quiet"])
 

@@ -12,18 +12,18 @@ import click
 from converters.commands.options import FOLDER, as_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from converters.push_plan import Push
+    from converters.publish.push_plan import Push
 
 
-def no_checks(_: Path) -> list[str]:
-    """Stands for the checks before publishing."""
-    return []
+def problems_of(folder: Path) -> list[str]:
+    """What keeps a folder from being published; each problem is a sentence."""
+    from converters.assets import files
+    from converters.publish.servable import embedding_rows, findings
+    from converters.publish.small_files import held_template
 
-
-CHECKS: Callable[[Path], list[str]] = no_checks
-"""What must hold for a folder that is published; each problem is a sentence."""
+    held = dict(files(folder))
+    chats = held_template(held) is not None
+    return [one.sentence for one in findings(held, embedding_rows(folder), need_template=chats) if one.blocks]
 
 
 @click.command()
@@ -41,14 +41,14 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
 
     The token is that of HF_TOKEN or of `hf auth login`.
     """
-    from converters import hub
+    from converters.publish import hub
     from formats.errors import RefusedError
 
     quiet = quiet or as_json
     if not dry_run:
         hub.require_token()
     plan = hub.plan_push(out, repo, quiet=quiet, **options)
-    problems = CHECKS(out)
+    problems = problems_of(out)
     if dry_run:
         _show(plan, problems, as_json)
     if problems:
@@ -59,12 +59,15 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
 
 def _send(plan: Push, quiet: bool, as_json: bool) -> None:
     """Verify, send, and say what came of it."""
-    from converters import hub
     from converters.digest import MANIFEST
+    from converters.publish import hub
     from converters.report import size
 
     digest = hub.verify_folder(plan.folder, quiet=quiet)
-    notes = [*plan.notes, *([] if digest else [f"{plan.folder} holds no {MANIFEST}: the weights are sent unverified"])]
+    notes = [
+        *plan.notes,
+        *([] if digest else [f"{plan.folder} holds no {MANIFEST}: there was nothing to compare the weights with"]),
+    ]
     for note in notes:
         click.echo(_printable(f"note: {note}"), err=True)
     if not quiet:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from formats import megatron
+from formats import megatron, titan
+from formats.checkpoint import Settings
 from formats.families import FAMILIES
 from formats.registry import open_checkpoint
 from tests.golden.cases import EVERY, TOPOLOGIES
 from tests.golden.test_megatron_lm import FOLDERS
+from tests.golden.test_torchtitan import CASES
+from tests.golden.test_torchtitan import family as family_of
 
 
 def lines(table) -> set[tuple[str, str]]:
@@ -16,10 +21,10 @@ def lines(table) -> set[tuple[str, str]]:
     return {(spelling, rule.pattern.text) for rule in table for spelling in rule.spellings}
 
 
-def used(folder) -> set[tuple[str, str]]:
+def used(folder, config=None) -> set[tuple[str, str]]:
     """The lines that a folder's tensors are read by."""
     found = set()
-    for placed in open_checkpoint(folder).tensors:
+    for placed in open_checkpoint(folder, Settings(config=config)).tensors:
         spelling = placed.slot.rule.spellings[placed.slot.keys.index(placed.key)]
         found.add((spelling, placed.slot.rule.pattern.text))
     return found
@@ -39,6 +44,20 @@ def test_every_line_of_megatron_core_is_judged(model, convert, tmp_path):
 def test_every_line_of_the_older_names_was_written_by_megatron_lm():
     seen = set().union(*(used(folder) for folder in FOLDERS["legacy"]))
     assert lines(megatron.LEGACY) - seen == set()
+
+
+@pytest.mark.parametrize("family", titan.TITAN)
+def test_every_line_of_torchtitan_was_written_by_it(family):
+    """Each spelling, tied and untied."""
+    cases = [case for case in CASES if family_of(case) == family]
+    seen = set().union(*(used(case / "step-1", case / "hf") for case in cases))
+    assert lines(titan.TITAN[family]) - seen == set()
+
+
+def test_every_key_that_torchtitan_drops_was_written_by_it():
+    dropped = [key for case in CASES for key in open_checkpoint(case / "step-1", Settings(config=case / "hf")).dropped]
+    for drop in titan.DROPS:
+        assert any(re.fullmatch(rf"(?:.*\.)?{drop}", key) for key in dropped), drop
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -154,7 +154,7 @@ def test_an_explicit_tied_head_is_compared_and_comes_back(model, convert, tmp_pa
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     ran = convert("hf2megatron", source, tmp_path / "other")
     assert ran.code == 6
-    assert "embedding differs between its copies" in ran.err
+    assert "the output head should share embedding" in ran.err
     assert "by up to 1 " in ran.err
 
 
@@ -230,7 +230,7 @@ def test_rotary_tables_of_old_files_are_dropped_and_the_shards_come_back(model, 
     save_file(tensors, source / name, {"format": "pt"})
     index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = name
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "1 entries carry no weights" in convert("plan", source, "--to", "megatron").out
+    assert "what is no weight of the model stays behind: 1 such as" in convert("plan", source, "--to", "megatron").out
     convert("hf2megatron", source, tmp_path / "m", "--tp", 2)
     assert convert("megatron2hf", tmp_path / "m", tmp_path / "h").code == 0
     assert files(tmp_path / "h") == files(model("llama", shard="100KB"))

@@ -25,15 +25,23 @@ from shlex import join, quote
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from converters.card import version
-from converters.push_plan import MAIN, STEP, WEIGHTS, File, Push, plan_push, verify_folder
-from formats.errors import Interrupted, RefusedError, SourceError, UsageError, VerificationError, VitruvianError
+from converters.publish.card import version
+from converters.publish.push_plan import MAIN, STEP, WEIGHTS, File, Push, plan_push, verify_folder
+from formats.errors import (
+    Interrupted,
+    NetworkError,
+    RefusedError,
+    SourceError,
+    UsageError,
+    VerificationError,
+    VitruvianError,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
-__all__ = ["NetworkError", "Push", "Pushed", "plan_push", "push", "require_token", "verify_folder"]
+__all__ = ["Push", "Pushed", "plan_push", "push", "require_token", "verify_folder"]
 
 LIBRARIES = ("httpx2", "httpx", "requests", "hf_xet")
 """What huggingface_hub speaks through; an error of theirs is trouble with the network."""
@@ -46,12 +54,6 @@ XET = {"HF_XET_DATA_MAX_CONCURRENT_FILE_INGESTION": "1", "HF_XET_CLIENT_AC_MAX_U
 LOGIN = "hf auth login   # or set HF_TOKEN to a token that may write"
 PULLS = "refs/pr/"
 STOPPED = "stopped by a signal; what arrived whole is not sent again"
-
-
-class NetworkError(VitruvianError):
-    """The Hub cannot be reached or does not answer as it should; the same command may work later."""
-
-    exit_code = 8
 
 
 @dataclass(frozen=True)

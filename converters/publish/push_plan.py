@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from converters import card
+from converters.publish import card
 from formats.errors import SourceError, UsageError, VerificationError, short
 
 NOT_SENT = {
@@ -190,32 +190,33 @@ def _hashed(paths: Mapping[str, Path], threads: int, quiet: bool) -> list[File]:
 
 
 def verify_folder(folder: Path, *, threads: int = 2, quiet: bool = True) -> str | None:
-    """Compare a folder with its manifest.
+    """Read all weights of a folder, and compare them with its manifest.
 
     Returns:
-        The digest of its weights; None when it has no manifest.
+        The digest of its weights; None when it has no manifest to compare them with.
 
     Raises:
-        VerificationError: weights or settings are not those of the manifest.
+        VerificationError: weights or settings are not those of the manifest, or a weight is NaN or infinite.
     """
     from converters.convert import plan_reading
-    from converters.digest import MANIFEST, read_manifest, total
+    from converters.digest import MANIFEST, is_verbatim, read_manifest, total
     from converters.engine import Limits, digest_of
     from converters.report import Progress
+    from formats.checkpoint import Settings
     from formats.registry import open_checkpoint
 
     remembered = read_manifest(folder)
-    if remembered is None:
-        return None
-    facts, against = remembered
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, Settings(verbatim=is_verbatim(folder)))
     hint = "convert it again, or copy it again"
+    facts, against = remembered or (checkpoint.spec.settings(), {})
     settings = [key for key, value in checkpoint.spec.settings().items() if value != facts.get(key)]
     if settings:
         raise VerificationError(f"{folder} and its {MANIFEST} differ in settings: {', '.join(settings)}", hint)
     plan = plan_reading(checkpoint)
     with Progress("verifying", plan.nbytes, quiet) as progress:
-        found = digest_of(plan.jobs, Limits(threads=threads), progress.advance)
+        found = digest_of(plan.jobs, Limits(threads=threads, finite=True), progress.advance)
+    if remembered is None:
+        return None
     wrong = sorted(name for name in {*found, *against} if found.get(name) != against.get(name))
     if wrong:
         names = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")

@@ -17,7 +17,7 @@ from formats.errors import SourceError
 from formats.huggingface import read_json
 
 if TYPE_CHECKING:
-    from converters.push_plan import File
+    from converters.publish.push_plan import File
 
 NAME = "README.md"
 BEGIN, END = "<!-- vitruvian: begin -->", "<!-- vitruvian: end -->"

@@ -1,0 +1,268 @@
+"""Dumps and safetensors shards of single ranks, of which some are missing, doubled or altered."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Ran
+from tests.faults.dcp_tools import refused, weights
+from tests.models import files
+
+RANKS = 4
+VERL, ACCELERATE = "model_world_size_4_rank_{}.pt", "pytorch_model_fsdp_0_rank{}.bin"
+SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"
+
+
+@pytest.fixture
+def merge(model, convert, tmp_path) -> Callable[..., Ran]:
+    """`merge(folder)`: fsdp2hf with the right config; an output that it refuses is not there."""
+
+    def run(folder: Path, *words: object) -> Ran:
+        ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", model("llama"), "-q", *words)
+        assert (tmp_path / "out").exists() == (ran.code == 0)
+        return ran
+
+    return run
+
+
+@contextmanager
+def rank_of_none(rank: int) -> Iterator[None]:
+    """A process group of four ranks, of which three do not exist: enough to make DTensors."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def all_dumps(model, tmp_path_factory) -> Path:
+    """The dump of each of four ranks: DTensors cut along their first dimension."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    folder, state = tmp_path_factory.mktemp("dumps"), weights(model("llama"))
+    for rank in range(RANKS):
+        with rank_of_none(rank):
+            mesh = init_device_mesh("cpu", (RANKS,))
+            held = {}
+            for key, whole in state.items():
+                parts = [*whole.chunk(RANKS), *[whole[:0]] * RANKS]
+                held[key] = DTensor.from_local(
+                    parts[rank].clone(), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+                )
+            torch.save(held, folder / str(rank))
+    return folder
+
+
+@pytest.fixture(params=[VERL, ACCELERATE], ids=["verl", "accelerate"])
+def dumps(request, all_dumps, tmp_path) -> tuple[Path, str]:
+    """A folder with the dumps, and how they are named."""
+    (tmp_path / "c").mkdir()
+    for rank in range(RANKS):
+        shutil.copy(all_dumps / str(rank), tmp_path / "c" / request.param.format(rank))
+    return tmp_path / "c", request.param
+
+
+def test_all_of_them_are_the_model(dumps, merge, model, tmp_path):
+    assert merge(dumps[0]).code == 0
+    assert files(tmp_path / "out") == files(model("llama"))
+
+
+@pytest.mark.parametrize("lost", [{0}, {1}, {3}, {1, 2}, {2, 3}, {1, 2, 3}])
+def test_missing_ranks_are_named(dumps, merge, lost):
+    folder, name = dumps
+    for rank in lost:
+        (folder / name.format(rank)).unlink()
+    ran = merge(folder)
+    refused(ran, 3, folder)
+    if name == VERL or max(lost) < 3:
+        assert f"rank {', '.join(map(str, sorted(lost)))}" in ran.err, "the name says how many there are"
+    else:
+        assert "missing" in ran.err
+
+
+@pytest.mark.parametrize(("one", "two"), [(0, 1), (2, 3)])
+def test_swapped_ranks_are_noticed(dumps, merge, one, two):
+    """Their DTensors do not say which rank they are of, but the last one is shorter."""
+    folder, name = dumps
+    first, second = folder / name.format(one), folder / name.format(two)
+    first.rename(folder / "x")
+    second.rename(first)
+    (folder / "x").rename(second)
+    ran = merge(folder)
+    if two == 3:
+        assert ran.code in (3, 4), "the last rank holds fewer rows of the vocabulary"
+        assert str(folder) in ran.err
+    else:
+        assert ran.code == 0, "nothing tells"
+
+
+def test_a_rank_in_the_place_of_the_last_is_noticed(dumps, merge):
+    folder, name = dumps
+    shutil.copy(folder / name.format(0), folder / name.format(3))
+    ran = merge(folder)
+    assert ran.code in (3, 4)
+    assert name.format(3) in ran.err
+
+
+def test_dumps_of_two_worlds_are_noticed(all_dumps, merge, tmp_path):
+    """A run that went on with another number of ranks wrote into the same folder."""
+    (tmp_path / "c").mkdir()
+    for rank in range(RANKS):
+        shutil.copy(all_dumps / str(rank), tmp_path / "c" / VERL.format(rank))
+    for rank in range(2):
+        shutil.copy(all_dumps / str(rank), tmp_path / "c" / f"model_world_size_2_rank_{rank}.pt")
+    refused(merge(tmp_path / "c"), 3, tmp_path / "c", "world_size_2")
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.9999])
+def test_a_truncated_dump_is_noticed(dumps, merge, left):
+    folder, name = dumps
+    file = folder / name.format(2)
+    os.truncate(file, int(left * file.stat().st_size))
+    refused(merge(folder), 3, file)
+
+
+def test_a_hostile_dump_executes_nothing(dumps, merge, tmp_path):
+    import torch
+
+    class Runs:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'executed'}",)
+
+    folder, name = dumps
+    torch.save({"model.norm.weight": Runs()}, folder / name.format(1))
+    ran = merge(folder)
+    assert not (tmp_path / "executed").exists()
+    assert ran.code in (3, 4), ran
+    (folder / name.format(1)).write_bytes(pickle.dumps(Runs()))
+    assert merge(folder).code in (3, 4)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_ranks_that_hold_other_tensors_are_noticed(dumps, merge):
+    """Rank 2 is of another model, with one tensor."""
+    import torch
+
+    folder, name = dumps
+    torch.save({"model.norm.weight": torch.ones(65)}, folder / name.format(2))
+    refused(merge(folder), 3, name.format(3), "missing")
+
+
+# --- flat parameters -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flat(model, tmp_path) -> Path:
+    """What FSDP1's LOCAL_STATE_DICT leaves with use_orig_params: the interval of each parameter that a rank holds."""
+    import torch
+
+    folder = tmp_path / "c"
+    folder.mkdir()
+    for rank in range(RANKS):
+        held: dict[str, Any] = {"_flat_param": torch.zeros(0)}
+        for key, whole in weights(model("llama")).items():
+            step = -(-whole.numel() // RANKS)
+            held[key] = whole.flatten()[rank * step : (rank + 1) * step].clone()
+        torch.save(held, folder / f"pytorch_model_fsdp_rank{rank}.bin")
+    return folder
+
+
+def test_flat_pieces_are_the_model(flat, merge, model, tmp_path):
+    ran = merge(flat)
+    assert ran.code == 0, ran.err
+    assert files(tmp_path / "out") == files(model("llama"))
+
+
+@pytest.mark.parametrize("lost", [0, 2, 3])
+def test_a_missing_rank_of_flat_pieces_is_noticed(flat, merge, lost):
+    (flat / f"pytorch_model_fsdp_rank{lost}.bin").unlink()
+    refused(merge(flat), 3, flat, "missing" if lost == 3 else f"rank {lost}")
+
+
+def test_flat_pieces_of_a_model_without_a_table_are_refused(flat, merge):
+    assert merge(flat, "--verbatim").code in (0, 4)
+
+
+# --- DCP's own safetensors -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(model, tmp_path) -> Path:
+    """One file for each of four ranks, as torch's HuggingFaceStorageWriter leaves them."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "c"
+    folder.mkdir()
+    for rank in range(RANKS):
+        held, offsets = {}, {}
+        for key, whole in weights(model("llama")).items():
+            step = -(-len(whole) // RANKS)
+            held[key] = whole[rank * step : (rank + 1) * step].clone()
+            offsets[key] = {"saved_offsets": [rank * step, *[0] * (whole.dim() - 1)]}
+        write_shard(folder / SHARD.format(rank + 1), held, offsets, save_file)
+    return folder
+
+
+def write_shard(path: Path, held: dict[str, Any], offsets: dict[str, Any], save_file: Callable[..., None]) -> None:
+    about = {"DCP_VERSION": "1.0", "format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    save_file(held, path, metadata=about)
+
+
+def test_all_shards_are_the_model(shards, merge, model, tmp_path):
+    assert merge(shards).code == 0
+    assert files(tmp_path / "out") == files(model("llama"))
+
+
+@pytest.mark.parametrize("words", [(), ("--verbatim",)])
+@pytest.mark.parametrize("lost", [{1}, {2}, {4}, {1, 2}, {3, 4}, {2, 3, 4}])
+def test_missing_shards_are_noticed(shards, merge, lost, words):
+    """torch fills the gap with zeros, or makes the tensors shorter; the other files do not say that one is gone."""
+    for number in lost:
+        (shards / SHARD.format(number)).unlink()
+    refused(merge(shards, *words), 3, shards)
+
+
+def test_a_shard_twice_is_noticed(shards, merge):
+    shutil.copy(shards / SHARD.format(1), shards / SHARD.format(2))
+    refused(merge(shards), 3, shards)
+
+
+@pytest.mark.parametrize(
+    "info",
+    ["", "{", "[]", "{}", '{"model.norm.weight": 7}', '{"model.norm.weight": {"saved_offsets": [-1]}}',
+     '{"model.norm.weight": {"saved_offsets": ["0"]}}', '{"model.norm.weight": {"saved_offsets": [0, 0]}}'],
+)  # fmt: skip
+def test_shards_that_do_not_say_what_they_hold_are_refused(shards, merge, model, info):
+    from safetensors.torch import load_file, save_file
+
+    path = shards / SHARD.format(2)
+    save_file(load_file(path), path, metadata={"DCP_SHARDING_INFO": info})
+    refused(merge(shards), 3, path)
+
+
+@pytest.mark.parametrize("start", [17, 15, 2**40])
+def test_shards_that_overlap_or_leave_holes_are_noticed(shards, merge, start):
+    from safetensors.torch import load_file, save_file
+
+    path = shards / SHARD.format(2)
+    held = load_file(path)
+    offsets = {key: {"saved_offsets": [len(value) if value.dim() else 0, *[0] * (value.dim() - 1)]}
+               for key, value in held.items()}  # fmt: skip
+    offsets["model.norm.weight"] = {"saved_offsets": [start]}
+    write_shard(path, held, offsets, save_file)
+    refused(merge(shards), 3, "model.norm.weight")

@@ -1,0 +1,135 @@
+"""Models that no table knows: every tensor arrives under its own name, and transformers computes the same with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.faults.dcp_tools import save
+
+pytestmark = pytest.mark.distributed
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 4}
+DEEPSEEK = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "num_key_value_heads": 8,
+}  # fmt: skip
+NEOX = {"vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = {"vocab_size": 211, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+FALCON = {"vocab_size": 211, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_kv_heads": 4,
+          "new_decoder_architecture": True}  # fmt: skip
+OPT = {"vocab_size": 211, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+       "max_position_embeddings": 64, "word_embed_proj_dim": 64}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A model, the class that holds it, and whether transformers would write the same file."""
+
+    model_type: str
+    settings: dict[str, Any]
+    auto: str = "AutoModelForCausalLM"
+    same_file: bool = True
+
+
+CASES = {
+    "Phi3ForCausalLM": Case("phi3", SMALL),
+    "SmolLM3ForCausalLM": Case("smollm3", SMALL),
+    "SmolLM3ForCausalLM tied": Case("smollm3", SMALL | {"tie_word_embeddings": True}),
+    "FalconForCausalLM": Case("falcon", FALCON, same_file=False),
+    "DeepseekV2ForCausalLM": Case("deepseek_v2", SMALL | DEEPSEEK, same_file=False),
+    "DeepseekV3ForCausalLM": Case("deepseek_v3", SMALL | DEEPSEEK, same_file=False),
+    "GPT2LMHeadModel": Case("gpt2", GPT2, same_file=False),
+    "GPT2LMHeadModel untied": Case("gpt2", GPT2 | {"tie_word_embeddings": False}),
+    "GPTNeoXForCausalLM": Case("gpt_neox", NEOX, same_file=False),
+    "GPTNeoXForCausalLM tied": Case("gpt_neox", NEOX | {"tie_word_embeddings": True}, same_file=False),
+    "Gemma2ForCausalLM": Case("gemma2", SMALL | {"head_dim": 16}),
+    "Gemma3ForCausalLM": Case("gemma3_text", SMALL | {"head_dim": 16}),
+    "MixtralForCausalLM": Case("mixtral", SMALL | EXPERTS, same_file=False),
+    "PhimoeForCausalLM": Case("phimoe", SMALL | EXPERTS, same_file=False),
+    "OPTForCausalLM": Case("opt", OPT, same_file=False),
+    "MambaForCausalLM": Case(
+        "mamba", {"vocab_size": 211, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}, same_file=False
+    ),
+    "LlamaForSequenceClassification": Case("llama", SMALL | {"num_labels": 3}, "AutoModelForSequenceClassification"),
+    "LlamaModel": Case("llama", SMALL, "AutoModel"),
+    "Qwen2ForTokenClassification": Case("qwen2", SMALL | {"num_labels": 3}, "AutoModelForTokenClassification"),
+}
+
+
+def build(case: Case, folder: Path) -> Any:
+    """The model with weights in which every mistake shows, and its Hugging Face folder."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(case.model_type, **case.settings)
+    model = getattr(transformers, case.auto).from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.1, 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_arrives_under_its_own_names(convert, tmp_path, name):
+    """Experts that transformers fuses in memory stay fused: it loads them, under the names that they have there."""
+    import torch
+    import transformers
+
+    case = CASES[name]
+    model = build(case, tmp_path / "hf")
+    folder = save(tmp_path / "c", {"model": model.state_dict()})
+    ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", tmp_path / "hf")
+    assert ran.code == 0, ran.err
+    assert "every tensor is carried under its own name" in ran.err
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == [name.split()[0]]
+    loaded, info = getattr(transformers, case.auto).from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    found, expected = loaded.eval().state_dict(), model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=ids)[0], model(input_ids=ids)[0], atol=1e-5)
+    if case.same_file:
+        ours, theirs = (tmp_path / place / "model.safetensors" for place in ("out", "hf"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_it_goes_back_under_its_own_names(convert, tmp_path):
+    """A folder without a table becomes a DCP folder, and comes back byte for byte."""
+    build(CASES["Phi3ForCausalLM"], tmp_path / "hf")
+    assert convert("hf2fsdp", tmp_path / "hf", tmp_path / "c", "--ranks", 3).code == 0
+    assert convert("fsdp2hf", tmp_path / "c", tmp_path / "out").code == 0
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_it_goes_nowhere_that_needs_a_table(convert, tmp_path):
+    build(CASES["Phi3ForCausalLM"], tmp_path / "hf")
+    ran = convert("hf2megatron", tmp_path / "hf", tmp_path / "out", "--tp", 2)
+    assert ran.code == 4
+    assert "phi3" in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_last_rows_that_are_missing_are_noticed(convert, tmp_path):
+    """Nothing but the vocabulary tells, when the tensors themselves are shorter."""
+    model = build(CASES["Phi3ForCausalLM"], tmp_path / "hf")
+    state = {key: value[:-50] if "embed" in key else value for key, value in model.state_dict().items()}
+    folder = save(tmp_path / "c", {"model": state})
+    ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", tmp_path / "hf")
+    assert ran.code == 3
+    assert "161 rows, the vocabulary 211" in ran.err

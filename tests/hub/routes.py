@@ -1,0 +1,267 @@
+"""What the Hub answers, one function a kind of request."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from tests.hub.store import Entry, RefusedError
+
+if TYPE_CHECKING:
+    from tests.hub.server import Handler
+
+Reply = tuple[int, Any]
+Route = Callable[..., "Reply | None"]
+ROUTES: list[tuple[str, re.Pattern[str], Route]] = []
+
+
+def route(method: str, pattern: str) -> Callable[[Route], Route]:
+    """Say which requests a function answers. {repo} and {rev} stand for themselves."""
+    pattern = pattern.replace("{repo}", r"(?P<repo>[^/]+/[^/]+)").replace("{rev}", r"(?P<rev>[^/]+)")
+
+    def note(function: Route) -> Route:
+        ROUTES.append((method, re.compile(pattern), function))
+        return function
+
+    return note
+
+
+@route("GET", "/api/whoami-v2")
+def whoami(self: Handler) -> Reply:
+    self.user()
+    return 200, {"type": "user", "name": "tester", "orgs": [{"name": "acme"}], "auth": {"type": "access_token"}}
+
+
+@route("POST", "/api/validate-yaml")
+def validate_yaml(self: Handler) -> Reply:
+    text = self.json()["content"]
+    match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    try:
+        held = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError as error:
+        return 400, {"errors": [{"message": str(error)}], "warnings": []}
+    return 200, {"errors": [], "warnings": [] if held else [{"message": "empty or missing yaml metadata in repo card"}]}
+
+
+@route("POST", "/api/repos/create")
+def create(self: Handler) -> Reply:
+    asked = self.json()
+    name = f"{asked.get('organization') or 'tester'}/{asked['name']}"
+    self.user(name.partition("/")[0])
+    facts = {"url": f"{self.hub.endpoint}/{name}", "name": name}
+    if name in self.hub.store.repos:
+        return 409, facts | {"error": "You already created this model repo"}
+    self.hub.store.create(name, asked.get("visibility") == "private" or bool(asked.get("private")))  # before 1.0
+    return 200, facts
+
+
+@route("POST", "/api/models/{repo}/branch/(?P<branch>[^/]+)")
+def branch(self: Handler, repo: str, branch: str) -> Reply:
+    _, oid, _ = self.tree(repo, (self.json() or {}).get("startingPoint", "main"), write=True)
+    held = self.hub.store.repos[repo]
+    if branch.startswith("refs/"):
+        raise RefusedError(400, f"Invalid reference for a branch: {branch}")
+    if branch in held.refs:
+        raise RefusedError(409, "Reference already exists")
+    held.refs[branch] = oid
+    return 200, {}
+
+
+@route("POST", "/api/models/{repo}/preupload/{rev}")
+def preupload(self: Handler, repo: str, rev: str) -> Reply:
+    _, _, tree = self.tree(repo, rev, write=True)
+    files = []
+    for file in self.json()["files"]:
+        large = file["path"].endswith((".safetensors", ".model", ".bin")) or file["size"] > 10 << 20
+        held = tree.get(file["path"])
+        oid = (held.sha256 or held.blob) if held else None
+        mode = "lfs" if large else "regular"
+        files.append(
+            {"path": file["path"], "uploadMode": mode, "shouldIgnore": self.hub.skips(file["path"]), "oid": oid}
+        )
+    return 200, {"files": files}
+
+
+@route("POST", "/{repo}[.]git/info/lfs/objects/batch")
+def batch(self: Handler, repo: str) -> Reply:
+    self.repo(repo, write=True)
+    asked, objects = self.json(), []
+    for one in asked["objects"]:
+        oid, size = one["oid"], one["size"]
+        answer = {"oid": oid, "size": size}
+        if not self.hub.store.lfs(oid).exists():
+            upload: dict[str, Any] = {"href": f"{self.hub.endpoint}/lfs/{oid}"}
+            if size > self.hub.multipart and "multipart" in asked["transfers"]:
+                count = -(-size // self.hub.multipart)
+                parts = {str(part): f"{upload['href']}/{part}" for part in range(1, count + 1)}
+                upload["header"] = {"chunk_size": str(self.hub.multipart), **parts}
+            answer["actions"] = {"upload": upload, "verify": {"href": f"{self.hub.endpoint}/verify"}}
+        objects.append(answer)
+    return 200, {"transfer": "basic", "objects": objects}
+
+
+@route("PUT", "/lfs/(?P<oid>[0-9a-f]{64})(?:/(?P<part>[0-9]+))?")
+def put(self: Handler, oid: str, part: str = "") -> Reply:
+    path = self.hub.store.folder / f"{oid}.{part or threading.get_ident()}"
+    self.save(path)
+    if not part and not self.hub.store.keep(oid, [path]):
+        raise RefusedError(400, f"what came is not {oid}")
+    self.extra = {"ETag": f'"{part}"'}
+    return 200, {}
+
+
+@route("POST", "/lfs/(?P<oid>[0-9a-f]{64})")
+def complete(self: Handler, oid: str) -> Reply:
+    numbers = [one["partNumber"] for one in self.json()["parts"]]
+    if not self.hub.store.keep(oid, [self.hub.store.folder / f"{oid}.{number}" for number in numbers]):
+        raise RefusedError(400, f"the parts are not {oid}")
+    return 200, {}
+
+
+@route("POST", "/verify")
+def verify(self: Handler) -> Reply:
+    self.user()
+    asked = self.json()
+    path = self.hub.store.lfs(asked["oid"])
+    if not path.exists() or path.stat().st_size != asked["size"]:
+        raise RefusedError(422, f"{asked['oid']} is not here")
+    return 200, {}
+
+
+@route("POST", "/api/models/{repo}/commit/{rev}")
+def commit(self: Handler, repo: str, rev: str) -> Reply:
+    held, _, before = self.tree(repo, rev, write=True)
+    if rev not in held.refs:
+        raise RefusedError(400, f"{rev} is no branch")
+    lines = [json.loads(line) for line in b"".join(self.pieces()).splitlines()]
+    message, tree, store = "", dict(before), self.hub.store
+    for line in lines:
+        value = line["value"]
+        if line["key"] == "header":
+            message = value["summary"]
+        elif line["key"] == "file":
+            tree[value["path"]] = store.put(base64.b64decode(value["content"]))
+        elif line["key"] == "lfsFile":
+            if not self.arrived(value["oid"]):
+                raise RefusedError(400, f"LFS pointer of {value['path']} points to a file that does not exist")
+            tree[value["path"]] = store.pointer(value["oid"], value["size"])
+        elif line["key"] == "deletedFile":
+            tree.pop(value["path"], None)
+    for path, entry in tree.items():
+        if self.hub.altered and path.startswith(self.hub.altered):
+            tree[path] = Entry(entry.size, "0" * 40, entry.sha256 and "0" * 64)
+    with self.hub.lock:
+        ref = f"refs/pr/{held.open_pull(message)}" if self.query.get("create_pr") else rev
+        oid = held.commit(ref, message, tree)
+    url = f"{self.hub.endpoint}/{repo}"
+    pull = f"{url}/discussions/{ref.rpartition('/')[2]}" if self.query.get("create_pr") else None
+    return 200, {"commitUrl": f"{url}/commit/{oid}", "commitOid": oid, "pullRequestUrl": pull}
+
+
+def _described(path: str, entry: Entry) -> dict[str, Any]:
+    """A file, as the tree lists it."""
+    facts: dict[str, Any] = {"type": "file", "path": path, "size": entry.size, "oid": entry.blob}
+    if entry.sha256:
+        facts["lfs"] = {"oid": entry.sha256, "size": entry.size, "pointerSize": 134}
+    return facts
+
+
+@route("GET", "/api/models/{repo}")
+@route("GET", "/api/models/{repo}/revision/{rev}")
+def info(self: Handler, repo: str, rev: str = "main") -> Reply:
+    held, oid, tree = self.tree(repo, rev)
+    siblings: list[dict[str, Any]] = []
+    for path, entry in sorted(tree.items()):
+        siblings.append({"rfilename": path})
+        if self.query.get("blobs"):
+            siblings[-1] |= {"size": entry.size, "blobId": entry.blob}
+            if entry.sha256:
+                siblings[-1]["lfs"] = {"sha256": entry.sha256, "size": entry.size, "pointerSize": 134}
+    facts = {"_id": "0", "id": repo, "modelId": repo, "private": held.private, "tags": [], "downloads": 0, "likes": 0}
+    return 200, facts | {"sha": oid, "siblings": siblings}
+
+
+@route("GET", "/api/models/{repo}/tree/{rev}(?:/(?P<folder>.+))?")
+def tree(self: Handler, repo: str, rev: str, folder: str = "") -> Reply:
+    _, _, held = self.tree(repo, rev)
+    inside = {path: entry for path, entry in held.items() if not folder or path.startswith(f"{folder}/")}
+    if folder and not inside:
+        raise RefusedError(404, f"{folder} does not exist on {rev}", "EntryNotFound")
+    if self.query.get("recursive", "").lower() == "true":
+        return 200, [_described(path, entry) for path, entry in sorted(inside.items())]
+    depth = len(PurePosixPath(folder).parts) + 1
+    here = [_described(path, entry) for path, entry in sorted(inside.items()) if path.count("/") == depth - 1]
+    folders = {"/".join(path.split("/")[:depth]) for path in inside if path.count("/") >= depth}
+    return 200, [*here, *({"type": "directory", "path": one, "size": 0, "oid": "0" * 40} for one in sorted(folders))]
+
+
+@route("GET", "/api/models/{repo}/refs")
+def refs(self: Handler, repo: str) -> Reply:
+    held = self.repo(repo)
+    listed = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid} for name, oid in held.refs.items()]
+    return 200, {"branches": [one for one in listed if "/" not in one["name"]], "converts": [], "tags": []}
+
+
+def _pull(self: Handler, name: str, number: int) -> dict[str, Any]:
+    """A pull request, as its page tells it."""
+    held = self.repo(name).pulls.get(number)
+    if held is None:
+        raise RefusedError(404, f"there is no discussion {number}")
+    return held | {
+        "num": number, "author": {"name": "tester"}, "createdAt": "2026-01-01T00:00:00.000Z", "isPullRequest": True,
+        "repo": {"name": name, "type": "model"}, "events": [], "changes": {"base": "refs/heads/main"},
+        "filesWithConflicts": [],
+    }  # fmt: skip
+
+
+@route("POST", "/api/models/{repo}/discussions")
+def discuss(self: Handler, repo: str) -> Reply:
+    held, asked = self.repo(repo, write=True), self.json()
+    if not asked["pullRequest"]:
+        raise RefusedError(400, "this Hub has pull requests only")
+    with self.hub.lock:
+        number = held.open_pull(asked["title"])
+    return 200, {"num": number, "pullRequest": True, "url": f"{self.hub.endpoint}/{repo}/discussions/{number}"}
+
+
+@route("GET", "/api/models/{repo}/discussions/(?P<number>[0-9]+)")
+def discussion(self: Handler, repo: str, number: str) -> Reply:
+    return 200, _pull(self, repo, int(number))
+
+
+@route("GET", "/{repo}/resolve/{rev}/(?P<path>.+)")
+def resolve(self: Handler, repo: str, rev: str, path: str) -> Reply | None:
+    _, oid, held = self.tree(repo, rev)
+    if path not in held:
+        self.extra = {"X-Repo-Commit": oid}
+        raise RefusedError(404, "Entry not found", "EntryNotFound")
+    entry = held[path]
+    first, last = 0, entry.size - 1
+    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+    if asked:
+        first, last = int(asked[1]), min(last, int(asked[2] or last))
+    headers = {
+        "ETag": f'"{entry.sha256 or entry.blob}"', "X-Repo-Commit": oid, "Content-Length": str(last - first + 1),
+        "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream",
+    }  # fmt: skip
+    if asked:
+        headers["Content-Range"] = f"bytes {first}-{last}/{entry.size}"
+    self.send_file(206 if asked else 200, headers, self.hub.store.path(entry), first, last - first + 1)
+    return None
+
+
+@route("GET", "/api/models/{repo}/xet-write-token/{rev}")
+def xet(self: Handler, repo: str, rev: str) -> Reply:
+    self.tree(repo, rev, write=True)
+    if self.hub.cas is None:
+        raise RefusedError(404, "this Hub has no Xet storage")
+    until = int(time.time()) + 3600
+    return 200, {"casUrl": self.hub.cas.url, "exp": until, "accessToken": "of-the-test"}

@@ -1,0 +1,65 @@
+"""Real Xet storage in a folder: hf_xet chunks and deduplicates into it as it would into the Hub's service.
+
+huggingface_hub sends large files through Xet unless HF_HUB_DISABLE_XET is set. hf_xet takes `local://FOLDER` for the
+address of a service. What it stores it lists in shards: https://huggingface.co/docs/xet/en/shard.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ENTRY = 48
+END = b"\xff" * 32
+VERIFIED, WITH_SHA256 = 1 << 31, 1 << 30
+
+
+class Stored(NamedTuple):
+    """A file in a shard."""
+
+    sha256: str
+    xet: str
+    size: int
+
+
+def _hex(raw: bytes) -> str:
+    return "".join(f"{one:016x}" for one in struct.unpack("<4Q", raw))
+
+
+def stored(shard: bytes) -> Iterator[Stored]:
+    """The files that a shard lists."""
+    at = ENTRY  # the header
+    while shard[at : at + 32] != END:
+        xet = _hex(shard[at : at + 32])
+        flags, count = struct.unpack_from("<II", shard, at + 32)
+        size = sum(struct.unpack_from("<I", shard, at + ENTRY * (1 + i) + 36)[0] for i in range(count))
+        at += ENTRY * (1 + count * (2 if flags & VERIFIED else 1))
+        if flags & WITH_SHA256:
+            yield Stored(_hex(shard[at : at + 32]), xet, size)
+            at += ENTRY
+
+
+class Cas:
+    """A folder that hf_xet writes to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = f"local://{folder}"
+
+    def fetch(self, sha256: str, path: Path) -> bool:
+        """Put a stored file together again, from a copy: the process that stores has locked its index."""
+        from hf_xet import XetFileInfo, XetSession
+
+        with tempfile.TemporaryDirectory() as copy:
+            shutil.copytree(self.folder, copy, dirs_exist_ok=True)
+            for shard in Path(copy).rglob("shards/*.mdb"):
+                for one in stored(shard.read_bytes()):
+                    if one.sha256 == sha256:
+                        with XetSession().new_file_download_group(endpoint=f"local://{copy}") as group:
+                            group.start_download_file(XetFileInfo(one.xet, one.size), str(path))
+                        return True
+        return False

@@ -208,15 +208,16 @@ def run_job(
         advance(count * item)
     if worst:
         copy, distance = max(worst.items(), key=lambda pair: pair[1])
-        paths = job.sources[0].fragment.path, job.replicas[copy][0].fragment.path
+        paths = (str(parts[0].fragment.path) for parts in (job.sources, job.replicas[copy]))
+        where = " and ".join(dict.fromkeys(paths))
         if copy == "copy":
             raise VerificationError(
-                f"the output head should share {job.name} and differs from it by up to {distance:g}, in {paths[1]}",
+                f"the output head should share {job.name} and differs from it by up to {distance:g} between {where}",
                 "--set tied=false keeps both",
             )
         raise VerificationError(
             f"{job.name} differs between its copies in {len(worst)} of {len(copies)} places, most in {copy}: "
-            f"by up to {distance:g} between {paths[0]} and {paths[1]}",
+            f"by up to {distance:g} between {where}",
             "--replicas first takes the first copy, --replicas mean their mean in float32",
         )
     return str(digest.hexdigest())

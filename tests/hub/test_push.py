@@ -184,7 +184,7 @@ def test_a_stopped_push_goes_on_where_it_stopped(hub, push, env, converted, tmp_
     began = time.monotonic()
     process.send_signal(number)
     stopped = finish(process)
-    assert time.monotonic() - began < 10, "it does not wait for what is on its way"
+    assert time.monotonic() - began < 30, "it does not wait for what is on its way"
     release.set()
     until(lambda: stuck in sent(hub))  # it is noted when it ends
     assert "acme/m" not in {name for name, repo in hub.store.repos.items() if len(repo.commits) > 1}
@@ -215,7 +215,7 @@ def test_a_push_through_xet_can_be_stopped(hub, push, env, converted, tmp_path):
     process = spawn(CONVERT, "push", converted, "acme/m", env=env | {"HF_HUB_DISABLE_XET": "0"})
     until(lambda: hub.faults[0].times == 0)
     process.send_signal(signal.SIGTERM)
-    assert finish(process, 10).code == 75
+    assert finish(process, 60).code == 75
     release.set()
     assert push(converted, "acme/m", HF_HUB_DISABLE_XET="0").code == 0
 

@@ -107,16 +107,17 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
     index = assets.remembered_index(source.assets) if shard_size is None else None
     held = dict(assets.files(source.assets)) if source.assets else {}
     held |= dict(assets.records(source.root)) if source.format == fsdp.NAME else {}
-    spec, texts = source.spec, {}
+    spec, texts, notes = source.spec, {}, list[str]()
     if template is not None:
         applied = _apply_template(held, template, rows(spec), source)
         spec = grown(spec, applied.length) if applied.length > (rows(spec) or 0) else spec
         held = {name: path for name, path in held.items() if name not in applied.removed}
-        texts = dict(applied.texts)
+        texts, notes = dict(applied.texts), list(applied.notes)
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
     texts |= {**target.texts, "config.json": assets.config_text(source, _cast_to(request), spec)}
     copies = {name: path for name, path in held.items() if name not in texts}
-    return make_plan(source, replace(target, texts=texts, copies=copies), request.cast, spec)
+    plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast, spec)
+    return replace(plan, notes=tuple(notes))
 
 
 def _apply_template(held: Mapping[str, Path], template: str, count: int | None, source: Checkpoint) -> Applied:
@@ -175,6 +176,17 @@ def _require_vocab(source: Checkpoint) -> None:
 
 def _cast_to(request: Request) -> str | None:
     return cast_dtype("F32", request.cast) if request.cast else None
+
+
+def same_output(plan: Plan, place: Path) -> bool:
+    """Whether a folder is what a plan would write, as far as its manifest and its small files tell."""
+    if plan.target is None or not (place / digest.MANIFEST).is_file():
+        return False
+    settings, tensors = digest.read_manifest(place) or ({}, {})
+    if settings != plan.spec.settings() or tensors.keys() != {job.name for job in plan.jobs}:
+        return False
+    texts = plan.target.texts.items()
+    return all((place / name).is_file() and (place / name).read_bytes() == text for name, text in texts)
 
 
 # --- running ---------------------------------------------------------------------------------------------------------

@@ -67,12 +67,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """All jobs of a conversion; without a target, those of reading the source once. `spec` is that of the output."""
+    """All jobs of a conversion; without a target, those of reading the source once.
+
+    `spec` is that of the output; `notes` are what else the user should know.
+    """
 
     source: Checkpoint
     spec: Spec
     jobs: tuple[Job, ...]
     target: Target | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:

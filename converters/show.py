@@ -99,7 +99,7 @@ def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
 def plan_record(plan: Plan) -> dict[str, Any]:
     """Everything that a plan says."""
     source, target = plan.source, plan.target
-    notes = _notes(source)
+    notes = [*_notes(source), *plan.notes]
     if source.dropped:
         notes.append(f"what is no weight of the model stays behind: {len(source.dropped)} such as {source.dropped[0]}")
     record: dict[str, Any] = {

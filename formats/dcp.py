@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,7 +157,13 @@ def _item(folder: Path, offsets: tuple[int, ...], sizes: tuple[int, ...], info: 
         raise SourceError(f"{folder}: the metadata names {short(name)}, which is no file name in the folder")
     start, length = _sizes([info["offset"], info["length"]])
     box = tuple((low, low + size) for low, size in zip(offsets, sizes, strict=True))
-    return Item(box, folder / name, start, length, tuple(transforms))
+    return Item(box, _file(folder, name), start, length, tuple(transforms))
+
+
+@lru_cache(maxsize=4096)
+def _file(folder: Path, name: str) -> Path:
+    """The path of a file: one object for all of its items."""
+    return folder / name
 
 
 def _ranges(numbers: Iterable[int]) -> str:

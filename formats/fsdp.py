@@ -64,10 +64,13 @@ def detect(path: Path) -> bool:
 
 def checkpoints(path: Path) -> list[Path]:
     """The checkpoints of a run's folder, the newest first; none when the folder is a checkpoint itself."""
-    if not path.is_dir() or detect(path):
-        return []
-    found = [(int(step[1]), child) for child in path.iterdir() if (step := STEPS.fullmatch(child.name))]
-    return [child for _, child in sorted(found, reverse=True) if child.is_dir() and detect(child)]
+    try:
+        if not path.is_dir() or detect(path):
+            return []
+        found = [(int(step[1]), child) for child in path.iterdir() if (step := STEPS.fullmatch(child.name))]
+        return [child for _, child in sorted(found, reverse=True) if child.is_dir() and detect(child)]
+    except OSError as error:
+        raise SourceError(f"{error.filename or path}: {error.strerror}") from None
 
 
 def _kind(folder: Path) -> Callable[[Path, Settings], Listing] | None:

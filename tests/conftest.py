@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,8 @@ def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
             cli.main()
         except SystemExit as done:
             code = int(done.code or 0)
+        finally:
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # `main` lets a closed pipe end the process: this one serves
         captured = capsys.readouterr()
         assert "bug:" not in captured.err, captured.err
         return Ran(code, captured.out, captured.err)

@@ -63,7 +63,7 @@ def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as
     rows = embedding_rows(out)
     with _staging(out, dry_run) as folder:
         work = prepare(out, base, template, rows, folder)
-        found = findings(work.view, rows, need_template=template is not None)
+        found = findings(work.view, rows, need_template=template is not None or _serves(out, rows))
         notes = [*(work.applied.notes if work.applied else ()), *(one.sentence for one in found if not one.blocks)]
         problems = [one.sentence for one in found if one.blocks]
         states = _states(out, work)
@@ -74,6 +74,14 @@ def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as
         _refuse(out, rows, work.applied, template, problems)
         if not dry_run:
             publish(out, work)
+
+
+def _serves(out: Path, rows: int) -> bool:
+    """Whether a model has a chat template with which nothing is wrong: then nothing may be wrong afterwards."""
+    from converters.assets import files
+    from converters.publish.servable import findings
+
+    return not any(one.blocks for one in findings(dict(files(out)), rows, need_template=True))
 
 
 def prepare(out: Path, base: Path | None, template: str | None, rows: int, folder: Path) -> Work:

@@ -49,10 +49,10 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     from formats.spec import differences
 
     options["verbatim"] |= src is None and is_verbatim(out)
-    checkpoint = opened(out, options)
+    checkpoint = opened(out, _own_config(out, options))
     settings: list[str]
     if src is not None:
-        source = opened(src, options)
+        source = opened(src, _own_config(src, options, out))
         settings = differences(checkpoint.spec, source.spec)
         against, name = _digests(source, options, as_json), str(src)
     else:
@@ -96,7 +96,7 @@ def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> No
     from converters.report import Progress, table
     from formats.spec import differences
 
-    first, second = opened(one, options), opened(two, options)
+    first, second = opened(one, _own_config(one, options, two)), opened(two, _own_config(two, options, one))
     settings = differences(first.spec, second.spec)
     left, right = plan_reading(first), plan_reading(second)
     with Progress("comparing", left.nbytes, as_json) as progress:
@@ -115,6 +115,21 @@ def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> No
         raise VerificationError(f"{one} and {two} differ in {len(settings)} settings and {len(found)} tensors")
     if not as_json:
         click.echo(f"{one} and {two} are equal: {len(left.jobs)} tensors, all settings")
+
+
+def _own_config(path: Path, options: Mapping[str, Any], other: Path | None = None) -> dict[str, Any]:
+    """Options for one of two checkpoints: its own config, else the one that was named, else that of the other."""
+    own = (path / "config.json").is_file()
+    if other is not None and options["config"] is None and (other / "config.json").is_file():
+        return {**options, "config": None if own or _knows_itself(path) else other}
+    return {**options, "config": None if own else options["config"]}
+
+
+def _knows_itself(path: Path) -> bool:
+    """Whether a checkpoint's settings are in it: Megatron's are."""
+    from formats import megatron
+
+    return megatron.detect(path)
 
 
 def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dict[str, str]:

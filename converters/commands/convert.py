@@ -85,7 +85,7 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 @click.option("--push", "repo", metavar="ORG/NAME", help="Then send OUT to the Hub, as `convert push` does.")
 @click.option("--fsdp_checkpoint_path", "old_src", type=FOLDER, hidden=True)
 @click.option("--consolidated_model_path", "old_out", type=FOLDER, hidden=True)
-@click.option("--hf_model_path_or_name", "old_config", type=FOLDER, hidden=True)
+@click.option("--hf_model_path_or_name", "--HF_model_path_or_name", "old_config", type=FOLDER, hidden=True)
 @reading
 @writing
 @click.pass_context
@@ -96,37 +96,46 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     folder with several checkpoint-N, each becomes OUT/checkpoint-N, the newest first.
     """
     from converters.commands.publish import push
-    from converters.convert import plan_huggingface
-    from converters.digest import MANIFEST
+    from converters.convert import plan_huggingface, same_output
+    from converters.publish.hub import require_token
+    from converters.publish.push_plan import check_names
     from formats.errors import SourceError, UsageError
     from formats.fsdp import checkpoints
 
     old_src, old_out, old_config = (options.pop(name) for name in ("old_src", "old_out", "old_config"))
-    src, out = src or old_src, out or old_out  # the three flags are those of ControlLLM's converter
+    if old_src is not None and src is None:  # the flags, and the default, of ControlLLM's converter
+        src, out = old_src, out or old_out or old_src.parent / "hf" / old_src.name
     options["config"] = options["config"] or old_config
     if src is None or out is None:
         raise UsageError("two folders are needed", "convert fsdp2hf CHECKPOINT OUT --config BASE")
     runs = {run: out / run.name for run in checkpoints(src)} or {src: out}
     if repo and len(runs) > 1:
         raise UsageError(f"{src} holds {len(runs)} checkpoints, --push sends one", f"name one: {next(iter(runs))}")
+    if repo:
+        check_names(repo, None)
+    if repo and not options["dry_run"]:
+        require_token()
     failed: list[SourceError] = []
     for run, place in runs.items():
-        if len(runs) > 1 and (place / MANIFEST).is_file() and not options["force"]:
-            click.echo(f"{place} is there already", err=True)
-            continue
         try:
-            source = opened(run, options, "fsdp", "`convert megatron2hf` reads Megatron")
+            source = opened(run, options, "fsdp")
             request = _request(place, options)
-            _convert(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
-        except SourceError as error:  # an unfinished save must not keep the earlier ones from being converted
+            plan = plan_huggingface(source, request, options["shard_size"], options["template"])
+            if len(runs) > 1 and not request.force and same_output(plan, place):
+                click.echo(f"note: {place} is there already, {run} is not converted again", err=True)
+            else:
+                _convert(plan, request, options)
+        except SourceError as error:  # noqa: PERF203  # an unfinished save must not keep the others from it
             if len(runs) == 1:
                 raise
             click.echo(f"error: {error}", err=True)
             failed.append(error)
     if failed:
         raise SourceError(f"{len(failed)} of {len(runs)} checkpoints of {src} were not converted", failed[0].hint)
-    if repo:
-        context.invoke(push, out=out, repo=repo, dry_run=options["dry_run"], quiet=options["quiet"])
+    if repo and options["dry_run"]:
+        click.echo(f"then   push {out} to {repo}")
+    elif repo:
+        context.invoke(push, out=out, repo=repo, quiet=options["quiet"], as_json=options["as_json"])
 
 
 @click.command()

@@ -107,6 +107,14 @@ writing = together(
 )  # fmt: skip
 
 
+READS = {
+    "huggingface": "for Hugging Face use `convert hf2megatron` or `convert hf2fsdp`",
+    "megatron": "for Megatron use `convert megatron2hf` or `convert reshard`",
+    "fsdp": "for FSDP use `convert fsdp2hf`",
+}
+"""Format: the commands that read it."""
+
+
 def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: str = "") -> Checkpoint:
     """Open the checkpoint that a command was given.
 
@@ -122,10 +130,15 @@ def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: st
 
     config = options["config"]
     if config is not None and not (config / "config.json").is_file():
-        raise UsageError(f"--config {config} is no folder with a config.json")
+        raise UsageError(
+            f"--config {config} is no folder with a config.json", "a model of the Hub has to be downloaded first"
+        )
     values = parse_settings(options["settings"])
     known = Settings(options["vocab_size"], values, config, options["verbatim"], options["container"])
     source = open_checkpoint(path, known)
     if wanted and source.format != wanted:
-        raise UsageError(f"{path} is a {source.format} checkpoint, this command reads {wanted}", instead)
+        raise UsageError(
+            f"{path} is a checkpoint of the format {source.format}, this command reads {wanted}",
+            instead or READS[source.format],
+        )
     return source

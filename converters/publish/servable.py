@@ -150,6 +150,9 @@ def _special(assets: Assets, known: Vocabulary | None, rows: int | None) -> Iter
                     yield Finding(f"{key} of {name} is {number}, the embedding has {rows or 'no such'} rows")
                 elif held is not None and number not in held:
                     yield Finding(f"{key} of {name} is {number}, an id that the tokenizer does not have")
+    eos = known.ids.get(named.get("eos", "")) if known is not None else None
+    if eos is not None and eos_ids(assets) and eos not in eos_ids(assets):
+        yield Finding(f"generation stops at {sorted(eos_ids(assets))}, the tokenizer's {named['eos']} has id {eos}")
     if not eos_ids(assets) and "eos" not in named:
         yield Finding(f"nothing says where a text ends: {GENERATION} and {TOKENIZER_CONFIG} name no eos")
 

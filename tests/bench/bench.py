@@ -1,4 +1,4 @@
-"""The benchmarks: python -m tests.bench.bench [--quick] [--json OUT] [--work DIR] [--only speed memory start].
+"""The benchmarks: python -m tests.bench.bench [--quick] [--json OUT] [--work DIR] [--only PART ...].
 
 This process imports nothing heavy: Linux counts the memory of the process that starts another into the other's peak.
 """
@@ -27,9 +27,14 @@ CONVERT = str(Path(sys.executable).with_name("convert"))
 CP = ("cp", "-r")
 CP_SYNC = ("sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +')
 KEEP_FREE = 20 * 10**9
+CAT = ("sh", "-c", 'mkdir "$1" && cat "$0"/*.distcp > "$1/all"')
+CAT_SYNC = (*CAT[:2], CAT[2] + ' && sync "$1/all"')
+ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
+TO_TORCH = 'mkdir "$1" && exec "$2" -m torch.distributed.checkpoint.format_utils dcp_to_torch "$0" "$1/model.pt"'
 STARTS = 15
 HANGS = 1800
 MOST_SPACE = 4 << 30
+PARTS = ["start", "speed", "fsdp", "ranks", "memory"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,10 @@ class Contender:
 
 @dataclass
 class Results:
-    """Everything that was measured, for --json, and the targets: what, measured, wanted at most, unit."""
+    """Everything that was measured, for --json, and the targets: what, measured, wanted at most, unit.
+
+    What is wanted at least counts as negative.
+    """
 
     machine: dict[str, Any]
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
@@ -73,7 +81,8 @@ def run(
     limited = ["prlimit", f"--as={address_space}", *command] if address_space else command
     with tempfile.TemporaryFile() as errors:
         began = time.perf_counter()
-        process = subprocess.Popen(limited, env=os.environ | dict(env or {}), stdout=subprocess.DEVNULL, stderr=errors)
+        settings = environment() | dict(env or {})
+        process = subprocess.Popen(limited, env=settings, stdout=subprocess.DEVNULL, stderr=errors)
         ended = threading.Event()
         threading.Thread(target=guard, args=(process.pid, disk, ended), daemon=True).start()
         _, status, usage = os.wait4(process.pid, 0)
@@ -137,14 +146,14 @@ def show(title: str, found: Mapping[str, list[Sample]], bases: Sequence[str] = (
         row.append(spread([s.rss / 1e6 for s in samples], 0))
         rows.append(row + ["{:.2f} ({:.2f})".format(*ratios(samples, found[base])) for base in bases])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    print(f"\n{title}")
+    print(f"\n{title} (load {os.getloadavg()[0]:.1f})")
     for row in rows:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), flush=True)
 
 
 def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    libraries = {name: version(name) for name in ("numpy", "blake3", "click", "torch", "vitruvian")}
+    libraries = {name: version(name) for name in ("numpy", "blake3", "click", "torch", "accelerate", "vitruvian")}
     return {
         "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "memory": f"{memory / 2**30:.0f} GiB",
         "kernel": platform.release(), "python": platform.python_version(), "load": round(os.getloadavg()[0], 1),
@@ -203,6 +212,62 @@ def speed(work: Path, rounds: int, results: Results) -> None:
     for wanted, source in (("fp32", bf16), ("bf16", fp32)):  # compared with a copy of the larger side
         title = f"cast to {wanted}, hf2megatron TP2xPP2"
         case(title, "hf2megatron", source, (*cut, "--dtype", wanted), fp32, True)
+
+
+def fsdp(work: Path, rounds: int, results: Results) -> None:
+    """FSDP checkpoints of 4 ranks against `accelerate merge-weights`, torch, and `cat` of the same files."""
+    config, out = model(work, "1.1B"), work / "out"
+    folders = {dtype: work / f"1.1B-fsdp-4-{dtype}" for dtype in ("bf16", "fp32")}
+    for dtype, folder in folders.items():
+        if not folder.exists():
+            run([CONVERT, "hf2fsdp", config, str(folder), "--ranks", "4", "--dtype", dtype, "-q"])
+    run([CONVERT, "fsdp2hf", str(folders["bf16"]), str(out / "ours"), "--config", config, "-q"])
+    run([ACCELERATE, "merge-weights", str(folders["bf16"]), str(out / "theirs")])
+    run(["cmp", *(str(out / name / "model.safetensors") for name in ("ours", "theirs"))])
+    shutil.rmtree(out)
+    for dtype, folder in folders.items():
+        merge(f"fsdp2hf, 4 ranks, {dtype}", str(folder), config, out, rounds, results)
+
+
+def merge(title: str, source: str, config: str, out: Path, rounds: int, results: Results) -> None:
+    """One FSDP checkpoint; of fp32 weights also the cast to bf16."""
+    ours = (CONVERT, "fsdp2hf", source, "{out}", "--config", config, "-q")
+    cast = (*ours, "--dtype", "bf16")
+    contenders = [
+        Contender("convert", ours),
+        Contender("accelerate", (ACCELERATE, "merge-weights", source, "{out}")),
+        Contender("convert --no-verify", (*ours, "--no-verify")),
+        Contender("cat", (*CAT, source, "{out}")),
+        Contender("dcp_to_torch", ("sh", "-c", TO_TORCH, source, "{out}", sys.executable)),
+        Contender("cat + sync", (*CAT_SYNC, source, "{out}")),
+    ]
+    if "fp32" in title:
+        contenders.insert(2, Contender("convert, to bf16", cast))
+        contenders.insert(5, Contender("convert --no-verify, to bf16", (*cast, "--no-verify")))
+    found = results.samples[title] = interleave(contenders, rounds, out)
+    show(title, found, ["accelerate", "cat", "cat + sync"])
+    for name in (name for name in found if name.startswith("convert")):
+        faster = 1 / ratios(found[name], found["accelerate"])[0]
+        results.targets.append((f"{title}, {name}: times as fast as accelerate", -faster, -5, "x"))
+        for base in ("cat", "cat + sync"):
+            results.targets.append((f"{title}, {name}: wall x {base}", ratios(found[name], found[base])[0], 1.3, "x"))
+        results.targets.append((f"{title}, {name}: peak RSS", max(s.rss for s in found[name]) / 1e6, 64, "MB"))
+
+
+def ranks(work: Path, rounds: int, results: Results) -> None:
+    """An FSDP checkpoint of many ranks, without weights: what planning takes, and how much memory."""
+    many, title = model(work, "8B", "--fsdp", "128"), "8B, 128 ranks (sparse)"
+    whole = (CONVERT, "fsdp2hf", many, "{out}", "-q")
+    contenders = [
+        Contender("inspect", (CONVERT, "inspect", many)),
+        Contender("fsdp2hf -n", (*whole, "-n")),
+        Contender("fsdp2hf", whole),
+        Contender("fsdp2hf --no-verify, to fp32", (*whole, "--dtype", "fp32", "--no-verify")),
+    ]
+    found = results.samples[title] = interleave(contenders, rounds, work / "out")
+    show(title, found)
+    for name, samples in found.items():
+        results.targets.append((f"{title}, {name}: peak RSS", max(s.rss for s in samples) / 1e6, 64, "MB"))
 
 
 def memory(work: Path, quick: bool, results: Results) -> None:
@@ -265,24 +330,26 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 5, and 30B is not read back")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every sample")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "vitruvian-bench")
-    parser.add_argument("--only", nargs="+", choices=["speed", "memory", "start"])
+    parser.add_argument("--only", nargs="+", choices=PARTS)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     for name in ("out", "out.partial", "naive"):
         shutil.rmtree(options.work / name, ignore_errors=True)
     results = Results(machine())
     print(", ".join(f"{name} {value}" for name, value in results.machine.items()))
-    wanted = options.only or ["speed", "memory", "start"]
+    wanted, rounds = options.only or PARTS, 3 if options.quick else 5
     if "start" in wanted:
         start(options.work, results)
-    if "speed" in wanted:
-        speed(options.work, 3 if options.quick else 5, results)
+    for part in (speed, fsdp, ranks):
+        if part.__name__ in wanted:
+            part(options.work, rounds, results)
     if "memory" in wanted:
         print("\nmemory")
         memory(options.work, options.quick, results)
     print("\ntargets")
-    for what, value, most, unit in results.targets:
-        print(f"  {'reached' if value <= most else 'MISSED '}  {value:6.2f} {unit:2} (at most {most} {unit})  {what}")
+    for what, value, limit, unit in results.targets:
+        bound = f"at {'least' if limit < 0 else 'most'} {abs(limit)} {unit}"
+        print(f"  {'reached' if value <= limit else 'MISSED '}  {abs(value):6.2f} {unit:2} ({bound})  {what}")
     if options.json:
         options.json.write_text(json.dumps(asdict(results), indent=1) + "\n")
 

@@ -1,31 +1,35 @@
 """Hugging Face Llama folders for the benchmarks, written by hand: random weights, or files of holes.
 
-python -m tests.bench.make_model {617M,30B,70B} OUT [--dtype bf16|fp32] [--sparse] [--megatron TP PP]
+python -m tests.bench.make_model {617M,1.1B,8B,30B,70B} OUT [--dtype bf16|fp32] [--sparse] [--megatron TP PP] [--fsdp N]
 
 A sparse folder has true headers and sizes, but its weights are holes: it reads as zeros and takes no room, so a model
-of any size fits on any disk. With --megatron the folder is what `convert hf2megatron` would make of it, with holes for
-weights (and for their checksums, which nothing that only reads headers looks at).
+of any size fits on any disk. With --megatron or --fsdp the folder is what `convert hf2megatron` or `convert hf2fsdp
+--ranks N` would make of it, with holes for weights (and for their checksums, at which `convert` does not look).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 import numpy as np
 
-from converters.convert import Request, plan_megatron
+from converters.convert import Request, plan_fsdp, plan_megatron
+from converters.plan import Plan
 from formats import huggingface
-from formats.checkpoint import Target
+from formats.checkpoint import Checkpoint, Target
 from formats.hf_config import from_huggingface
 from formats.megatron import Options
 from formats.registry import open_checkpoint
 
 SHAPES = {  # layers, hidden, ffn, heads, key/value heads, vocabulary
     "617M": (8, 2048, 8192, 32, 8, 32000),
+    "1.1B": (22, 2048, 5632, 32, 4, 32000),
+    "8B": (32, 4096, 14336, 32, 8, 128256),
     "30B": (60, 6144, 21504, 48, 8, 128000),
     "70B": (80, 8192, 28672, 64, 8, 128256),
 }
@@ -83,12 +87,12 @@ def make(name: str, out: Path, dtype: str = "BF16", sparse: bool = False) -> Pat
     return out
 
 
-def make_megatron(name: str, out: Path, dtype: str, tp: int, pp: int) -> None:
-    """Write what a sparse model becomes in Megatron's format."""
+def make_sharded(name: str, out: Path, dtype: str, plan_target: Callable[[Checkpoint, Request], Plan]) -> None:
+    """Write what a sparse model becomes in another format."""
     with TemporaryDirectory(dir=out.parent) as folder:
         source = open_checkpoint(make(name, Path(folder) / "source", dtype, sparse=True))
         request = Request(Path(folder) / "run")
-        plan = plan_megatron(source, request, Options(tp, pp), None)
+        plan = plan_target(source, request)
         assert plan.target is not None
         lay_out(request.root, plan.target, sparse=True)
         request.root.rename(out)
@@ -101,10 +105,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--sparse", action="store_true")
     parser.add_argument("--megatron", nargs=2, type=int, metavar=("TP", "PP"))
+    parser.add_argument("--fsdp", type=int, metavar="N")
     options = parser.parse_args()
     dtype = {"bf16": "BF16", "fp32": "F32"}[options.dtype]
     if options.megatron:
-        make_megatron(options.model, options.out, dtype, *options.megatron)
+        cut = Options(*options.megatron)
+        make_sharded(options.model, options.out, dtype, lambda source, run: plan_megatron(source, run, cut, None))
+    elif options.fsdp:
+        make_sharded(options.model, options.out, dtype, lambda source, run: plan_fsdp(source, run, options.fsdp))
     else:
         make(options.model, options.out, dtype, options.sparse)
 

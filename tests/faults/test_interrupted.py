@@ -85,16 +85,15 @@ def test_a_signal_ends_with_75_and_the_same_command_goes_on(whole, model, conver
     source, out = model("llama", "float32", num_hidden_layers=24, vocab_size=20000), tmp_path / "out"
     code = (
         "import os, time; from converters import cli; write = os.pwrite\n"
-        "def slow(*args):\n    time.sleep(0.01)\n    return write(*args)\n"
+        "def slow(*args):\n    time.sleep(0.004)\n    return write(*args)\n"
         "os.pwrite = slow\ncli.main()"
     )
     words = ["hf2megatron", str(source), str(out), "--tp", "2"]
     process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True, env=ENV)
     journal = tmp_path / "out.partial/journal.jsonl"
     deadline = time.monotonic() + 60
-    while not (journal.exists() and journal.stat().st_size) and time.monotonic() < deadline:
+    while not (journal.exists() and journal.read_text().count("\n") > 1) and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.2)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err

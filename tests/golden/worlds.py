@@ -63,7 +63,7 @@ class Made(NamedTuple):
 
 
 def make(world: World, factory: pytest.TempPathFactory) -> Made:
-    """The checkpoints of a world, in a folder that all workers of this session share."""
+    """The checkpoints of a world, in a folder that all workers of a test run share."""
     shared = factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
     place = shared / f"world-{world}"

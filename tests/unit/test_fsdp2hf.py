@@ -1,0 +1,80 @@
+"""What `fsdp2hf` does around a conversion: several checkpoints, another converter's flags, what is checked before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.models import files
+
+
+@pytest.fixture
+def run_folder(model, convert, tmp_path):
+    """A training's folder with two checkpoints, and its model's config beside them."""
+    folder = tmp_path / "run"
+    for step in (7, 100):
+        assert convert("hf2fsdp", model("llama"), folder / f"checkpoint-{step}" / "pytorch_model_fsdp_0").code == 0
+    return folder
+
+
+def test_a_second_run_goes_on_and_does_not_hide_other_options(run_folder, model, convert, tmp_path):
+    words = ["fsdp2hf", run_folder, tmp_path / "out"]
+    assert convert(*words).code == 0
+    assert files(tmp_path / "out/checkpoint-7") == files(model("llama"))
+    before = (tmp_path / "out/checkpoint-7/model.safetensors").stat().st_mtime_ns
+    again = convert(*words)
+    assert again.code == 0
+    assert again.err.count("is there already") == 2
+    other = convert(*words, "--dtype", "bf16")
+    assert other.code == 7
+    assert "checkpoint-100 exists" in other.err
+    assert (tmp_path / "out/checkpoint-7/model.safetensors").stat().st_mtime_ns == before
+    assert convert(*words, "--dtype", "bf16", "--force").code == 0
+    assert json.loads((tmp_path / "out/checkpoint-7/config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("flag", ["--hf_model_path_or_name", "--HF_model_path_or_name"])
+def test_the_flags_and_the_default_of_controlllm(run_folder, model, convert, flag):
+    source = run_folder / "checkpoint-7"
+    assert convert("fsdp2hf", "--fsdp_checkpoint_path", source, flag, model("llama")).code == 0
+    assert files(run_folder / "hf/checkpoint-7") == files(model("llama"))
+
+
+def test_two_folders_are_needed(convert):
+    refused = convert("fsdp2hf")
+    assert refused.code == 2
+    assert "hint: convert fsdp2hf CHECKPOINT OUT --config BASE" in refused.err
+
+
+def test_a_push_is_checked_before_the_conversion(run_folder, convert, tmp_path):
+    source, out = run_folder / "checkpoint-7", tmp_path / "out"
+    assert convert("fsdp2hf", source, out, "--push", "no-owner").code == 2
+    assert convert("fsdp2hf", run_folder, out, "--push", "acme/m").code == 2
+    planned = convert("fsdp2hf", source, out, "--push", "acme/m", "-n")
+    assert planned.code == 0
+    assert planned.out.endswith(f"then   push {out} to acme/m\n")
+    assert not out.exists()
+
+
+def test_either_side_may_lack_a_config(run_folder, model, convert, tmp_path):
+    """A DCP folder without a config is compared with the Hugging Face folder that has one."""
+    bare = tmp_path / "bare"
+    shutil.copytree(run_folder / "checkpoint-7/pytorch_model_fsdp_0", bare)
+    (bare / "config.json").unlink()
+    assert convert("verify", model("llama"), bare).code == 0
+    assert convert("diff", bare, model("llama")).code == 0
+    assert convert("diff", bare, model("llama"), "--config", model("llama")).code == 0
+
+
+def test_a_class_of_the_wrapper_loses_its_prefix_and_nothing_else(run_folder, model, convert, tmp_path):
+    """Stripping the letters F, S, D and P would make hi3ForCausalLM of Phi3ForCausalLM."""
+    base = tmp_path / "base"
+    shutil.copytree(model("llama"), base)
+    for named, kept in (("FSDPLlamaForCausalLM", "LlamaForCausalLM"), ("FSDPPhi3ForCausalLM", "Phi3ForCausalLM")):
+        config = json.loads((base / "config.json").read_text()) | {"architectures": [named]}
+        (base / "config.json").write_text(json.dumps(config))
+        out = tmp_path / kept
+        assert convert("fsdp2hf", run_folder / "checkpoint-7", out, "--config", base).code == 0
+        assert json.loads((out / "config.json").read_text())["architectures"] == [kept]

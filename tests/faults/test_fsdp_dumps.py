@@ -13,25 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Ran
 from tests.faults.dcp_tools import refused, weights
 from tests.models import files
 
 RANKS = 4
 VERL, ACCELERATE = "model_world_size_4_rank_{}.pt", "pytorch_model_fsdp_0_rank{}.bin"
 SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"
-
-
-@pytest.fixture
-def merge(model, convert, tmp_path) -> Callable[..., Ran]:
-    """`merge(folder)`: fsdp2hf with the right config; an output that it refuses is not there."""
-
-    def run(folder: Path, *words: object) -> Ran:
-        ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", model("llama"), "-q", *words)
-        assert (tmp_path / "out").exists() == (ran.code == 0)
-        return ran
-
-    return run
 
 
 @contextmanager

@@ -33,18 +33,6 @@ def made(model: Callable[..., Path], convert: Callable[..., Ran], tmp_path: Path
     return make
 
 
-@pytest.fixture
-def merge(model, convert, tmp_path) -> Callable[..., Ran]:
-    """`merge(folder)`: fsdp2hf with the right config; an output that it refuses is not there."""
-
-    def run(folder: Path, *words: object) -> Ran:
-        ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", model("llama"), "-q", *words)
-        assert (tmp_path / "out").exists() == (ran.code == 0)
-        return ran
-
-    return run
-
-
 def test_sound_it_is_merged(made, merge, model, tmp_path):
     """What the tests below damage is sound."""
     assert merge(made()).code == 0

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Ran
 from tests.faults.dcp_tools import as_trained, edit, places, refused, save, weights
 from tests.models import files
 
@@ -23,18 +22,6 @@ def folder(model, convert, tmp_path) -> Path:
     """A DCP folder of three ranks, as a training leaves it."""
     assert convert("hf2fsdp", model("llama"), tmp_path / "checkpoint-7", "--ranks", 3, "-q").code == 0
     return as_trained(tmp_path / "checkpoint-7")
-
-
-@pytest.fixture
-def merge(model, convert, tmp_path) -> Callable[..., Ran]:
-    """`merge(folder)`: fsdp2hf with the right config; an output that it refuses is not there."""
-
-    def run(folder: Path, *words: object) -> Ran:
-        ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", model("llama"), "-q", *words)
-        assert (tmp_path / "out").exists() == (ran.code == 0)
-        return ran
-
-    return run
 
 
 def chunk(metadata: Any, name: str, number: int) -> Any:

@@ -43,7 +43,9 @@ def test_without_a_config_there_is_a_hint(folder, merge):
 
 @pytest.mark.parametrize("command", ["inspect", "digest", "plan"])
 def test_every_command_says_so(folder, convert, command):
-    refused(convert(command, folder, *(["--to", "huggingface"] if command == "plan" else [])), 3, "--config BASE")
+    ran = convert(command, folder, *(["--to", "huggingface"] if command == "plan" else []))
+    refused(ran, 3, "--config BASE")
+    assert ran.out == ""
 
 
 @pytest.mark.parametrize("place", [".", "huggingface", ".."])
@@ -162,7 +164,9 @@ def test_the_final_weights_of_a_run_are_not_passed_over(run_folder, convert, mod
 
 @pytest.mark.parametrize("command", ["inspect", "digest"])
 def test_commands_that_read_one_checkpoint_name_the_newest(run_folder, convert, model, command):
-    refused(convert(command, run_folder, "--config", model("llama")), 3, run_folder, "checkpoint-100\n")
+    ran = convert(command, run_folder, "--config", model("llama"))
+    refused(ran, 3, run_folder, "checkpoint-100\n")
+    assert ran.out == ""
 
 
 @pytest.mark.parametrize("command", ["fsdp2hf", "inspect", "digest"])
@@ -170,6 +174,7 @@ def test_a_source_that_is_not_there_is_a_bad_source(convert, model, tmp_path, co
     words = (tmp_path / "out",) if command == "fsdp2hf" else ()
     ran = convert(command, tmp_path / "nowhere", *words, "--config", model("llama"))
     refused(ran, 3, tmp_path / "nowhere", "does not exist")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("inside", ["pytorch_model_fsdp_0", "actor"])

@@ -55,3 +55,4 @@ def test_flat_parameters_need_a_table(convert, tmp_path):
     config = with_config(tmp_path / "config", HERE / "llama", model_type="odd")
     ran = convert("fsdp2hf", HERE / "llama/local_flat_2.1.2", tmp_path / "out", "--config", config, "--verbatim")
     refused(ran, 4, "LOCAL_STATE_DICT records no shapes", "SHARDED_STATE_DICT")
+    assert not (tmp_path / "out").exists()

@@ -373,15 +373,16 @@ def _publish(request: Request) -> None:
     """Put the finished folder in its place in one step."""
     _check_free(request)  # once more: it may have come into being while we worked
     for folder in [request.root, *(path for path in request.root.rglob("*") if path.is_dir())]:
-        _sync_folder(folder)
+        sync_folder(folder)
     if request.place.is_dir() and any(request.place.iterdir()):
         request.place.rename(request.staging / "replaced")
     request.root.rename(request.place)
-    _sync_folder(request.place.parent)
+    sync_folder(request.place.parent)
     shutil.rmtree(request.staging)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Force the names in a folder to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -113,13 +113,15 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
 
 def publish(out: Path, work: Work) -> None:
     """Put the files in their places, each in one step."""
+    from converters.convert import sync_folder
+
     for name, path in work.staged.items():
         (out / name).parent.mkdir(exist_ok=True)
         path.replace(out / name)
     for name in work.removed:
         (out / name).unlink()
     for folder in {(out / name).parent for name in (*work.staged, *work.removed)}:
-        _sync(folder)
+        sync_folder(folder)
 
 
 def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given: Mapping[str, Path]) -> None:
@@ -164,14 +166,6 @@ def _write(path: Path, content: bytes) -> None:
         handle.write(content)
         handle.flush()
         os.fsync(handle.fileno())
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _states(out: Path, work: Work) -> dict[str, str]:

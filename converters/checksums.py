@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from formats.checkpoint import OutputFile
-from formats.storage import Fragment
+from formats.storage import Fragment, read_into
 
 POLYNOMIAL = 0xEDB88320
 ONES = 0xFFFFFFFF
@@ -73,3 +73,13 @@ class Checksums:
         if self.small[key] >= MANY:
             return None
         return self.sums[key] ^ shift(ONES, self.sizes[key]) ^ ONES
+
+
+def crc_of(fd: int, offset: int, nbytes: int, path: Path, step: int = 1 << 20) -> int:
+    """The CRC-32 of a byte range of a file, read once."""
+    crc, buffer = 0, bytearray(min(step, nbytes))
+    for position in range(0, nbytes, step):
+        piece = memoryview(buffer)[: min(step, nbytes - position)]
+        read_into(fd, piece, offset + position, path)
+        crc = zlib.crc32(piece, crc)
+    return crc

@@ -20,9 +20,9 @@ SECTIONS = {
 }
 EXIT_CODES = """\b
 Exit codes:
-  0 done           3 source unreadable   6 verification failed       75 interrupted,
-  1 a bug          4 not supported       7 output exists, no space      run it again
-  2 usage          5 plan refused      8 network                        to go on"""
+  0 done     3 source unreadable   6 verification failed       75 interrupted,
+  1 a bug    4 not supported       7 output exists, no space      run it again
+  2 usage    5 plan refused        8 network                      to go on"""
 
 
 class Sections(click.Group):

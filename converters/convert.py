@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from converters import assets, digest
-from converters.checksums import Checksums
+from converters.checksums import Checksums, crc_of
 from converters.engine import Files, Limits, digest_of, execute
 from converters.journal import Journal, fingerprint, open_journal
 from converters.plan import Plan, cast_dtype, make_plan
@@ -33,7 +32,7 @@ from formats.megatron_args import Options
 from formats.registry import FORMATS, module, open_checkpoint
 from formats.rows import grown, rows
 from formats.spec import Verbatim, differences
-from formats.storage import read_into, write_from
+from formats.storage import write_from
 
 if TYPE_CHECKING:
     from converters.publish.chat import Applied
@@ -206,7 +205,7 @@ def run(plan: Plan, request: Request) -> dict[str, str]:
     if plan.target is None:
         raise ValueError("a plan without a target cannot run")
     target = plan.target
-    _check_paths(plan.source, request)
+    check_paths(plan.source, request)
     _check_space(target, request)
     mark = fingerprint(plan, request.limits.replicas)
     opened = open_journal(request.staging, mark, target.files, force=request.force, every=request.commit_seconds)
@@ -249,7 +248,12 @@ def _write(plan: Plan, target: Target, request: Request, journal: Journal, stopp
     _write_small_files(request.root, texts, target.copies)
 
 
-def _check_paths(source: Checkpoint, request: Request) -> None:
+def check_paths(source: Checkpoint, request: Request) -> None:
+    """OUT is free, and apart from the source.
+
+    Raises:
+        OutputError: it is not.
+    """
     out = request.out
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} exists and is no folder")
@@ -310,22 +314,13 @@ def _finish_files(files: tuple[OutputFile, ...], known: Checksums | None, thread
             fd, sums = handle.fileno(), {}
             for name, (offset, nbytes) in file.checksums.items():
                 counted = known.get(file.path, offset) if known else None
-                sums[name] = _crc(fd, offset, nbytes, file.path) if counted is None else counted
+                sums[name] = crc_of(fd, offset, nbytes, file.path) if counted is None else counted
             for offset, content in file.headers(sums):
                 write_from(fd, memoryview(content), offset)
             os.fsync(fd)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(finish, files))
-
-
-def _crc(fd: int, offset: int, nbytes: int, path: Path, step: int = 1 << 20) -> int:
-    crc, buffer = 0, bytearray(min(step, nbytes))
-    for position in range(0, nbytes, step):
-        piece = memoryview(buffer)[: min(step, nbytes - position)]
-        read_into(fd, piece, offset + position, path)
-        crc = zlib.crc32(piece, crc)
-    return crc
 
 
 def _write_small_files(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> None:

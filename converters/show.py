@@ -76,8 +76,8 @@ def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
             (
                 "format",
                 source.format
-                + "".join(f" {name}{n}" for name, n in source.topology.items())
-                + (f" {record['folder']}" if "folder" in record else ""),
+                + "".join(f", {name} {n}" for name, n in source.topology.items())
+                + (f", {record['folder']}" if "folder" in record else ""),
             ),
             ("parameters", f"{record['parameters']:,}"),
             (
@@ -123,7 +123,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     record["residue"] = _residue(source)
     if target:
         record["target"] = {
-            "files": {str(file.path): file.size for file in target.files},
+            "files": {str(file.path).split(".partial/out/")[-1]: file.size for file in target.files},
             "small files": sorted([*target.texts, *target.copies]),
             "bytes": sum(file.size for file in target.files),
             "filled elements": filled(target),
@@ -145,7 +145,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     """A plan for people."""
     record = plan_record(plan)
     source, target = record["source"], record["target"]
-    topology = "".join(f" {name}{n}" for name, n in source["topology"].items())
+    topology = "".join(f", {name} {n}" for name, n in source["topology"].items())
     yield f"read   {source['path']}: {source['format']}{topology}, {source['files']} files"
     yield f"move   {record['jobs']} tensors, {size(record['bytes'])} in {record['blocks']} blocks"
     yield "prove  every element has one source and one place"
@@ -156,7 +156,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if not record["edges"]:
         yield "change nothing: all bits are kept"
     yield f"write  {len(target['files'])} files, {size(target['bytes'])}"
-    yield table((name.split(".partial/out/")[-1], size(nbytes)) for name, nbytes in target["files"].items())
+    yield table((name, size(nbytes)) for name, nbytes in target["files"].items())
     yield f"       and {', '.join(target['small files'])}"
     for name, keys in record["residue"].items():
         names = ", ".join(keys[:12]) + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")

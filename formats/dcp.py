@@ -196,14 +196,15 @@ def load(wanted: Iterable[Entry]) -> Iterator[Scattered]:
                 if item.path not in descriptors:
                     descriptors[item.path] = os.open(item.path, os.O_RDONLY)
         with ThreadPoolExecutor(READERS) as pool:
-            jobs = ((entry, item, descriptors[item.path]) for entry in tensors for item in entry.items)
-            pieces = pool.map(lambda job: _piece(*job), jobs)
-            for entry in tensors:
-                dtype = _dtype(entry)
-                yield scattered(entry.name, entry.shape, dtype, [next(pieces) for _ in entry.items])
+            yield from pool.map(lambda entry: _tensor(entry, descriptors), tensors)
     finally:
         for fd in descriptors.values():
             os.close(fd)
+
+
+def _tensor(entry: Entry, descriptors: Mapping[Path, int]) -> Scattered:
+    pieces = [_piece(entry, item, descriptors[item.path]) for item in entry.items]
+    return scattered(entry.name, entry.shape, _dtype(entry), pieces)
 
 
 def _dtype(entry: Entry) -> str:

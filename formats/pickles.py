@@ -6,7 +6,7 @@ import io
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 # --- what a pickle can hold ------------------------------------------------------------------------------------------
@@ -62,13 +62,16 @@ class Namespace:
 
 @dataclass(eq=False, slots=True)
 class Opaque:
-    """A global of an unknown kind, with the arguments, state and entries that it was given. It is data."""
+    """A global of an unknown kind, with the arguments and the state that it was given. It is data.
+
+    `filled` says that it was given the entries of a list or a map, too. They are not kept.
+    """
 
     module: str
     name: str
     args: tuple[Any, ...] = ()
     state: Any = None
-    entries: list[Any] = field(default_factory=list)
+    filled: bool = False
 
     def __repr__(self) -> str:
         return f"<{self.module}.{self.name}>"
@@ -103,7 +106,7 @@ def keeps(value: Any, depth: int = 8) -> bool:
     match value:
         case Opaque():
             plain = len(value.args) == 1 and type(value.args[0]) is int
-            return (value.module, value.name) in ENUMS and plain and value.state is None and not value.entries
+            return (value.module, value.name) in ENUMS and plain and value.state is None and not value.filled
         case str():
             return not any("\ud800" <= one <= "\udfff" for one in value)
         case dict():

@@ -144,6 +144,7 @@ class _Member(NamedTuple):
     raw: bytes
     start: int
     size: int
+    crc: int
 
 
 def _directory(read: Read, size: int) -> tuple[list[_Member], int]:
@@ -165,7 +166,7 @@ def _directory(read: Read, size: int) -> tuple[list[_Member], int]:
         if raw[at : at + 4] != b"PK\x01\x02":
             raise SourceError("an entry of the directory is damaged")
         version, flags, method = struct.unpack_from("<HHH", raw, at + 6)
-        packed, unpacked, names, extras, comments = struct.unpack_from("<IIHHH", raw, at + 20)
+        crc, packed, unpacked, names, extras, comments = struct.unpack_from("<IIIHHH", raw, at + 16)
         (offset,) = struct.unpack_from("<I", raw, at + 42)
         encoded = raw[at + 46 : at + 46 + names]
         name = encoded.decode("utf-8", "backslashreplace")
@@ -175,7 +176,7 @@ def _directory(read: Read, size: int) -> tuple[list[_Member], int]:
             raise UnsupportedError(f"the member {short(name)} is compressed or encrypted")
         if packed != unpacked:
             raise SourceError(f"the member {short(name)} has two sizes")
-        members.append(_Member(name, encoded, offset, unpacked))
+        members.append(_Member(name, encoded, offset, unpacked, crc))
         at += 46 + names + extras + comments
     return sorted(members, key=lambda member: member.start), start
 
@@ -208,6 +209,53 @@ def _extents(read: Read, members: list[_Member], directory: int) -> Iterator[tup
             raise SourceError(f"the member {short(member.name)} is doubled or cut off")
         seen.add(member.name)
         yield member.name, (start, member.size)
+
+
+# --- checking --------------------------------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """A member of an archive: its byte offset in the file, its size, and its CRC-32, 0 when that was not recorded."""
+
+    name: str
+    start: int
+    size: int
+    crc: int
+
+
+def stored(fd: int, path: Path) -> Iterator[Stored]:
+    """Every member of the archives in a file, which lie back to back: the last archive comes first.
+
+    Raises:
+        SourceError: the file holds something else, or is cut off.
+    """
+    end = file_size(path)
+    while end:
+        start = _archive_start(os.pread(fd, min(end, 98), max(0, end - 98)), end)
+        if not 0 <= start < end:
+            raise SourceError(f"{path}: no torch.save archive ends at byte {end}: cut off, or another kind of file")
+
+        def read(offset: int, count: int, start: int = start, end: int = end) -> bytes:
+            return os.pread(fd, min(count, end - start - offset), start + offset) if offset >= 0 else b""
+
+        try:
+            members, directory = _directory(read, end - start)
+            extents = list(_extents(read, members, directory))
+        except (SourceError, UnsupportedError, struct.error) as error:
+            raise SourceError(f"{path}: the archive at byte {start} is damaged: {error}") from None
+        for member, (name, (offset, size)) in zip(members, extents, strict=True):
+            yield Stored(name, start + offset, size, member.crc)
+        end = start
+
+
+def _archive_start(tail: bytes, end: int) -> int:
+    """Where the archive begins that ends with these bytes at byte `end`; -1 when they end none."""
+    if tail[-22:-18] != b"PK\x05\x06":
+        return -1
+    length, offset = struct.unpack_from("<II", tail, len(tail) - 10)
+    if tail[-42:-38] == b"PK\x06\x07":
+        return end - 98 - int(struct.unpack_from("<Q", tail, len(tail) - 34)[0])
+    return end - 22 - int(length) - int(offset)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

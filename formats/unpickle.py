@@ -39,7 +39,7 @@ class _Machine:
         self.at = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
         self.budget = len(data)
 
     def take(self, count: int) -> bytes:
@@ -68,6 +68,12 @@ class _Machine:
         del self.stack[start:]
         return found
 
+    def remember(self, number: int) -> None:
+        """Put the top of the stack into the memo. Every pickler numbers from 0 on, one by one."""
+        if number > len(self.memo):
+            raise SourceError(f"the pickle gives an object the number {number} after {len(self.memo)} others")
+        self.memo[number : number + 1] = [self.stack[-1]]
+
     def spend(self, count: int) -> None:
         """Count elements that a pickle has copied: no honest one copies more than it holds."""
         self.budget -= count
@@ -81,13 +87,13 @@ class _Machine:
             code = data[at]
             at += 1
             if code == 0x71:  # BINPUT
-                memo[data[at]] = stack[-1]
+                self.remember(data[at])
                 at += 1
             elif code == 0x68:  # BINGET
                 stack.append(memo[data[at]])
                 at += 1
             elif code == 0x72:  # LONG_BINPUT
-                memo[_U32.unpack_from(data, at)[0]] = stack[-1]
+                self.remember(_U32.unpack_from(data, at)[0])
                 at += 4
             elif code == 0x28:  # MARK
                 self.marks.append(len(stack))
@@ -103,7 +109,7 @@ class _Machine:
                     raise SourceError(f"the pickle is cut off after {len(data)} bytes")
                 stack.append(data[start:at].decode(encoding) if encoding else data[start:at])
             elif code == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
+                memo.append(stack[-1])
             elif code == 0x74:  # TUPLE
                 stack.append(tuple(self.since_mark()))
             elif code in _EMPTY:
@@ -178,13 +184,16 @@ class _Machine:
         target = self.stack[-1]
         if not isinstance(target, list | Opaque):
             raise SourceError("the pickle appends to something that is no list")
-        (target.entries if isinstance(target, Opaque) else target).extend(values)
+        if isinstance(target, Opaque):
+            target.filled = True
+        else:
+            target.extend(values)
 
     def update(self, values: list[Any]) -> None:
         target = self.stack[-1]
         pairs = list(zip(values[::2], values[1::2], strict=True))
         if isinstance(target, Opaque):
-            target.entries.extend(pairs)
+            target.filled = True
         elif isinstance(target, dict):
             for key, value in pairs:
                 target[_key(key)] = value

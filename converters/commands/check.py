@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,16 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @effort
 @as_json
 def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
-    """Check OUT against its manifest, or against SRC in any format."""
+    """Check OUT against its manifest, or against SRC in any format.
+
+    A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32.
+    """
     from converters.digest import MANIFEST, is_verbatim, read_manifest, total
     from formats.spec import differences
 
+    if src is None and out.is_dir() and not any(out.rglob(MANIFEST)):
+        _verify_archives(out, options["threads"], as_json)
+        return
     options["verbatim"] |= src is None and is_verbatim(out)
     checkpoint = opened(out, _own_config(out, options))
     settings: list[str]
@@ -81,6 +88,32 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
         )
     if not as_json:
         click.echo(f"{out} equals {name}: {len(found)} tensors\ndigest {total(found)}")
+
+
+def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
+    from converters.archives import archives, check
+    from converters.digest import MANIFEST
+    from converters.report import Progress
+
+    paths = archives(folder)
+    with Progress("checking", sum(path.stat().st_size for path in paths), as_json) as progress:
+        found = check(paths, threads, progress.advance)
+    if not found.files:
+        raise SourceError(
+            f"{folder} holds no {MANIFEST}, and no file of torch.save, which has checksums of its own",
+            f"compare it with its source: convert verify {folder} SRC",
+        )
+    if as_json:
+        click.echo(json.dumps({"equal": not found.damaged, **asdict(found)}, indent=1))
+    if found.damaged:
+        names = "; ".join(found.damaged[:5]) + (" …" if len(found.damaged) > 5 else "")
+        raise VerificationError(
+            f"{len(found.damaged)} parts of {folder} are not what was written: {names}", "copy them again"
+        )
+    if not as_json:
+        click.echo(f"{folder}: {found.files} files, {found.members} parts, each with its CRC-32")
+        if found.unrecorded or found.others:
+            click.echo(f"without one: {found.unrecorded} parts, {len(found.others)} files that are no archives")
 
 
 @click.command()

@@ -202,13 +202,14 @@ def _request(out: Path, options: Mapping[str, Any]) -> Request:
 def _convert(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
     """Print the plan, or run it and print what came out."""
     from converters import digest
-    from converters.convert import run
+    from converters.convert import check_paths, run
     from converters.report import size
     from converters.show import plan_lines, plan_record
 
     record = plan_record(plan)
     if options["dry_run"]:
         click.echo(json.dumps(record, indent=1) if options["as_json"] else "\n".join(plan_lines(plan)))
+        check_paths(plan.source, request)
         return
     for note in record["notes"]:
         click.echo(f"note: {note}", err=True)

@@ -46,7 +46,7 @@ def test_inspect_says_what_it_is(model, convert, tmp_path):
     facts = json.loads(convert("inspect", tmp_path / "m/iter_0000012", "--json").out)
     assert (facts["topology"], facts["iteration"], facts["padded_vocab"]) == ({"tp": 2, "pp": 2}, 12, 256)
     text = convert("inspect", tmp_path / "m").out
-    assert "megatron tp2 pp2 iter_0000012" in text
+    assert "megatron, tp 2, pp 2, iter_0000012" in text
     assert "tokenizer.model" in text
 
 

@@ -177,7 +177,7 @@ def stateful() -> Opaque:
 
 def filled() -> Opaque:
     one = opaque("signal", "Signals", 15)
-    one.entries.append(1)
+    one.filled = True
     return one
 
 

@@ -1,0 +1,73 @@
+"""Checks files of torch.save against the CRC-32 that they keep of each of their members, whoever wrote them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from converters.checksums import crc_of
+from formats.errors import SourceError
+from formats.torchfile import stored
+
+SUFFIXES = (".pt", ".pth", ".bin", ".distcp")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found in the archives of a checkpoint.
+
+    Attributes:
+        files: how many there are.
+        members: how many members have a checksum.
+        unrecorded: how many have none: `torch.serialization.set_crc32_options(False)` leaves it out.
+        others: files of the same suffixes that are no archives, such as compressed ones.
+        damaged: what does not match, or cannot be read.
+    """
+
+    files: int
+    members: int
+    unrecorded: int
+    others: tuple[str, ...]
+    damaged: tuple[str, ...]
+
+
+def archives(folder: Path) -> list[Path]:
+    """The files below a folder that may be archives."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+
+
+def check(paths: list[Path], threads: int, advance: Callable[[int], None]) -> Checked:
+    """Read every archive once.
+
+    Args:
+        paths: the files.
+        threads: files at a time.
+        advance: called with the bytes that were read.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda path: list(_one(path, advance)), paths))
+    others = tuple(str(path) for path, states in zip(paths, found, strict=True) if states == [None])
+    states = [state for of_file in found if of_file != [None] for state in of_file]
+    damaged = tuple(state for state in states if state)
+    return Checked(len(paths) - len(others), states.count(""), states.count(None), others, damaged)
+
+
+def _one(path: Path, advance: Callable[[int], None]) -> Iterator[str | None]:
+    """For each member what is wrong with it, empty if nothing, None without a checksum; None alone for other files."""
+    with path.open("rb") as file:
+        fd = file.fileno()
+        if os.pread(fd, 4, 0) != b"PK\x03\x04":
+            yield None
+            return
+        try:
+            for member in stored(fd, path):
+                if member.crc and crc_of(fd, member.start, member.size, path) != member.crc:
+                    yield f"{path}: {member.name} ({member.size} bytes at byte {member.start})"
+                else:
+                    yield "" if member.crc or not member.size else None
+                advance(member.size)
+        except SourceError as error:
+            yield str(error)

@@ -9,11 +9,18 @@ import sys
 
 import click
 
-from converters.commands import assets, check, convert, look, publish, tokenizer
+from converters.commands import assets, check, convert, look, neox, publish, tokenizer
 from formats.errors import VitruvianError
 
 SECTIONS = {
-    "Convert": (convert.fsdp2hf, convert.hf2fsdp, convert.hf2megatron, convert.megatron2hf, convert.reshard),
+    "Convert": (
+        convert.fsdp2hf,
+        convert.hf2fsdp,
+        convert.hf2megatron,
+        convert.megatron2hf,
+        neox.neox2hf,
+        convert.reshard,
+    ),
     "Look": (look.inspect, look.plan, look.explain, look.formats),
     "Check": (check.digest, check.verify, check.diff),
     "Publish": (assets.assets, tokenizer.tokenizer, publish.push),

@@ -20,10 +20,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from converters import assets, digest
+from converters.blocks import Files
 from converters.checksums import Checksums, crc_of
-from converters.engine import Files, Limits, digest_of, execute
+from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, fingerprint, open_journal
-from converters.plan import Plan, cast_dtype, make_plan
+from converters.plan import Job, Plan, cast_dtype, make_plan
 from converters.report import Progress, size
 from formats import fsdp, huggingface, megatron
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
@@ -191,8 +192,13 @@ def same_output(plan: Plan, place: Path) -> bool:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def run(plan: Plan, request: Request) -> dict[str, str]:
+def run(plan: Plan, request: Request, drifted: Callable[[Job, float], object] = lambda *_: None) -> dict[str, str]:
     """Execute a plan, verify the output and publish it.
+
+    Args:
+        plan: what to do.
+        request: what the user asked for.
+        drifted: called with each job whose copies had to be averaged, and how far apart they were.
 
     Returns:
         The digest of each tensor of the output.
@@ -211,7 +217,7 @@ def run(plan: Plan, request: Request) -> dict[str, str]:
     opened = open_journal(request.staging, mark, target.files, force=request.force, every=request.commit_seconds)
     with _signals() as stopped, opened as journal:
         try:
-            _write(plan, target, request, journal, stopped)
+            _write(plan, target, request, journal, stopped, drifted)
         except (RefusedError, UnsupportedError, VerificationError):
             shutil.rmtree(request.staging)  # nothing of it can be used: the same command would fail again
             raise
@@ -229,7 +235,14 @@ def run(plan: Plan, request: Request) -> dict[str, str]:
         return journal.digests
 
 
-def _write(plan: Plan, target: Target, request: Request, journal: Journal, stopped: Callable[[], bool]) -> None:
+def _write(
+    plan: Plan,
+    target: Target,
+    request: Request,
+    journal: Journal,
+    stopped: Callable[[], bool],
+    drifted: Callable[[Job, float], object],
+) -> None:
     """Write everything into the staging folder. What the journal says is done is not done again."""
     for path in {file.path.parent for file in target.files} | {request.root}:
         path.mkdir(parents=True, exist_ok=True)
@@ -241,7 +254,15 @@ def _write(plan: Plan, target: Target, request: Request, journal: Journal, stopp
     sums = None if journal.digests else Checksums(target.files)  # a run before this one counted for itself
     progress = Progress("converting", nbytes, request.quiet)
     with Files(sums) as files, journal.kept(files), progress:
-        execute(todo, files, request.limits, done=journal.note, advance=progress.advance, stop=stopped)
+        execute(
+            todo,
+            files,
+            request.limits,
+            done=journal.note,
+            advance=progress.advance,
+            stop=stopped,
+            drifted=drifted,
+        )
     _finish_files(target.files, sums, request.limits.threads)
     digest.check_source(plan, journal.digests)
     texts = dict(target.texts) | {f"{target.home}/{digest.MANIFEST}": digest.manifest(plan, journal.digests)}

@@ -8,8 +8,8 @@ from math import prod
 
 import numpy as np
 
+from converters.blocks import Files, gather
 from converters.edges import WORDS, Array, to_float
-from converters.engine import Files, gather
 from converters.plan import Job, Plan
 from converters.regions import Nearby, tiles
 from formats.storage import DTYPES, FLOATS

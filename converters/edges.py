@@ -100,9 +100,22 @@ def finite(words: Array, dtype: str) -> bool:
 
 def mean(copies: list[Array], dtype: str) -> Array:
     """The mean of diverged replicas, taken in float32 (float64 for F64) and rounded once."""
-    total = to_float(copies[0], dtype).copy()
+    total = _total(copies, dtype)
+    total /= len(copies)
+    return _rounded(total, dtype, "the mean")
+
+
+def add(copies: list[Array], dtype: str) -> Array:
+    """The sum of what several ranks hold, taken in float32 (float64 for F64) and rounded once."""
+    return _rounded(_total(copies, dtype), dtype, "the sum")
+
+
+def _total(copies: list[Array], dtype: str) -> Array:
+    total: Array = to_float(copies[0], dtype).copy()
     for copy in copies[1:]:
         total += to_float(copy, dtype)
-    total /= len(copies)
-    wide = "F64" if dtype == "F64" else "F32"
-    return cast(as_words(total), wide, dtype, "the mean")
+    return total
+
+
+def _rounded(values: Array, dtype: str, name: str) -> Array:
+    return cast(as_words(values), "F64" if dtype == "F64" else "F32", dtype, name)

@@ -8,31 +8,26 @@ held whole; a thread owns a tile, a second one for casts and replicas, and a scr
 
 from __future__ import annotations
 
-import os
-import resource
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from converters import edges
-from converters.checksums import Checksums
+from converters.blocks import Files, gather, scatter
+from converters.copies import Copies, Tile
 from converters.digest import hasher
 from converters.edges import WORDS, Array
 from converters.plan import Job
-from converters.regions import Nearby, region, runs, tiles
-from formats.errors import Interrupted, OutputError, RefusedError, SourceError, VerificationError
-from formats.storage import DTYPES, FLOATS, Fragment, read_into, write_from
-from formats.streams import Reader, Stream
+from converters.regions import Nearby, tiles
+from formats.errors import Interrupted, RefusedError, VerificationError
+from formats.storage import DTYPES, FLOATS
 
 DEFAULT_MEMORY = 16 << 20
-SPARSEST_READ = 8
-"""A strided region is read in one go when at least one element in so many is wanted."""
 
 
 @dataclass(frozen=True)
@@ -52,102 +47,6 @@ class Limits:
     finite: bool = False
 
 
-@dataclass
-class Files:
-    """Open files, shared by all threads. `sums` keeps the checksums of what is written."""
-
-    sums: Checksums | None = None
-    descriptors: dict[tuple[Path, bool], int] = field(default_factory=dict)
-    streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def get(self, path: Path, writable: bool = False) -> int:
-        """The descriptor of a file, opened on first use."""
-        with self.lock:
-            if (path, writable) not in self.descriptors:
-                try:
-                    self.descriptors[path, writable] = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-                except OSError as error:
-                    raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}") from None
-            return self.descriptors[path, writable]
-
-    def read(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
-        """Fill a buffer from a physical tensor, `at` bytes from its start. A stream is read by one thread at a time."""
-        fd, offset = self.get(fragment.path), fragment.offset + at
-        if fragment.stream is None:
-            read_into(fd, buffer, offset, fragment.path)
-            return
-        key = (fragment.path, fragment.stream)
-        reader = self.streams.pop(key, None) or Reader(fd, fragment.path, fragment.stream)
-        reader.read_into(buffer, offset)
-        if reader.position < fragment.offset + fragment.nbytes:
-            self.streams[key] = reader
-
-    def write(self, fragment: Fragment, at: int, piece: memoryview) -> None:
-        """Write a piece of a physical tensor, `at` bytes from its start."""
-        write_from(self.get(fragment.path, writable=True), piece, fragment.offset + at)
-        if self.sums:
-            self.sums.add(fragment, at, piece)
-
-    def sync(self) -> None:
-        """Force what was written to disk."""
-        with self.lock:
-            written = [fd for (_, writable), fd in self.descriptors.items() if writable]
-        for fd in written:
-            os.fdatasync(fd)
-
-    def __enter__(self) -> Files:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for fd in self.descriptors.values():
-            os.close(fd)
-
-
-# --- tiles -----------------------------------------------------------------------------------------------------------
-
-
-def _view(buffer: Array, position: int, dims: tuple[tuple[int, int, int], ...], side: int) -> Array:
-    item = buffer.itemsize
-    return np.lib.stride_tricks.as_strided(
-        buffer[position:], [dim[0] for dim in dims], [dim[side] * item for dim in dims]
-    )
-
-
-def gather(
-    files: Files, parts: Nearby, start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
-) -> None:
-    """Read the leaves of one copy of a tensor into a tile."""
-    item = tile.itemsize
-    for part in parts(start, shape):
-        where = region(part, start, shape)
-        fragment = part.fragment
-        for address, position, span, dims in runs(where, len(scratch), SPARSEST_READ):
-            if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
-                files.read(fragment, address * item, tile[position : position + span].data.cast("B"))
-            else:
-                files.read(fragment, address * item, scratch[:span].data.cast("B"))
-                _view(tile, position, dims, 2)[...] = _view(scratch, 0, dims, 1)
-
-
-def scatter(
-    files: Files, parts: Nearby, start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
-) -> None:
-    """Write a tile out to the leaves that hold it."""
-    item = tile.itemsize
-    for part in parts(start, shape):
-        where = region(part, start, shape)
-        for address, position, span, dims in runs(where, len(scratch), 1):
-            if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
-                files.write(part.fragment, address * item, tile[position : position + span].data.cast("B"))
-            else:
-                _view(scratch, 0, dims, 1)[...] = _view(tile, position, dims, 2)
-                files.write(part.fragment, address * item, scratch[:span].data.cast("B"))
-
-
 # --- jobs ------------------------------------------------------------------------------------------------------------
 
 
@@ -158,13 +57,17 @@ class _Buffers(threading.local):
         self.tile, self.other, self.scratch = (np.empty(nbytes, np.uint8) for _ in range(3))
 
 
+class Outcome(NamedTuple):
+    """What came of a job: the digest of the tensor as it was written, and how far apart its averaged copies were."""
+
+    digest: str
+    drift: float = 0.0
+
+
 def run_job(
     job: Job, files: Files, buffers: Any, limits: Limits, advance: Callable[[int], None], stop: Callable[[], bool]
-) -> str:
+) -> Outcome:
     """Execute one job.
-
-    Returns:
-        The digest of the tensor as it was written.
 
     Raises:
         VerificationError: copies of the tensor differ, and nothing said which one counts.
@@ -172,11 +75,10 @@ def run_job(
     """
     word, digest = WORDS[DTYPES[job.source_dtype]], hasher(job)
     item = np.dtype(word).itemsize
-    tile, other, scratch = buffers.tile.view(word), buffers.other.view(word), buffers.scratch.view(word)
+    tile, scratch = buffers.tile.view(word), buffers.scratch.view(word)
     axes = len(job.shape)
     sources, targets = Nearby(job.sources, axes), Nearby(job.targets, axes)
-    copies = {copy: Nearby(parts, axes) for copy, parts in job.replicas.items()} if limits.replicas != "first" else {}
-    worst: dict[str, float] = {}
+    copies = Copies(job, files, limits.replicas)
     fill = _mean_row(job, sources, files, tile, scratch) if job.rows is not None else tile[:0]
     widest = max(item, DTYPES[job.dtype])
     for start, shape in tiles(job.shape, buffers.tile.nbytes // widest):
@@ -185,15 +87,7 @@ def run_job(
         count = prod(shape)
         values = tile[:count]
         gather(files, sources, start, shape, values, scratch)
-        if copies and limits.replicas == "mean" and job.source_dtype in FLOATS:
-            values = _mean(job, copies, files, start, shape, values, other[:count], scratch)
-        else:
-            for copy, parts in copies.items():
-                gather(files, parts, start, shape, other[:count], scratch)
-                held = count if job.rows is None else min(count, max(0, job.rows - start[0]) * (count // shape[0]))
-                if not np.array_equal(values[:held], other[:held]):
-                    distance = _distance(values[:held], other[:held], job.source_dtype)
-                    worst[copy] = max(worst.get(copy, 0.0), distance)
+        values = copies.settle(values, Tile(start, shape, buffers.other, buffers.scratch))
         if job.rows is not None:
             _grow(values, job.rows, fill, start, shape)
         room = buffers.other.view(WORDS[DTYPES[job.dtype]])[:count]
@@ -206,21 +100,8 @@ def run_job(
         if job.targets and count and (result[0] or result.any()):  # a fresh file already reads as zeros
             scatter(files, targets, start, shape, result, buffers.scratch.view(result.dtype))
         advance(count * item)
-    if worst:
-        copy, distance = max(worst.items(), key=lambda pair: pair[1])
-        paths = (str(parts[0].fragment.path) for parts in (job.sources, job.replicas[copy]))
-        where = " and ".join(dict.fromkeys(paths))
-        if copy == "copy":
-            raise VerificationError(
-                f"the output head should share {job.name} and differs from it by up to {distance:g} between {where}",
-                "--set tied=false keeps both",
-            )
-        raise VerificationError(
-            f"{job.name} differs between its copies in {len(worst)} of {len(copies)} places, most in {copy}: "
-            f"by up to {distance:g} between {where}",
-            "--replicas first takes the first copy, --replicas mean their mean in float32",
-        )
-    return str(digest.hexdigest())
+    copies.judge()
+    return Outcome(str(digest.hexdigest()), copies.drift)
 
 
 def _grow(values: Array, rows: int, fill: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -246,36 +127,6 @@ def _mean_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Arr
     return mean
 
 
-def _mean(
-    job: Job,
-    copies_of: Mapping[str, Nearby],
-    files: Files,
-    start: tuple[int, ...],
-    shape: tuple[int, ...],
-    values: Array,
-    other: Array,
-    scratch: Array,
-) -> Array:
-    """The mean of all copies of a tile; equal copies are left alone, so that no bit changes without need."""
-    copies = [values.copy()]
-    for parts in copies_of.values():
-        gather(files, parts, start, shape, other, scratch)
-        copies.append(other.copy())
-    if all(np.array_equal(copies[0], copy) for copy in copies[1:]):
-        return values
-    return edges.mean(copies, job.source_dtype)
-
-
-def _distance(one: Array, two: Array, dtype: str) -> float:
-    """The largest absolute difference; infinity where a NaN meets a number."""
-    if dtype not in FLOATS:
-        return float((one != two).sum())
-    a, b = edges.to_float(one, dtype), edges.to_float(two, dtype)
-    with np.errstate(invalid="ignore"):
-        difference = np.abs(a - b)
-    return float(np.where(np.isnan(difference), np.inf, difference)[one != two].max())
-
-
 def execute(
     jobs: Iterable[Job],
     files: Files,
@@ -284,6 +135,7 @@ def execute(
     done: Callable[[Job, str], None],
     advance: Callable[[int], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
+    drifted: Callable[[Job, float], object] = lambda *_: None,
 ) -> None:
     """Execute jobs in threads, the largest first.
 
@@ -294,6 +146,7 @@ def execute(
         done: called in the calling thread with each finished job and its digest.
         advance: called with the bytes of each tile.
         stop: asked at every tile; when true, nothing further is done.
+        drifted: called in the calling thread with each job whose copies were averaged, and how far apart they were.
 
     Raises:
         Interrupted: `stop` was true before all jobs were done.
@@ -302,7 +155,7 @@ def execute(
     buffers = _Buffers(nbytes)
     waiting = sorted(jobs, key=lambda job: -job.nbytes)[::-1]
     with ThreadPoolExecutor(limits.threads) as pool:
-        running: dict[Future[str], Job] = {}
+        running: dict[Future[Outcome], Job] = {}
         while waiting or running:
             while waiting and len(running) < limits.threads and not stop():
                 job = waiting.pop()
@@ -311,7 +164,10 @@ def execute(
                 raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
             finished, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:
-                done(running.pop(future), future.result())
+                job, outcome = running.pop(future), future.result()
+                done(job, outcome.digest)
+                if outcome.drift:
+                    drifted(job, outcome.drift)
 
 
 def digest_of(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from converters.engine import Files
+from converters.blocks import Files
 from converters.plan import Job, Plan
 from formats.checkpoint import OutputFile
 from formats.errors import OutputError

@@ -33,8 +33,9 @@ class Part:
 class Job:
     """One logical tensor of one layer: where its elements come from and where they go.
 
-    `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source. `rows`
-    is how many rows the source has when the target has more: the others become their mean.
+    `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
+    the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
+    become their mean. `twins` hold the same tensor in the type that its float32 masters are rounded to.
     """
 
     tensor: str
@@ -46,6 +47,8 @@ class Job:
     replicas: Mapping[str, tuple[Part, ...]]
     targets: tuple[Part, ...]
     rows: int | None = None
+    partial: bool = False
+    twins: tuple[Part, ...] = ()
 
     @property
     def name(self) -> str:
@@ -62,7 +65,8 @@ class Job:
         """The named changes of value on the way."""
         cast = [] if self.source_dtype == self.dtype else [f"cast {self.source_dtype} to {self.dtype}"]
         grow = [] if self.rows is None else [f"mean of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
-        return (*cast, *grow)
+        added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
+        return (*added, *cast, *grow)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,13 @@ def make_plan(
     Raises:
         RefusedError: a side does not cover a tensor, or covers it twice.
     """
-    held = _parts(source.tensors)
+    held, twins = _parts(source.tensors), _parts(source.twins)
+    partial = {
+        (name, placed.slot.layer)
+        for placed in source.tensors
+        if "partial" in placed.slot.rule.conditions
+        for name in placed.slot.rule.pattern.tensors
+    }
     wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
     dtypes = source.dtypes()
     jobs = []
@@ -125,7 +135,9 @@ def make_plan(
         targets = wanted.get((tensor, layer), nothing)
         if "" not in sources or (target and "" not in targets):
             raise RefusedError(f"nothing {'writes' if '' in sources else 'holds'} {name}")
-        for side, copies, box in (("source", sources, held_shape), ("target", targets, shape)):
+        twin = twins.get((tensor, layer), {}).get("", [])
+        checked = (("source", sources, held_shape), ("target", targets, shape), ("module", {"": twin}, held_shape))
+        for side, copies, box in checked if twin else checked[:2]:
             for copy, parts in copies.items():
                 prove_tiling([part.leaf for part in parts], box, f"{name} in the {side}{f' ({copy})' if copy else ''}")
         dtype = dtypes[tensor, layer]
@@ -135,6 +147,8 @@ def make_plan(
                 {copy: tuple(parts) for copy, parts in sources.items() if copy},
                 tuple(part for parts in targets.values() for part in parts),
                 held_shape[0] if held_shape != shape else None,
+                (tensor, layer) in partial,
+                tuple(twin),
             )
         )  # fmt: skip
     if target:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -14,6 +14,9 @@ from converters.report import size, table
 from formats import hf_config, megatron_args
 from formats.checkpoint import Checkpoint
 from formats.huggingface import read_json
+
+MOST_DRIFTED = 10
+"""Lines of the table of averaged tensors."""
 
 
 def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def _parameters(source: Checkpoint) -> int:
 
 
 def _notes(source: Checkpoint) -> list[str]:
-    notes = list(source.spec.notes)
+    notes = [*source.spec.notes, *source.notes]
     if source.extra.get("state"):
         state = ", ".join(source.extra["state"])
         notes.append(f"only weights are carried: {state} stay behind; train on with --no-load-optim --no-load-rng")
@@ -113,6 +116,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "blocks": plan.blocks,
         "bytes": plan.nbytes,
         "edges": plan.edges,
+        "masters compared": sum(1 for job in plan.jobs if job.twins),
         "notes": notes,
     }
     padding = (
@@ -151,6 +155,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield "prove  every element has one source and one place"
     for edge, count in record["edges"].items():
         yield f"change {edge} in {count} tensors"
+    if record["masters compared"]:
+        yield f"check  {record['masters compared']} float32 masters against what the model computes with"
     if target["filled elements"]:
         yield f"fill   {target['filled elements']} elements of vocabulary padding with zeros"
     if not record["edges"]:
@@ -164,6 +170,14 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield f"keep   settings of {name} that are in no table ({kept}): {names}"
     for note in record["notes"]:
         yield f"note   {note}"
+
+
+def drift_lines(drifted: Mapping[str, float]) -> Iterator[str]:
+    """The tensors whose copies were averaged, the farthest apart first."""
+    if drifted:
+        yield f"note: the copies of {len(drifted)} tensors differed, their mean in float32 was taken; farthest apart:"
+        farthest = sorted(drifted.items(), key=lambda pair: -pair[1])[:MOST_DRIFTED]
+        yield table((name, f"{distance:g}") for name, distance in farthest)
 
 
 def block_lines(plan: Plan) -> Iterator[str]:

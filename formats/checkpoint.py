@@ -22,6 +22,9 @@ class Settings:
         config: a Hugging Face folder whose settings and tokenizer belong to the weights.
         verbatim: carry every tensor under its own name, whatever the tables say.
         container: which part of a checkpoint with several holds the model.
+        tag: which of the checkpoints in a run of DeepSpeed.
+        weights: `module`, or what the optimizer keeps of each parameter: `fp32-master`, `exp_avg` or `exp_avg_sq`.
+        gqa_layout: the order of query, key and value in a checkpoint of GPT-NeoX: `auto`, `blocked` or `grouped`.
     """
 
     vocab_size: int | None = None
@@ -29,6 +32,9 @@ class Settings:
     config: Path | None = None
     verbatim: bool = False
     container: str | None = None
+    tag: str | None = None
+    weights: str | None = None
+    gqa_layout: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Checkpoint:
         topology: the parallel sizes, in the order in which they are shown; empty when nothing is sharded.
         assets: the folder with config, tokenizer and chat template, if there is one.
         extra: what only the same format can use again, such as Megatron's `args`.
+        twins: where `tensors` are float32 masters, the same tensors in the type that the model computes with.
+        notes: what else the user should know.
     """
 
     root: Path
@@ -58,6 +66,8 @@ class Checkpoint:
     topology: Mapping[str, int] = field(default_factory=dict)
     assets: Path | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    twins: tuple[Placed, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def dtypes(self) -> dict[tuple[str, int | None], str]:
         """The element type of each logical tensor, by (name, layer).

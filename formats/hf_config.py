@@ -24,7 +24,8 @@ HUGGINGFACE = {
     "norm_epsilon": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-"""Setting: config key. rope_theta, rope_scaling and sliding_window have rules of their own, below."""
+"""Setting: config key. The rotary settings and sliding_window have rules of their own, below."""
+ROTARY = ("rope_theta", "rope_scaling", "rotary_fraction")
 
 OF_NO_MODEL = (
     "architectures",
@@ -37,7 +38,10 @@ OF_NO_MODEL = (
 )
 """Keys that say nothing about the computation, or are checked above."""
 
-KEYS = (*HUGGINGFACE, "rope_theta", "rope_scaling", "sliding_window")
+
+def _keys(family: Family) -> dict[str, str]:
+    """The config key of each setting of a family, the rotary ones apart."""
+    return {name: key for name, key in {**HUGGINGFACE, **family.keys}.items() if key and name not in ROTARY}
 
 
 def class_names(config: Mapping[str, Any]) -> Any:
@@ -110,14 +114,17 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
         return fallback
 
     values: dict[str, Any] = {"family": family.name}
-    values |= {name: config.get(key) for name, key in HUGGINGFACE.items()}
+    values |= {name: config.get(key) for name, key in _keys(family).items()}
+    values |= {name: get(key, family.defaults[name]) for name, key in _keys(family).items() if name in family.defaults}
     heads, hidden = values["heads"], values["hidden"]
-    if family.mha or "num_key_value_heads" in config:
+    if family.keys.get("kv_heads") == "":
+        values["kv_heads"] = heads
+    elif family.mha or "num_key_value_heads" in config:
         values["kv_heads"] = get("num_key_value_heads", heads)
-    if values["head_dim"] is None and type(heads) is int and type(hidden) is int and heads:
+    if values.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads:
         values["head_dim"] = family.head_dim or hidden // heads
     values["tied"] = get("tie_word_embeddings", False)
-    values["rope_theta"], values["rope_scaling"] = _rope(config, family, get, where)
+    values |= dict(zip(ROTARY, _rope(config, family, get, where), strict=True))
     values["sliding_window"] = None
     if family.window:
         values["sliding_window"] = config.get(family.window, family.window_default)
@@ -126,20 +133,25 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
     return values, notes
 
 
-def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tuple[Any, dict[str, Any] | None]:
-    """rope_theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tuple[Any, dict[str, Any] | None, Any]:
+    """The rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise SourceError(f"{where}: its rotary settings are {short(parameters)}, they should be a map")
     parameters = dict(parameters)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedError(f"{where}: rotary settings that differ between layers are not supported")
-    theta = parameters.pop("rope_theta", None) or get("rope_theta", family.rope_theta)
+    theta = parameters.pop("rope_theta", None) or get(family.keys.get("rope_theta", "rope_theta"), family.rope_theta)
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
-    if parameters.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
+    fraction = parameters.pop("partial_rotary_factor", None)
+    if "rotary_fraction" in family.keys:
+        fraction = fraction or get(family.keys["rotary_fraction"], family.defaults["rotary_fraction"])
+    elif fraction not in (None, 1.0):
         raise UnsupportedError(f"{where}: partial_rotary_factor is not supported for {family.name}")
-    return theta, None if rope_type == "default" else {"rope_type": rope_type, **parameters}
+    else:
+        fraction = None
+    return theta, None if rope_type == "default" else {"rope_type": rope_type, **parameters}, fraction
 
 
 def residue(config: Mapping[str, Any]) -> list[str]:
@@ -147,7 +159,7 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     known = {*HUGGINGFACE.values(), "rope_theta", "rope_scaling", "rope_parameters", *OF_NO_MODEL}
     family = FAMILIES.get(config.get("model_type", ""))
     if family:
-        known |= {*family.requires, family.window}
+        known |= {*family.requires, *family.keys.values(), family.window}
     return sorted(set(config) - known)
 
 
@@ -170,18 +182,23 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     family = family_named(spec.family)
     config = _unwrapped(base) or {"architectures": [family.architecture], "model_type": family.name, **family.requires}
     known = _values(config, family, "the config")[0] if base else {}
-    changed = {name for name in KEYS if name not in known or known[name] != getattr(spec, name)}
-    for name, key in HUGGINGFACE.items():
+    keys = _keys(family)
+    names = (*keys, *ROTARY, "sliding_window")
+    changed = {name for name in names if name not in known or known[name] != getattr(spec, name)}
+    for name, key in keys.items():
         if name in changed:
             config[key] = getattr(spec, name)
     if family.window and "sliding_window" in changed:
         config[family.window] = spec.sliding_window
-    if changed & {"rope_theta", "rope_scaling"}:
+    if changed & set(ROTARY):
         if "rope_parameters" in config:
-            config["rope_parameters"] = {
-                "rope_theta": spec.rope_theta,
-                **(spec.rope_scaling or {"rope_type": "default"}),
-            }
+            fraction = {} if spec.rotary_fraction is None else {"partial_rotary_factor": spec.rotary_fraction}
+            scaling = spec.rope_scaling or {"rope_type": "default"}
+            config["rope_parameters"] = {"rope_theta": spec.rope_theta, **fraction, **scaling}
         else:
-            config["rope_theta"], config["rope_scaling"] = spec.rope_theta, spec.rope_scaling
+            config |= {
+                family.keys.get(name, name): getattr(spec, name)
+                for name in ROTARY
+                if name != "rotary_fraction" or name in family.keys
+            }
     return config

@@ -30,9 +30,19 @@ CONDITIONS = {
     "last": "only in the last pipeline stage",
     "tied": "only when the output head shares the embedding",
     "untied": "only when it does not",
+    "parallel": "only when attention and MLP read the same residual",
+    "serial": "only when they follow one another",
+    "mha": "only when every head has its own key and value",
+    "gqa": "only when several heads share them",
+    "grouped": "only when they share them in the order of GPT-NeoX before November 2024",
+    "fused": "only when gate and up are one matrix",
+    "separate": "only when they are two",
     "copy": "a copy of a tensor that another file holds",
+    "partial": "a summand: the tensor is the sum of what all ranks hold",
     "optional": "may be absent",
 }
+ALWAYS = {"copy", "partial", "optional"}
+"""Conditions that say what a tensor is, not when it is there."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +165,7 @@ def slots(
         mesh: the file's rank and the number of ranks on each mesh axis.
         conditions: those that hold in this file.
     """
-    known, here = set(tensors), set(conditions) | {"copy", "optional"}
+    known, here = set(tensors), set(conditions) | ALWAYS
     numbers = list(layers)
     frozen_sizes, frozen_mesh = tuple(sizes.items()), tuple(mesh.items())
     holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
@@ -180,7 +190,7 @@ def slots(
 
 def model_tensors(table: Sequence[Rule], conditions: Iterable[str]) -> tuple[str, ...]:
     """The logical tensors that a table defines, in its order."""
-    holds = set(conditions) | {"optional"}
+    holds = set(conditions) | {"optional", "partial"}
     names = [name for rule in table if rule.conditions <= holds for name in rule.pattern.tensors]
     return tuple(dict.fromkeys(names))
 

@@ -13,6 +13,7 @@ from formats.errors import SourceError
 FORMATS = {
     "huggingface": "safetensors files with a config.json",
     "fsdp": "torch DCP (.metadata, .distcp), FSDP state dicts of accelerate, torchtitan, verl and others",
+    "neox": "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions",
     "megatron": "mp_rank_XX[_YYY]/model_optim_rng.pt, --ckpt-format torch",
 }
 """Module in this package: what a folder of the format holds. Each module has NAME, `detect` and `read`."""

@@ -19,13 +19,18 @@ SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positi
 """The settings that are natural numbers, all of them required."""
 
 
+CHOICES = ("rotary_fraction", "parallel_residual", "activation")
+"""The settings that only some families have."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """The settings of a decoder, whatever framework wrote it.
 
     `vocab` is the true vocabulary, None while unknown; `rope_scaling` is in Hugging Face's terms (`rope_type` and its
     parameters), None for plain rotary embeddings; `sliding_window` counts the tokens that a token sees, itself
-    included. `notes` say which settings came from a documented default.
+    included. `rotary_fraction` (the part of a head that rotates), `parallel_residual` and `activation` are None where
+    the family leaves no choice. `notes` say which settings came from a documented default.
     """
 
     family: str
@@ -42,12 +47,16 @@ class ModelSpec:
     rope_scaling: Mapping[str, Any] | None
     sliding_window: int | None
     tied: bool
+    rotary_fraction: float | None = None
+    parallel_residual: bool | None = None
+    activation: str | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def conditions(self) -> frozenset[str]:
         """The layout conditions that follow from the settings."""
-        return frozenset({"tied" if self.tied else "untied"})
+        residual = {None: set[str](), True: {"parallel"}, False: {"serial"}}[self.parallel_residual]
+        return frozenset({"tied" if self.tied else "untied", *residual})
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -75,8 +84,9 @@ class ModelSpec:
                 yield tensor, None, tuple(sizes[axis] for axis in TENSORS[tensor])
 
     def settings(self) -> dict[str, Any]:
-        """The settings by name; all but the notes on where they came from."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        """The settings by name, without those in which the family leaves no choice."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        return {name: value for name, value in values.items() if value is not None or name not in CHOICES}
 
 
 @dataclass(frozen=True)
@@ -124,8 +134,9 @@ def differences(one: Spec, other: Spec) -> list[str]:
     """The settings in which two models differ, as `name: one | other`."""
     if type(one) is not type(other):
         return [f"one is described by a table, the other is not: {one.notes[-1:] or other.notes[-1:]}"]
-    theirs = other.settings()
-    return [f"{name}: {value} | {theirs[name]}" for name, value in one.settings().items() if value != theirs[name]]
+    ours, theirs = one.settings(), other.settings()
+    names = dict.fromkeys([*ours, *theirs])
+    return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]
 
 
 MOST_LAYERS = 10_000
@@ -162,11 +173,11 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
         SourceError: one is missing, or makes no sense; the message names the flag that supplies it.
         UnsupportedError: they make a model that has no layout here.
     """
-    sizes = {name: whole(values.get(name), name, where) for name in SIZES}
-    optional: dict[str, Any] = {name: values.get(name) for name in ("vocab", "sliding_window")}
-    for name, value in optional.items():
-        if value is not None:
-            whole(value, name, where)
+    sizes: dict[str, Any] = {name: whole(values.get(name), name, where) for name in SIZES}
+    for name in ("vocab", "sliding_window"):
+        if values.get(name) is not None:
+            whole(values[name], name, where)
+    optional: dict[str, Any] = {name: values.get(name) for name in ("vocab", "sliding_window", *CHOICES)}
     if not isinstance(values.get("tied"), bool):
         said = "does not say tied" if values.get("tied") is None else f"says tied = {short(values['tied'])}"
         raise SourceError(f"{where} {said}, and there is no safe default", "add --set tied=true or tied=false")

@@ -6,6 +6,8 @@ taken. A tensor with a `layer` axis is handled layer by layer.
     group   key/value group            head    query head within its group
     half    half of a rotary head      pair    index within that half (rotary turns (0, pair) into (1, pair))
     dim     a head that nothing permutes, such as the value's
+
+Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         """
         embedding    vocab hidden
         input_norm   layer hidden
+        input_norm_bias  layer hidden
         query        layer group head half pair hidden
         query_bias   layer group head half pair
         query_norm   layer half pair
@@ -28,11 +31,16 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         value        layer group dim hidden
         value_bias   layer group dim
         output       layer hidden group head dim
+        output_bias  layer hidden
         post_norm    layer hidden
+        post_norm_bias  layer hidden
         gate         layer ffn hidden
         up           layer ffn hidden
+        up_bias      layer ffn
         down         layer hidden ffn
+        down_bias    layer hidden
         final_norm   hidden
+        final_norm_bias  hidden
         head         vocab hidden
         """.strip().splitlines(),
     )

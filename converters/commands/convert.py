@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from converters.commands.options import FOLDER, Size, chat_template, opened, reading, topology, writing
-
-if TYPE_CHECKING:
-    from converters.convert import Request
-    from converters.plan import Plan
+from converters.commands.running import carry_out, request_of
 
 USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
@@ -50,8 +44,8 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
 
     source = opened(src, options, "huggingface", USE_RESHARD)
     wanted = Options(options["tp"], options["pp"], options["vpp"], options["norm"], options["multiple"])
-    request = _request(out, options)
-    _convert(plan_megatron(source, request, wanted, options["iteration"]), request, options)
+    request = request_of(out, options)
+    carry_out(plan_megatron(source, request, wanted, options["iteration"]), request, options)
 
 
 @click.command()
@@ -73,8 +67,8 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
     from converters.convert import plan_huggingface
 
     source = opened(src, options, "megatron", USE_HF2MEGATRON)
-    request = _request(out, options)
-    _convert(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+    request = request_of(out, options)
+    carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
 
 
 @click.command()
@@ -119,12 +113,12 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     for run, place in runs.items():
         try:
             source = opened(run, options, "fsdp")
-            request = _request(place, options)
+            request = request_of(place, options)
             plan = plan_huggingface(source, request, options["shard_size"], options["template"])
             if len(runs) > 1 and not request.force and same_output(plan, place):
                 click.echo(f"note: {place} is there already, {run} is not converted again", err=True)
             else:
-                _convert(plan, request, options)
+                carry_out(plan, request, options)
         except SourceError as error:  # noqa: PERF203  # an unfinished save must not keep the others from it
             if len(runs) == 1:
                 raise
@@ -158,8 +152,8 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     from converters.convert import plan_fsdp
 
     source = opened(src, options)
-    request = _request(out, options)
-    _convert(plan_fsdp(source, request, options["ranks"]), request, options)
+    request = request_of(out, options)
+    carry_out(plan_fsdp(source, request, options["ranks"]), request, options)
 
 
 @click.command()
@@ -185,41 +179,6 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
-    request = _request(out, options)
+    request = request_of(out, options)
     wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple)
-    _convert(plan_megatron(source, request, wanted, iteration), request, options)
-
-
-def _request(out: Path, options: Mapping[str, Any]) -> Request:
-    from converters.convert import Request
-    from converters.engine import Limits
-
-    limits = Limits(options["threads"], options["memory"], options["replicas"])
-    cast = None if options["dtype"] == "keep" else options["dtype"]
-    return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])
-
-
-def _convert(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
-    """Print the plan, or run it and print what came out."""
-    from converters import digest
-    from converters.convert import check_paths, run
-    from converters.report import size
-    from converters.show import plan_lines, plan_record
-
-    record = plan_record(plan)
-    if options["dry_run"]:
-        click.echo(json.dumps(record, indent=1) if options["as_json"] else "\n".join(plan_lines(plan)))
-        check_paths(plan.source, request)
-        return
-    for note in record["notes"]:
-        click.echo(f"note: {note}", err=True)
-    began = time.monotonic()
-    digests = run(plan, request)
-    seconds, total = time.monotonic() - began, digest.total(digests)
-    if options["as_json"]:
-        facts = {"out": str(request.out), "digest": total, "tensors": len(digests), "bytes": plan.nbytes}
-        click.echo(json.dumps(facts | {"seconds": round(seconds, 3), "verified": request.verify}))
-        return
-    checked = "read back and equal" if request.verify else "not read back"
-    click.echo(f"{request.out}: {len(digests)} tensors, {size(plan.nbytes)} in {seconds:.1f} s, {checked}")
-    click.echo(f"digest {total}")
+    carry_out(plan_megatron(source, request, wanted, iteration), request, options)

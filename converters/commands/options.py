@@ -94,9 +94,12 @@ topology = together(
     click.option("--vpp", type=click.IntRange(1), default=1, show_default=True,
                  help="Virtual pipeline chunks of each stage."),
 )  # fmt: skip
-writing = together(
+averaging = click.option(
+    "--replicas", type=click.Choice(["mean", "verify", "first"]), default="mean", show_default=True,
+    help="Norms that drifted apart between tensor parallel ranks: average in float32, refuse, or take the first.",
+)  # fmt: skip
+output = together(
     dtype,
-    replicas,
     click.option("-n", "--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option("--force", is_flag=True, help="Delete the checkpoint that OUT is, and start over."),
     click.option("--verify/--no-verify", default=True, show_default=True,
@@ -107,12 +110,31 @@ writing = together(
 )  # fmt: skip
 
 
+writing = together(replicas, output)
+deepspeed_reading = together(
+    click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]"),
+    click.option("--weights", type=click.Choice(["module", "fp32-master", "exp_avg", "exp_avg_sq"]),
+                 help="The model's own weights, or what the optimizer keeps of each.  [default: module, if there]"),
+)  # fmt: skip
+gqa_layout = click.option(
+    "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto", show_default=True,
+    help="Order of query, key and value where heads share keys: as since, or before, November 2024.",
+)  # fmt: skip
+
+
 READS = {
     "huggingface": "for Hugging Face use `convert hf2megatron` or `convert hf2fsdp`",
     "megatron": "for Megatron use `convert megatron2hf` or `convert reshard`",
     "fsdp": "for FSDP use `convert fsdp2hf`",
+    "neox": "for GPT-NeoX use `convert neox2hf`",
+    "zero": "for DeepSpeed use `convert zero2hf`",
 }
 """Format: the commands that read it."""
+
+
+def _is_yml(config: Path) -> bool:
+    """Whether a path is a yml of GPT-NeoX, or a folder of them."""
+    return (config.suffix in (".yml", ".yaml") and config.is_file()) or any(config.glob("*.y*ml"))
 
 
 def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: str = "") -> Checkpoint:
@@ -129,12 +151,21 @@ def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: st
     from formats.spec import parse_settings
 
     config = options["config"]
-    if config is not None and not (config / "config.json").is_file():
+    if config is not None and not ((config / "config.json").is_file() or _is_yml(config)):
         raise UsageError(
             f"--config {config} is no folder with a config.json", "a model of the Hub has to be downloaded first"
         )
     values = parse_settings(options["settings"])
-    known = Settings(options["vocab_size"], values, config, options["verbatim"], options["container"])
+    known = Settings(
+        options["vocab_size"],
+        values,
+        config,
+        options["verbatim"],
+        options["container"],
+        options.get("tag"),
+        options.get("weights"),
+        options.get("gqa_layout", "auto"),
+    )
     source = open_checkpoint(path, known)
     if wanted and source.format != wanted:
         raise UsageError(

@@ -29,6 +29,8 @@ class Family:
         head_dim: the same for the head dimension; None for hidden size / heads.
         mha: whether it assumes as many key/value heads as heads.
         window: the config key of its sliding window, if it has one, and what transformers assumes.
+        keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
+        defaults: setting: what transformers assumes of those.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Family:
     mha: bool = False
     window: str = ""
     window_default: int | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def qkv_bias(self) -> bool:
@@ -52,9 +56,16 @@ class Family:
         """Whether each query and key head is normalised."""
         return any("query_norm" in rule.pattern.tensors for rule in self.tensors)
 
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP is gated, as in every model that descends from Llama."""
+        return any("gate" in rule.pattern.tensors for rule in self.tensors)
+
     def fits(self, qkv_bias: bool, qk_norm: bool, windowed: bool) -> bool:
-        """Whether a model with these facts can belong to the family."""
-        return (self.qkv_bias, self.qk_norm) == (qkv_bias, qk_norm) and (bool(self.window) or not windowed)
+        """Whether a gated model with these facts can belong to the family."""
+        return (
+            self.gated and (self.qkv_bias, self.qk_norm) == (qkv_bias, qk_norm) and (bool(self.window) or not windowed)
+        )
 
 
 def family_named(name: Any, where: str = "") -> Family:

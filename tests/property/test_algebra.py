@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converters.engine import Files, Limits, execute
+from converters.blocks import Files
+from converters.engine import Limits, execute
 from converters.plan import Job, Part, prove_tiling
 from converters.regions import Nearby, region, runs, tiles
 from formats.layout import _in_order

@@ -1,0 +1,117 @@
+"""Reading and writing of blocks: open files, and the leaves of a tensor gathered into a tile or scattered out of it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from converters.checksums import Checksums
+from converters.edges import Array
+from converters.regions import Nearby, region, runs
+from formats.errors import OutputError, SourceError
+from formats.storage import Fragment, read_into, write_from
+from formats.streams import Reader, Stream
+
+SPARSEST_READ = 8
+"""A strided region is read in one go when at least one element in so many is wanted."""
+
+
+@dataclass
+class Files:
+    """Open files, shared by all threads. `sums` keeps the checksums of what is written."""
+
+    sums: Checksums | None = None
+    descriptors: dict[tuple[Path, bool], int] = field(default_factory=dict)
+    streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, path: Path, writable: bool = False) -> int:
+        """The descriptor of a file, opened on first use."""
+        with self.lock:
+            if (path, writable) not in self.descriptors:
+                try:
+                    self.descriptors[path, writable] = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+                except OSError as error:
+                    raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}") from None
+            return self.descriptors[path, writable]
+
+    def read(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
+        """Fill a buffer from a physical tensor, `at` bytes from its start. A stream is read by one thread at a time."""
+        fd, offset = self.get(fragment.path), fragment.offset + at
+        if fragment.stream is None:
+            read_into(fd, buffer, offset, fragment.path)
+            return
+        key = (fragment.path, fragment.stream)
+        reader = self.streams.pop(key, None) or Reader(fd, fragment.path, fragment.stream)
+        reader.read_into(buffer, offset)
+        if reader.position < fragment.offset + fragment.nbytes:
+            self.streams[key] = reader
+
+    def write(self, fragment: Fragment, at: int, piece: memoryview) -> None:
+        """Write a piece of a physical tensor, `at` bytes from its start."""
+        write_from(self.get(fragment.path, writable=True), piece, fragment.offset + at)
+        if self.sums:
+            self.sums.add(fragment, at, piece)
+
+    def sync(self) -> None:
+        """Force what was written to disk."""
+        with self.lock:
+            written = [fd for (_, writable), fd in self.descriptors.items() if writable]
+        for fd in written:
+            os.fdatasync(fd)
+
+    def __enter__(self) -> Files:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self.descriptors.values():
+            os.close(fd)
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def _view(buffer: Array, position: int, dims: tuple[tuple[int, int, int], ...], side: int) -> Array:
+    item = buffer.itemsize
+    return np.lib.stride_tricks.as_strided(
+        buffer[position:], [dim[0] for dim in dims], [dim[side] * item for dim in dims]
+    )
+
+
+def gather(
+    files: Files, parts: Nearby, start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
+) -> None:
+    """Read the leaves of one copy of a tensor into a tile."""
+    item = tile.itemsize
+    for part in parts(start, shape):
+        where = region(part, start, shape)
+        fragment = part.fragment
+        for address, position, span, dims in runs(where, len(scratch), SPARSEST_READ):
+            if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
+                files.read(fragment, address * item, tile[position : position + span].data.cast("B"))
+            else:
+                files.read(fragment, address * item, scratch[:span].data.cast("B"))
+                _view(tile, position, dims, 2)[...] = _view(scratch, 0, dims, 1)
+
+
+def scatter(
+    files: Files, parts: Nearby, start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
+) -> None:
+    """Write a tile out to the leaves that hold it."""
+    item = tile.itemsize
+    for part in parts(start, shape):
+        where = region(part, start, shape)
+        for address, position, span, dims in runs(where, len(scratch), 1):
+            if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
+                files.write(part.fragment, address * item, tile[position : position + span].data.cast("B"))
+            else:
+                _view(scratch, 0, dims, 1)[...] = _view(tile, position, dims, 2)
+                files.write(part.fragment, address * item, scratch[:span].data.cast("B"))

@@ -1,0 +1,92 @@
+"""The commands for checkpoints of GPT-NeoX."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from converters.commands.options import (
+    FOLDER,
+    Size,
+    averaging,
+    chat_template,
+    deepspeed_reading,
+    gqa_layout,
+    opened,
+    output,
+    reading,
+)
+from converters.commands.running import carry_out, request_of
+
+if TYPE_CHECKING:
+    from converters.tokenizer_files import Tokenizer
+    from formats.checkpoint import Checkpoint
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@deepspeed_reading
+@click.option(
+    "--tokenizer",
+    type=FOLDER,
+    metavar="FILE|FOLDER",
+    help="SentencePiece model, or tokenizer.json.  [default: the yml's vocab_file, if it is here]",
+)
+@gqa_layout
+@click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file.")
+@chat_template
+@reading
+@averaging
+@output
+def neox2hf(src: Path, out: Path, tokenizer: Path | None, **options: Any) -> None:
+    """GPT-NeoX checkpoint to a Hugging Face folder.
+
+    SRC is the run folder, whose `latest` names a checkpoint, or a global_stepN. --config takes the run's yml where
+    SRC has none in configs/, or a Hugging Face folder.
+    """
+    from converters.convert import plan_huggingface
+
+    found = _tokenizer(src, tokenizer, options)
+    if found and options["vocab_size"] is None:
+        options["vocab_size"] = found.size
+    source = opened(src, options, "neox")
+    request = request_of(out, options)
+    with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
+        if found:
+            source = _with_tokenizer(source, found, Path(folder))
+        carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+
+
+def _tokenizer(src: Path, given: Path | None, options: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer that the user named, or that the yml names and that is here."""
+    from converters.tokenizer_files import load
+    from formats import deepspeed, neox
+
+    if given is not None:
+        return load(given)
+    config = options["config"]
+    if not src.is_dir() or not deepspeed.detect(src) or (config and (config / "config.json").is_file()):
+        return None
+    _, tag = deepspeed.locate(src, options["tag"])
+    named = neox.config_of(tag, config)[0].get("vocab_file")
+    return load(Path(named)) if isinstance(named, str) and Path(named).exists() else None
+
+
+def _with_tokenizer(source: Checkpoint, found: Tokenizer, folder: Path) -> Checkpoint:
+    """The checkpoint with a tokenizer, and a config that knows its special tokens, as its small files."""
+    from converters.assets import config_text
+
+    for name, content in found.files.items():
+        (folder / name).write_bytes(content)
+    ids = {f"{role}_token_id": found.special.get(role) for role in ("bos", "eos", "pad")}
+    config = json.loads(config_text(source, None)) | ids
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    kept = {name: number for name, number in ids.items() if number is not None}
+    (folder / "generation_config.json").write_text(json.dumps(kept, indent=2) + "\n")
+    return replace(source, assets=folder, notes=(*source.notes, *found.notes))

@@ -1,0 +1,123 @@
+"""Further copies of a tensor: compared, averaged, or added up, tile by tile."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from converters import edges
+from converters.blocks import Files, gather
+from converters.edges import WORDS, Array
+from converters.plan import Job
+from converters.regions import Nearby
+from formats.errors import VerificationError
+from formats.storage import DTYPES, FLOATS
+
+
+class Tile(NamedTuple):
+    """A part of a tensor, and a thread's memory of the same size as bytes."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    other: Array
+    scratch: Array
+
+
+class Copies:
+    """What is done with the copies of one job's tensor, and what they turned out to be.
+
+    Attributes:
+        drift: how far apart the copies were that had to be averaged.
+    """
+
+    def __init__(self, job: Job, files: Files, policy: str) -> None:
+        axes, heeded = len(job.shape), policy != "first"
+        self.job, self.files = job, files
+        self.replicas = {name: Nearby(one, axes) for name, one in job.replicas.items()} if heeded or job.partial else {}
+        self.twins = Nearby(job.twins, axes) if job.twins and heeded else None
+        self.mean = policy == "mean" and job.source_dtype in FLOATS
+        self.worst: dict[str, float] = {}
+        self.drift, self.unequal = 0.0, 0
+
+    def settle(self, values: Array, tile: Tile) -> Array:
+        """The elements of a tile that count, given those of the first copy."""
+        if self.twins:
+            self._round(values, tile, self.twins)
+        if not self.replicas:
+            return values
+        if self.job.partial:
+            return edges.add(self._all(values, tile), self.job.source_dtype)
+        if not self.mean:
+            self._compare(values, tile)
+            return values
+        every = self._all(values, tile)
+        apart = [copy for copy in every[1:] if not np.array_equal(every[0], copy)]
+        self.drift = max([self.drift, *(_distance(every[0], copy, self.job.source_dtype) for copy in apart)])
+        return edges.mean(every, self.job.source_dtype) if apart else values
+
+    def _all(self, values: Array, tile: Tile) -> list[Array]:
+        found, other = [values.copy()], tile.other.view(values.dtype)[: len(values)]
+        for parts in self.replicas.values():
+            gather(self.files, parts, tile.start, tile.shape, other, tile.scratch.view(values.dtype))
+            found.append(other.copy())
+        return found
+
+    def _compare(self, values: Array, tile: Tile) -> None:
+        count, rows, other = len(values), self.job.rows, tile.other.view(values.dtype)[: len(values)]
+        held = count if rows is None else min(count, max(0, rows - tile.start[0]) * (count // tile.shape[0]))
+        for name, parts in self.replicas.items():
+            gather(self.files, parts, tile.start, tile.shape, other, tile.scratch.view(values.dtype))
+            if not np.array_equal(values[:held], other[:held]):
+                distance = _distance(values[:held], other[:held], self.job.source_dtype)
+                self.worst[name] = max(self.worst.get(name, 0.0), distance)
+
+    def _round(self, values: Array, tile: Tile, twins: Nearby) -> None:
+        """Count the elements in which the rounded masters differ from what the model computes with."""
+        dtype = self.job.twins[0].fragment.dtype
+        word = WORDS[DTYPES[dtype]]
+        room = tile.other.view(word)[: len(values)]
+        rounded = edges.cast(values, self.job.source_dtype, dtype, self.job.name, room)
+        held = np.empty(len(values), word)
+        gather(self.files, twins, tile.start, tile.shape, held, tile.scratch.view(word))
+        self.unequal += int((rounded != held).sum())
+
+    def judge(self) -> None:
+        """Refuse copies that differ, when nothing said which one counts.
+
+        Raises:
+            VerificationError: they do.
+        """
+        job = self.job
+        if self.unequal:
+            raise VerificationError(
+                f"{self.unequal} of {prod(job.shape)} elements of {job.name} in {job.twins[0].fragment.path} are not "
+                f"the rounded float32 masters of {job.sources[0].fragment.path}",
+                "--weights module takes the former; --replicas first takes the masters unchecked",
+            )
+        if not self.worst:
+            return
+        name, distance = max(self.worst.items(), key=lambda pair: pair[1])
+        paths = (str(parts[0].fragment.path) for parts in (job.sources, job.replicas[name]))
+        where = " and ".join(dict.fromkeys(paths))
+        if name == "copy":
+            raise VerificationError(
+                f"the output head should share {job.name} and differs from it by up to {distance:g} between {where}",
+                "--set tied=false keeps both",
+            )
+        raise VerificationError(
+            f"{job.name} differs between its copies in {len(self.worst)} of {len(self.replicas)} places, most in "
+            f"{name}: by up to {distance:g} between {where}",
+            "--replicas first takes the first copy, --replicas mean their mean in float32",
+        )
+
+
+def _distance(one: Array, two: Array, dtype: str) -> float:
+    """The largest absolute difference; infinity where a NaN meets a number."""
+    if dtype not in FLOATS:
+        return float((one != two).sum())
+    a, b = edges.to_float(one, dtype), edges.to_float(two, dtype)
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(a - b)
+    return float(np.where(np.isnan(difference), np.inf, difference)[one != two].max())

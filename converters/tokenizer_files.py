@@ -1,0 +1,90 @@
+"""The tokenizer of a training that knows no Hugging Face folder: a SentencePiece model, or a tokenizer.json alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.errors import SourceError, VerificationError
+
+NAMES = {"eos": "<|endoftext|>", "pad": "<|pad|>"}
+"""What GPT-NeoX calls the tokens that end a document and fill a batch (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
+CHECKED = 3000
+"""Texts on which a converted tokenizer is compared with SentencePiece."""
+
+
+class Tokenizer(NamedTuple):
+    """A tokenizer as Hugging Face reads it.
+
+    Attributes:
+        files: contents by name.
+        size: how many tokens it has.
+        special: the ids of bos, eos, pad and unk, as far as there are any.
+        notes: what the user should know.
+    """
+
+    files: Mapping[str, bytes]
+    size: int
+    special: Mapping[str, int]
+    notes: tuple[str, ...]
+
+
+def load(path: Path) -> Tokenizer:
+    """Read a SentencePiece model, a tokenizer.json, or a folder that holds one.
+
+    Raises:
+        SourceError: it is none of them.
+        VerificationError: the fast tokenizer that was made of the model gives other ids.
+    """
+    if (path / "tokenizer.json").is_file():
+        return _fast(path / "tokenizer.json")
+    if path.suffix == ".json" and path.is_file():
+        return _fast(path)
+    if not path.is_file():
+        raise SourceError(f"{path} is no tokenizer", "name a .model of SentencePiece, a tokenizer.json, or its folder")
+    return _sentencepiece(path)
+
+
+def _sentencepiece(path: Path) -> Tokenizer:
+    from sentencepiece import SentencePieceProcessor
+
+    from converters.commands.tokenizer import check
+    from converters.publish.chat import MARKER
+    from converters.publish.tokenizer import convert_tokenizer
+
+    converted = convert_tokenizer(path)
+    tokens = [piece for piece in converted.pieces if MARKER.fullmatch(piece)]
+    model = SentencePieceProcessor()
+    model.LoadFromSerializedProto(converted.reference)
+    control = [token for token in tokens if token in converted.control or not model.is_unused(model.piece_to_id(token))]
+    names = {role: token for role, token in NAMES.items() if token in tokens}
+    converted = convert_tokenizer(path, control=control, names=names)
+    wrong = [one for one in check(converted, CHECKED) if one.different]
+    if wrong:
+        raise VerificationError(
+            f"{wrong[0].different} of {wrong[0].compared} {wrong[0].what} get other ids from the tokenizer made "
+            f"of {path}",
+            f"look with `convert tokenizer {path} FOLDER --allow-mismatches 0.01`, then --tokenizer FOLDER",
+        )
+    return Tokenizer(converted.files, converted.size, converted.special, converted.notes)
+
+
+def _fast(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  # the library raises nothing narrower
+        raise SourceError(f"{path} is no tokenizer.json: {error}") from None
+    near = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.json")
+    files = {name: (path.parent / name).read_bytes() for name in near if (path.parent / name).is_file()}
+    ids = {role: backend.token_to_id(token) for role, token in NAMES.items()}
+    special = {role: number for role, number in ids.items() if number is not None}
+    if "tokenizer_config.json" not in files:
+        named = {f"{role}_token": NAMES[role] for role in special}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+        files["tokenizer_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+    files["tokenizer.json"] = path.read_bytes()
+    return Tokenizer(files, backend.get_vocab_size(with_added_tokens=True), special, ())

@@ -1,0 +1,89 @@
+"""The folders in which DeepSpeed saves: a run, its tags, and the files of each rank.
+
+    RUN/latest                                     the name of a tag
+    RUN/TAG/mp_rank_{mp:02d}_model_states.pt       the module and the state of one model parallel rank
+    RUN/TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt    one layer of a pipeline module
+
+Tags may be links, and have any name. Facts: deepspeed/runtime/engine.py and runtime/pipe/module.py, 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from formats.errors import SourceError, UnsupportedError, short
+
+LATEST = "latest"
+MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+MODEL_OF_STAGE_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+
+
+def holds(folder: Path) -> bool:
+    """Whether a folder is a tag: it holds files of DeepSpeed."""
+    patterns = (MODEL, MODEL_OF_STAGE_3, LAYER)
+    return folder.is_dir() and any(one.fullmatch(path.name) for path in folder.iterdir() for one in patterns)
+
+
+def tags(run: Path) -> list[str]:
+    """The names of the tags in a run's folder."""
+    return sorted(path.name for path in run.iterdir() if holds(path))
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder is a tag or a run, complete or not."""
+    return holds(path) or bool(tags(path)) or (path / LATEST).is_file()
+
+
+def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
+    """The run folder and the folder of one tag.
+
+    Args:
+        path: either of them.
+        tag: the tag's name; without one, `latest` tells.
+
+    Raises:
+        SourceError: there is no such tag.
+    """
+    if tag is None and holds(path):
+        return (path.parent if (path.parent / LATEST).is_file() else path), path
+    here = tags(path)
+    present = f"present: {', '.join(here[-8:]) or 'no tag at all'}"
+    if tag is None:
+        if not (path / LATEST).is_file():
+            raise SourceError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
+        with (path / LATEST).open("rb") as file:
+            tag = file.read(1000).decode(errors="replace").strip()
+        said = f"{path / LATEST} names"
+    else:
+        said = "--tag says"
+    if not re.fullmatch(r"[\w.+=-]{1,255}", tag) or tag in (".", ".."):
+        raise SourceError(f"{said} {short(tag)}, which is no name of a folder", present)
+    if (path / tag).is_symlink() and not (path / tag).exists():
+        raise SourceError(f"{path / tag} is a link to {(path / tag).readlink()}, which is not there", present)
+    if not (path / tag).is_dir():
+        raise SourceError(f"{said} {tag}, which is not in {path}", present)
+    if not holds(path / tag):
+        raise SourceError(f"{path / tag} holds no file of DeepSpeed's model states", present)
+    return path, path / tag
+
+
+def model_files(tag: Path) -> dict[int, Path]:
+    """The file of each model parallel rank, every one of which must be there.
+
+    Raises:
+        SourceError: one is missing.
+        UnsupportedError: the model has experts.
+    """
+    names = {path.name: path for path in tag.iterdir()}
+    experts = next((name for name in sorted(names) if EXPERT.fullmatch(name)), None)
+    if experts:
+        raise UnsupportedError(f"{tag} holds experts ({experts}), which are not supported")
+    found = {int(name[1]): path for one, path in names.items() if (name := MODEL.fullmatch(one))}
+    lost = [rank for rank in range(max(found, default=0)) if rank not in found]
+    if lost or not found:
+        wanted = [f"mp_rank_{rank:02d}_model_states.pt" for rank in lost or [0]]
+        raise SourceError(f"{tag} lacks {', '.join(wanted[:8])}", "copy the files of all ranks into one folder")
+    return dict(sorted(found.items()))

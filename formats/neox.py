@@ -1,0 +1,292 @@
+"""Checkpoints of GPT-NeoX: DeepSpeed's files, with the names and the layouts of NeoX.
+
+    TAG/mp_rank_{tp:02d}_model_states.pt               sequential (pipe_parallel_size 0): keys sequential.{i}.*
+    TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt   pipeline: the same keys without sequential.{i}.
+    TAG/configs/*.yml                                  the settings
+
+Module 0 embeds, 2 to L + 1 are the layers, L + 3 is the last norm, L + 4 the head; 1 and L + 2 hold nothing. Facts:
+EleutherAI/gpt-neox at ea7aefd8, megatron/model/gpt2_model.py, transformer.py and checkpointing.py; checkpoints that it
+wrote, with its own logits, are in the tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from formats import deepspeed, neox_gqa, zero
+from formats.checkpoint import Checkpoint, Settings
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.layout import Placed, Slot, match, rules, slots
+from formats.neox_args import from_neox, is_gated, read_yml
+from formats.scattered import Scattered, spread
+from formats.spec import ModelSpec
+from formats.storage import Fragment
+from formats.torchfile import TorchFile, read_torch
+
+NAME = "neox"
+FIRST_LAYER = 2
+
+LLAMA = rules("""
+0.word_embeddings.weight                                                                        (embedding: vocab | ~padding)/tp hidden
+{layer}.input_layernorm.{scale|weight}                                                          input_norm: hidden
+{layer}.attention.query_key_value.weight                                                        (group (query: head half pair | key: half pair | value: dim))/tp hidden    mha
+{layer}.attention.query_key_value.weight                                                        (query: group/tp head half pair | key: group/tp half pair | value: group/tp dim) hidden    gqa
+{layer}.attention.query_key_value.weight:query                                                  query: (group head half pair)/tp hidden    grouped
+{layer}.attention.query_key_value.weight:key                                                    key: (group half pair)/tp hidden    grouped
+{layer}.attention.query_key_value.weight:value                                                  value: (group dim)/tp hidden    grouped
+{layer}.attention.dense.weight                                                                  output: hidden (group head dim)/tp
+{layer}.post_attention_layernorm.{scale|weight}                                                 post_norm: hidden
+{layer}.mlp.linear1.weight                                                                      (up: ffn/tp | gate: ffn/tp) hidden    fused
+{layer}.mlp.w1.weight                                                                           gate: ffn/tp hidden    separate
+{layer}.mlp.w3.weight                                                                           up: ffn/tp hidden    separate
+{layer}.mlp.{linear2|w2}.weight                                                                 down: hidden ffn/tp
+{norm}.norm.{scale|weight}                                                                      final_norm: hidden
+{head}.final_linear.weight                                                                      (head: vocab | ~padding)/tp hidden    untied
+""")
+"""RMSNorm, gated, no biases. `.weight` is Transformer Engine's norm; w1, w2 and w3 are from before September 2024."""
+
+GPT_NEOX = rules("""
+0.word_embeddings.weight                                     (embedding: vocab | ~padding)/tp hidden
+{layer}.input_layernorm.weight                               input_norm: hidden
+{layer}.input_layernorm.bias                                 input_norm_bias: hidden
+{layer}.attention.query_key_value.weight                     (group (query: head half pair | key: half pair | value: dim))/tp hidden
+{layer}.attention.query_key_value.bias                       (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
+{layer}.attention.dense.weight                               output: hidden (group head dim)/tp
+{layer}.attention.dense.bias                                 output_bias: hidden    serial
+{layer}.attention.dense.bias                                 output_bias: hidden    parallel partial
+{layer}.post_attention_layernorm.weight                      post_norm: hidden
+{layer}.post_attention_layernorm.bias                        post_norm_bias: hidden
+{layer}.mlp.{linear1|dense_h_to_4h}.weight                   up: ffn/tp hidden
+{layer}.mlp.{linear1|dense_h_to_4h}.bias                     up_bias: ffn/tp
+{layer}.mlp.{linear2|dense_4h_to_h}.weight                   down: hidden ffn/tp
+{layer}.mlp.{linear2|dense_4h_to_h}.bias                     down_bias: hidden    serial
+{layer}.mlp.{linear2|dense_4h_to_h}.bias                     down_bias: hidden    parallel partial
+{norm}.norm.weight                                           final_norm: hidden
+{norm}.norm.bias                                             final_norm_bias: hidden
+{head}.final_linear.weight                                   (head: vocab | ~padding)/tp hidden    untied
+""")
+"""LayerNorm, biases, not gated. With a parallel residual each rank adds its own bias before the sum over all ranks;
+with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`)."""
+
+TABLES = {"llama": LLAMA, "mistral": LLAMA, "gpt_neox": GPT_NEOX}
+DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
+TIED = re.compile(r"tied_modules\.embed\.")
+"""What the optimizer of a pipeline calls the embedding that two stages share."""
+STATE = ("optimizer", "lr_scheduler", "random_rng_state")
+"""What the files hold beside the model; nothing of it is carried into another format."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder is DeepSpeed's, with the names of NeoX."""
+    places = [path] if deepspeed.holds(path) else [path / name for name in deepspeed.tags(path)]
+    for place in places[-1:]:
+        layers = [one for one in sorted(place.iterdir()) if deepspeed.LAYER.fullmatch(one.name)]
+        models = [one for one in sorted(place.iterdir()) if deepspeed.MODEL.fullmatch(one.name)]
+        for file in [*layers[:1], *models[:1]]:
+            value = read_torch(file).value
+            held = value.get("module", value) if isinstance(value, Mapping) else None
+            if isinstance(held, Mapping) and any(re.match(r"(?:sequential\.0\.)?word_emb", str(key)) for key in held):
+                return True
+    return False
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: the pickles of its files, none of the weights."""
+    run, tag = deepspeed.locate(path, settings.tag)
+    models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
+    found, tp = _tensors(tag, models)
+    keys = {key for tensors in found.values() for key in tensors}
+    config, where = config_of(tag, settings.config)
+    _require_same_model(models, config, where, tp)
+    padded = _rows(found, r"word_embeddings\.weight") * tp
+    inner = _rows(found, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight") * tp
+    ffn = inner // 2 if is_gated(config) and not any(key.endswith("mlp.w1.weight") for key in keys) else inner
+    biases = any(re.search(r"attention\..*\.bias$", key) for key in keys)
+    if config.get("use_bias_in_attn_linear", True) is not biases:
+        said = (
+            f"{where} says use_bias_in_attn_linear = {not biases}, {tag} holds {'such' if biases else 'no such'} biases"
+        )
+        raise SourceError(said, "it is the yml of another model")
+    spec = from_neox(config, settings.values, ffn, biases, settings.vocab_size, where)
+    if spec.vocab is not None and spec.vocab > padded:
+        raise SourceError(
+            f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"
+        )
+    old = any(key.endswith("mlp.w1.weight") for key in keys)
+    layout, notes = ("mha", []) if spec.kv_heads == spec.heads else neox_gqa.choose(spec, found, tp, settings, old)
+    wanted = list(_slots(spec, tp, padded, {layout, "separate" if old else "fused"}, tag))
+    parts: dict[tuple[str, str], Scattered] = {}
+    twins: tuple[Placed, ...] = ()
+    if settings.weights not in (None, "module"):
+        state = settings.weights.replace("fp32-master", "fp32")
+        parts = _masters(tag, models, tp, state, layered=_is_layered(found))
+        if state == "fp32" and layout != "grouped":
+            twins = tuple(match(wanted, found, DROPS, tag)[0])
+        found = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
+    if layout == "grouped":
+        found, parts = neox_gqa.split(spec, found, parts, tp)
+    placed, dropped = match(wanted, found, DROPS, tag)
+    pieces = tuple(
+        piece
+        for one in placed
+        for piece in (spread(one, parts[one.slot.file, one.key]) if (one.slot.file, one.key) in parts else [one])
+    )
+    topology = {"tp": tp} | ({"pp": len(models) // tp} if _is_layered(found) else {})
+    held = models[0].value
+    extra = {
+        "folder": tag.name,
+        "iteration": held.get("iteration"),
+        "padded_vocab": padded,
+        "yml": config,
+        "vocab_multiple": config.get("make_vocab_size_divisible_by", 128),
+        "layered": _is_layered(found),
+        "state": tuple(name for name in STATE if held.get(name) is not None),
+    }
+    files = tuple(sorted({piece.fragment.path for piece in pieces}))
+    assets = settings.config if settings.config and (settings.config / "config.json").is_file() else None
+    return Checkpoint(run, tag, NAME, spec, pieces, tuple(dropped), files, topology, assets, extra, twins, tuple(notes))
+
+
+def _is_layered(found: Mapping[str, Any]) -> bool:
+    return any(file.startswith("layer_") for file in found)
+
+
+def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict[str, Fragment]], int]:
+    """The tensors of each file by key, and the tensor parallel size.
+
+    Raises:
+        SourceError: a file is missing, or of another topology.
+    """
+    layers = {path.name: path for path in sorted(tag.iterdir()) if deepspeed.LAYER.fullmatch(path.name)}
+    for rank, file in models.items():
+        if not isinstance(file.value, Mapping):
+            raise SourceError(f"{file.path} holds no model states")
+        world = file.value.get("mp_world_size", len(models))
+        if world != len(models):
+            raise SourceError(
+                f"{file.path} is one of {short(world)} model parallel ranks, {len(models)} are there",
+                "ranks are missing, or files of another topology lie beside them",
+            )
+        if short(file.value.get("iteration")) != short(models[0].value.get("iteration")):
+            ours, others = (short(one.value.get("iteration")) for one in (file, models[0]))
+            raise SourceError(f"{file.path} (rank {rank}) is of iteration {ours}, {models[0].path} of {others}")
+    if not layers:
+        found = {file.path.name: _strip(zero.module(file), file.path) for file in models.values()}
+        return found, len(models)
+    found, ranks = {}, set()
+    for name, path in layers.items():
+        file = read_torch(path)
+        place = deepspeed.LAYER.fullmatch(name)
+        assert place is not None
+        ranks.add(int(place[2]))
+        found[name] = {
+            f"{int(place[1])}.{key}": one
+            for key, one in zero.module(replace(file, value={"module": file.value})).items()
+        }
+    tp = max(ranks) + 1
+    if len(models) % tp:
+        raise SourceError(f"{tag} holds layers of {tp} tensor parallel ranks, but {len(models)} mp_rank files")
+    return found, tp
+
+
+def _strip(tensors: Mapping[str, Fragment], path: Path) -> dict[str, Fragment]:
+    """Keys without their `sequential.`."""
+    others = [key for key in tensors if not key.startswith("sequential.")]
+    if others:
+        raise SourceError(f"{path} holds {others[0]}, which is no name of GPT-NeoX")
+    return {key.removeprefix("sequential."): one for key, one in tensors.items()}
+
+
+def _rows(found: Mapping[str, Mapping[str, Fragment]], key: str) -> int:
+    """Rows of the first tensor whose key ends so."""
+    for tensors in found.values():
+        for name, fragment in tensors.items():
+            if re.search(rf"\.{key}$", name) and fragment.shape:
+                return fragment.shape[0]
+    raise SourceError(f"no file holds a tensor {key.replace(chr(92), '')}")
+
+
+def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
+    """The merged yml, and what to call it: the user's file or folder, else what NeoX saved beside the weights.
+
+    Raises:
+        SourceError: there is none.
+    """
+    place = tag / "configs"
+    if given is not None and not (given / "config.json").is_file():
+        place = given
+    paths = [place] if place.is_file() else sorted([*place.glob("*.yml"), *place.glob("*.yaml")])
+    if not paths:
+        raise SourceError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")
+    return read_yml(paths), str(paths[0] if len(paths) == 1 else place)
+
+
+def _require_same_model(models: Mapping[int, TorchFile], config: Mapping[str, Any], where: str, tp: int) -> None:
+    """What NeoX noted in the weights is what the yml says."""
+    for file in models.values():
+        args = file.value.get("args")
+        said = dict(args) if isinstance(args, Mapping) else {}
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            if name in said and name in config and said[name] != config[name]:
+                raise SourceError(
+                    f"{where} says {name} = {short(config[name])}, {file.path} {short(said[name])}",
+                    "it is the yml of another model",
+                )
+        if said.get("model_parallel_size", tp) != tp:
+            raise SourceError(
+                f"{file.path} was saved with model_parallel_size {short(said['model_parallel_size'])}, {tp} ranks are there"
+            )
+
+
+def _slots(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], tag: Path) -> Iterator[Slot]:
+    """Every physical tensor of a topology. Its file is that of a sequential checkpoint, or of a pipeline's layer."""
+    names = {"{norm}": str(spec.layers + FIRST_LAYER + 1), "{head}": str(spec.layers + FIRST_LAYER + 2)}
+    if spec.heads % tp or spec.kv_heads % tp:
+        raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
+    layered = any(deepspeed.LAYER.fullmatch(path.name) for path in tag.iterdir()) if tag.is_dir() else False
+    table = [
+        replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda one: names[one[0]], rule.key))
+        for rule in TABLES[spec.family]
+    ]
+    for rank in range(tp):
+        for slot in slots(
+            table,
+            spec.sizes(padded),
+            tensors=spec.tensors,
+            layers=[(layer + FIRST_LAYER, layer) for layer in range(spec.layers)],
+            mesh={"tp": (rank, tp)},
+            conditions={*spec.conditions, *conditions},
+        ):
+            index = int(slot.keys[0].partition(".")[0])
+            yield slot._replace(file=_file(index, rank, layered=layered))
+
+
+def _file(index: int, rank: int, *, layered: bool) -> str:
+    return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else f"mp_rank_{rank:02d}_model_states.pt"
+
+
+def _masters(
+    tag: Path, models: Mapping[int, TorchFile], tp: int, state: str, *, layered: bool
+) -> dict[tuple[str, str], Scattered]:
+    """What the optimizer keeps of each parameter, by the file and the key that the parameter itself has.
+
+    A pipeline keeps the embedding that its first and last stage share twice: the second is a further copy.
+    """
+    found: dict[tuple[str, str], Scattered] = {}
+    for rank, file in models.items():
+        partitions = zero.open_partitions(tag, rank, sorted({"fp32", state}))
+        for name, one in zero.load(partitions, zero.param_shapes(file), state):
+            key = TIED.sub("0.", name.removeprefix("sequential."))
+            index = key.partition(".")[0]
+            if not index.isdigit():
+                raise UnsupportedError(f"{file.path}: the parameter {short(name)} is none of GPT-NeoX")
+            place = (_file(int(index), rank % tp, layered=layered), key)
+            found[place] = one._replace(copies=found[place].copies + one.copies) if place in found else one
+    return found

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from formats import fsdp
+from formats import fsdp, zero
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError
 from formats.hf_config import to_huggingface
@@ -61,7 +61,7 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     spec = spec or source.spec
     counted = list(source.dtypes().values())
     usual = max(counted, key=counted.count)
-    if source.format == fsdp.NAME and dtype is None:
+    if source.format in (fsdp.NAME, zero.NAME) and dtype is None:
         dtype = usual  # a training rarely keeps its weights in the type of the model that it began with
     path = source.assets / "config.json" if source.assets else None
     if path is None:

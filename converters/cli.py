@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from converters.commands import assets, check, convert, look, neox, publish, tokenizer
+from converters.commands import assets, check, convert, look, neox, publish, tokenizer, zero
 from formats.errors import VitruvianError
 
 SECTIONS = {
@@ -17,8 +17,10 @@ SECTIONS = {
         convert.fsdp2hf,
         convert.hf2fsdp,
         convert.hf2megatron,
+        neox.hf2neox,
         convert.megatron2hf,
         neox.neox2hf,
+        zero.zero2hf,
         convert.reshard,
     ),
     "Look": (look.inspect, look.plan, look.explain, look.formats),

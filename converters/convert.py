@@ -26,7 +26,7 @@ from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, fingerprint, open_journal
 from converters.plan import Job, Plan, cast_dtype, make_plan
 from converters.report import Progress, size
-from formats import fsdp, huggingface, megatron
+from formats import fsdp, huggingface, megatron, neox, neox_writer
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError, UnsupportedError, VerificationError
 from formats.megatron_args import Options
@@ -137,16 +137,32 @@ def plan_megatron(source: Checkpoint, request: Request, options: Options, iterat
     target = megatron.write(
         request.root, source.spec, dtypes, options, args=source.extra.get("args"), iteration=iteration
     )
-    texts, copies = dict(target.texts), {}
-    if source.assets:
-        folder = megatron.ASSETS
-        copies = {f"{folder}/{name}": path for name, path in assets.files(source.assets) if name != "config.json"}
-        texts[f"{folder}/config.json"] = assets.config_text(source, _cast_to(request))
-        if source.format == huggingface.NAME:
-            texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
-        elif (source.assets / huggingface.INDEX).is_file():
-            copies[f"{folder}/{huggingface.INDEX}"] = source.assets / huggingface.INDEX
-    return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
+    texts, copies = _inside(source, request, megatron.ASSETS)
+    return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
+
+
+def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options) -> Plan:
+    """A plan that writes a GPT-NeoX run folder, with the model's config and tokenizer in it."""
+    if isinstance(source.spec, Verbatim):
+        raise UnsupportedError(f"{source.root} has no layout of GPT-NeoX: {source.spec.why}", "see `convert formats`")
+    _require_vocab(source)
+    dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
+    target = neox_writer.write(request.root, source.spec, dtypes, options)
+    texts, copies = _inside(source, request, neox.ASSETS)
+    return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
+
+
+def _inside(source: Checkpoint, request: Request, folder: str) -> tuple[dict[str, bytes], dict[str, Path]]:
+    """The small files of a model, for a folder inside one that belongs to another framework."""
+    if not source.assets:
+        return {}, {}
+    copies = {f"{folder}/{name}": path for name, path in assets.files(source.assets) if name != "config.json"}
+    texts = {f"{folder}/config.json": assets.config_text(source, _cast_to(request))}
+    if source.format == huggingface.NAME:
+        texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
+    elif (source.assets / huggingface.INDEX).is_file():
+        copies[f"{folder}/{huggingface.INDEX}"] = source.assets / huggingface.INDEX
+    return texts, copies
 
 
 def plan_fsdp(source: Checkpoint, request: Request, ranks: int) -> Plan:

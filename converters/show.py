@@ -15,6 +15,8 @@ from formats import hf_config, megatron_args
 from formats.checkpoint import Checkpoint
 from formats.huggingface import read_json
 
+FRESH = {"megatron": "--no-load-optim --no-load-rng", "neox": "finetune: true"}
+"""Format: how its framework is told to begin with fresh optimizer states."""
 MOST_DRIFTED = 10
 """Lines of the table of averaged tensors."""
 
@@ -60,7 +62,7 @@ def _notes(source: Checkpoint) -> list[str]:
     notes = [*source.spec.notes, *source.notes]
     if source.extra.get("state"):
         state = ", ".join(source.extra["state"])
-        notes.append(f"only weights are carried: {state} stay behind; train on with --no-load-optim --no-load-rng")
+        notes.append(f"only weights are carried: {state} stay behind; train on with {FRESH[source.format]}")
     if source.assets is None:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from formats import huggingface
+from formats.archived import Held, archived
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.layout import Placed, Slot, match, rules, slots
+from formats.families import family_named
+from formats.layout import Slot, match, rules, slots
 from formats.megatron_args import Options, flags, from_megatron, namespace
 from formats.megatron_shards import (
     DROPS,
@@ -33,11 +35,10 @@ from formats.megatron_shards import (
     state_of,
     tensors_of,
 )
-from formats.pickles import STORAGE_OF, Namespace, StorageRef, TensorRef
+from formats.pickles import Namespace, TensorRef
 from formats.pipeline import Chunk, Pipeline, chunks
 from formats.spec import MOST_LAYERS, ModelSpec, whole
-from formats.storage import DTYPES, Fragment, row_major
-from formats.torchfile import plan_archive
+from formats.storage import Fragment
 
 NAME = "megatron"
 ASSETS = "huggingface"
@@ -232,6 +233,8 @@ def write(
         args: those of the checkpoint that is resharded; what does not concern model and topology is kept.
         iteration: its iteration; None for a release.
     """
+    if not family_named(spec.family).gated:
+        raise UnsupportedError(f"a {spec.family} has no Megatron layout here", "see `convert formats`")
     unit = options.vocab_multiple * options.tp
     padded = -(-(spec.vocab or 0) // unit) * unit
     if options.vpp > 1 and options.pp == 1:
@@ -255,29 +258,18 @@ def write(
 def _file(
     path: Path, head: Mapping[str, Any], wanted: Iterable[Slot], dtypes: Mapping[tuple[str, int | None], str], norm: str
 ) -> OutputFile:
-    models: dict[str, OrderedDict[str, TensorRef]] = {}
-    storages: dict[str, int] = {}
-    refs: list[tuple[str, Slot, TensorRef]] = []
+    chunk_of: dict[str, tuple[str, str]] = {}
+    held: list[Held] = []
     for slot in wanted:
-        dtype = slot_dtype(slot, dtypes)
-        key = slot.keys[0] if norm == "te" else slot.keys[-1]
-        if dtype not in STORAGE_OF:
-            raise UnsupportedError(
-                f"{key} would be {dtype}, for which torch.save has no storage", "cast it with --dtype"
-            )
-        numel = 1
-        for n in slot.shape:
-            numel *= n
-        ref = TensorRef(StorageRef(dtype, str(len(storages)), numel), 0, slot.shape, row_major(slot.shape), dtype)
-        storages[ref.storage.key] = numel * DTYPES[dtype]
-        models.setdefault(slot.file.partition(" ")[2], OrderedDict())[key] = ref
-        refs.append((key, slot, ref))
-    archive = plan_archive({**head, **models}, storages)
-    extents = archive.storages()
-    placed = tuple(
-        Placed(
-            key, slot, Fragment(path, extents[f"archive/data/{ref.storage.key}"][0], ref.dtype, ref.shape, ref.strides)
-        )
-        for key, slot, ref in refs
-    )
-    return OutputFile(path, archive.size, placed, extents, archive.headers)
+        chunk, key = slot.file.partition(" ")[2], slot.keys[0] if norm == "te" else slot.keys[-1]
+        chunk_of[f"{chunk} {key}"] = chunk, key
+        held.append((f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)))
+
+    def value(refs: Mapping[str, TensorRef]) -> dict[str, Any]:
+        models: dict[str, OrderedDict[str, TensorRef]] = {}
+        for name, ref in refs.items():
+            chunk, key = chunk_of[name]
+            models.setdefault(chunk, OrderedDict())[key] = ref
+        return {**head, **models}
+
+    return archived(path, held, value)

@@ -17,37 +17,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from formats import deepspeed, neox_gqa, zero
+from formats import deepspeed, huggingface, neox_gqa, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.layout import Placed, Slot, match, rules, slots
 from formats.neox_args import from_neox, is_gated, read_yml
 from formats.scattered import Scattered, spread
-from formats.spec import ModelSpec
+from formats.spec import ModelSpec, whole
 from formats.storage import Fragment
 from formats.torchfile import TorchFile, read_torch
 
 NAME = "neox"
+ASSETS = "huggingface"
+OURS = "vitruvian"
+"""The key under which our own files say what NeoX's do not: the true vocabulary, and the order of query, key and value."""
 FIRST_LAYER = 2
 
 LLAMA = rules("""
 0.word_embeddings.weight                                                                        (embedding: vocab | ~padding)/tp hidden
-{layer}.input_layernorm.{scale|weight}                                                          input_norm: hidden
+{layer}.input_layernorm.{scale|norm.weight}                                                     input_norm: hidden
 {layer}.attention.query_key_value.weight                                                        (group (query: head half pair | key: half pair | value: dim))/tp hidden    mha
 {layer}.attention.query_key_value.weight                                                        (query: group/tp head half pair | key: group/tp half pair | value: group/tp dim) hidden    gqa
 {layer}.attention.query_key_value.weight:query                                                  query: (group head half pair)/tp hidden    grouped
 {layer}.attention.query_key_value.weight:key                                                    key: (group half pair)/tp hidden    grouped
 {layer}.attention.query_key_value.weight:value                                                  value: (group dim)/tp hidden    grouped
 {layer}.attention.dense.weight                                                                  output: hidden (group head dim)/tp
-{layer}.post_attention_layernorm.{scale|weight}                                                 post_norm: hidden
+{layer}.post_attention_layernorm.{scale|norm.weight}                                            post_norm: hidden
 {layer}.mlp.linear1.weight                                                                      (up: ffn/tp | gate: ffn/tp) hidden    fused
 {layer}.mlp.w1.weight                                                                           gate: ffn/tp hidden    separate
 {layer}.mlp.w3.weight                                                                           up: ffn/tp hidden    separate
 {layer}.mlp.{linear2|w2}.weight                                                                 down: hidden ffn/tp
-{norm}.norm.{scale|weight}                                                                      final_norm: hidden
+{norm}.norm.{scale|norm.weight}                                                                 final_norm: hidden
 {head}.final_linear.weight                                                                      (head: vocab | ~padding)/tp hidden    untied
 """)
-"""RMSNorm, gated, no biases. `.weight` is Transformer Engine's norm; w1, w2 and w3 are from before September 2024."""
+"""RMSNorm, gated, no biases. `.norm.weight` is Transformer Engine's norm (transformer_engine.py:70, from the source: it
+runs on no CPU); w1, w2 and w3 are from before September 2024."""
 
 GPT_NEOX = rules("""
 0.word_embeddings.weight                                     (embedding: vocab | ~padding)/tp hidden
@@ -104,6 +108,12 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     found, tp = _tensors(tag, models)
     keys = {key for tensors in found.values() for key in tensors}
     config, where = config_of(tag, settings.config)
+    assets = next((one for one in (settings.config, run / ASSETS) if one and (one / "config.json").is_file()), None)
+    known = models[0].value.get(OURS)
+    known = known if isinstance(known, Mapping) else {}
+    if settings.vocab_size is None:
+        vocab = huggingface.read_spec(assets, Settings()).vocab if assets else known.get("vocab")
+        settings = replace(settings, vocab_size=None if vocab is None else whole(vocab, "vocab", str(tag)))
     _require_same_model(models, config, where, tp)
     padded = _rows(found, r"word_embeddings\.weight") * tp
     inner = _rows(found, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight") * tp
@@ -120,13 +130,16 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"
         )
     old = any(key.endswith("mlp.w1.weight") for key in keys)
+    if known.get("gqa_layout") == "blocked":
+        settings = replace(settings, gqa_layout="blocked")
     layout, notes = ("mha", []) if spec.kv_heads == spec.heads else neox_gqa.choose(spec, found, tp, settings, old)
-    wanted = list(_slots(spec, tp, padded, {layout, "separate" if old else "fused"}, tag))
+    layered = _is_layered(found)
+    wanted = list(slots_of(spec, tp, padded, {layout, "separate" if old else "fused"}, layered=layered))
     parts: dict[tuple[str, str], Scattered] = {}
     twins: tuple[Placed, ...] = ()
     if settings.weights not in (None, "module"):
         state = settings.weights.replace("fp32-master", "fp32")
-        parts = _masters(tag, models, tp, state, layered=_is_layered(found))
+        parts = _masters(tag, models, tp, state, layered=layered)
         if state == "fp32" and layout != "grouped":
             twins = tuple(match(wanted, found, DROPS, tag)[0])
         found = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
@@ -138,7 +151,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         for one in placed
         for piece in (spread(one, parts[one.slot.file, one.key]) if (one.slot.file, one.key) in parts else [one])
     )
-    topology = {"tp": tp} | ({"pp": len(models) // tp} if _is_layered(found) else {})
+    topology = {"tp": tp} | ({"pp": len(models) // tp} if layered else {})
     held = models[0].value
     extra = {
         "folder": tag.name,
@@ -146,11 +159,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "padded_vocab": padded,
         "yml": config,
         "vocab_multiple": config.get("make_vocab_size_divisible_by", 128),
-        "layered": _is_layered(found),
-        "state": tuple(name for name in STATE if held.get(name) is not None),
+        "layered": layered,
+        "state": tuple(name for name in STATE if held.get(name)),
     }
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
-    assets = settings.config if settings.config and (settings.config / "config.json").is_file() else None
     return Checkpoint(run, tag, NAME, spec, pieces, tuple(dropped), files, topology, assets, extra, twins, tuple(notes))
 
 
@@ -178,7 +190,7 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
             ours, others = (short(one.value.get("iteration")) for one in (file, models[0]))
             raise SourceError(f"{file.path} (rank {rank}) is of iteration {ours}, {models[0].path} of {others}")
     if not layers:
-        found = {file.path.name: _strip(zero.module(file), file.path) for file in models.values()}
+        found = {file.path.name: _strip(zero_partitions.module(file), file.path) for file in models.values()}
         return found, len(models)
     found, ranks = {}, set()
     for name, path in layers.items():
@@ -188,7 +200,7 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
         ranks.add(int(place[2]))
         found[name] = {
             f"{int(place[1])}.{key}": one
-            for key, one in zero.module(replace(file, value={"module": file.value})).items()
+            for key, one in zero_partitions.module(replace(file, value={"module": file.value})).items()
         }
     tp = max(ranks) + 1
     if len(models) % tp:
@@ -245,12 +257,11 @@ def _require_same_model(models: Mapping[int, TorchFile], config: Mapping[str, An
             )
 
 
-def _slots(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], tag: Path) -> Iterator[Slot]:
+def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:
     """Every physical tensor of a topology. Its file is that of a sequential checkpoint, or of a pipeline's layer."""
     names = {"{norm}": str(spec.layers + FIRST_LAYER + 1), "{head}": str(spec.layers + FIRST_LAYER + 2)}
     if spec.heads % tp or spec.kv_heads % tp:
         raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
-    layered = any(deepspeed.LAYER.fullmatch(path.name) for path in tag.iterdir()) if tag.is_dir() else False
     table = [
         replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda one: names[one[0]], rule.key))
         for rule in TABLES[spec.family]
@@ -281,8 +292,8 @@ def _masters(
     """
     found: dict[tuple[str, str], Scattered] = {}
     for rank, file in models.items():
-        partitions = zero.open_partitions(tag, rank, sorted({"fp32", state}))
-        for name, one in zero.load(partitions, zero.param_shapes(file), state):
+        partitions = zero_partitions.open_partitions(tag, rank, sorted({"fp32", state}))
+        for name, one in zero_partitions.load(partitions, zero_partitions.param_shapes(file), state):
             key = TIED.sub("0.", name.removeprefix("sequential."))
             index = key.partition(".")[0]
             if not index.isdigit():

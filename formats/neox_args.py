@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, short
 from formats.spec import MOST_LAYERS, ModelSpec, checked, real, whole
 
 NEOX = {
@@ -212,31 +212,49 @@ def _yarn(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int) -> dict[str, Any]:
+def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a yml that make NeoX build a model.
+
+    Args:
+        spec: the model.
+        tp: tensor parallel size.
+        pp: pipeline parallel size; 0 for a sequential checkpoint.
+        multiple: the vocabulary is padded to a multiple of this times tp.
+        base: the yml of the checkpoint that is resharded; what does not concern model and topology is kept. NeoX takes
+            no expansion_factor beside an intermediate_size, and no mlp_type with today's names.
 
     Raises:
         UnsupportedError: NeoX has no such model.
     """
-    config: dict[str, Any] = {
+    if spec.head_dim * spec.heads != spec.hidden:
+        raise UnsupportedError(
+            f"GPT-NeoX has heads of hidden / heads = {spec.hidden / spec.heads:g}, this model of {spec.head_dim}"
+        )
+    if spec.rope_scaling and spec.rope_scaling != _yarn(base, "the yml"):
+        raise UnsupportedError(f"GPT-NeoX has no rotary embedding of the kind {spec.rope_scaling.get('rope_type')}")
+    kept = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
+    return {**kept, **_topology(spec, tp, pp, multiple), **_model(spec)}
+
+
+def _topology(spec: ModelSpec, tp: int, pp: int, multiple: int) -> dict[str, Any]:
+    theta = spec.rope_theta
+    return {
+        "pipe_parallel_size": pp,
+        "model_parallel_size": tp,
+        "make_vocab_size_divisible_by": multiple,
         "num_layers": spec.layers,
         "hidden_size": spec.hidden,
         "num_attention_heads": spec.heads,
         "max_position_embeddings": spec.max_positions,
         "pos_emb": "rotary",
-        "rotary_emb_base": int(spec.rope_theta) if spec.rope_theta == int(spec.rope_theta) else spec.rope_theta,
+        "rotary_emb_base": int(theta) if theta == int(theta) else theta,
         "no_weight_tying": not spec.tied,
-        "make_vocab_size_divisible_by": multiple,
-        "model_parallel_size": tp,
-        "pipe_parallel_size": pp,
-        **_rotary(spec),
     }
-    if spec.head_dim * spec.heads != spec.hidden:
-        raise UnsupportedError(
-            f"GPT-NeoX has heads of hidden / heads = {spec.hidden / spec.heads:g}, this model of {spec.head_dim}"
-        )
+
+
+def _model(spec: ModelSpec) -> dict[str, Any]:
     if spec.family in ("llama", "mistral"):
-        return config | {
+        return {
             **({"num_kv_heads": spec.kv_heads} if spec.kv_heads != spec.heads else {}),
             **({"sliding_window_width": spec.sliding_window} if spec.sliding_window else {}),
             "norm": "rmsnorm",
@@ -244,46 +262,26 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int) -> dict[str, Any]:
             "rotary_pct": 1.0,
             "activation": "swiglu",
             "intermediate_size": 3 * spec.ffn,  # NeoX takes two thirds of it for gate and up together
+            "mlp_multiple_of": 1,
             "use_bias_in_attn_linear": False,
             "use_bias_in_mlp": False,
             "gpt_j_residual": False,
         }
-    if spec.family == "gpt_neox" and spec.activation in ("gelu", "gelu_fast", "gelu_new"):
-        return config | {
+    if spec.family == "gpt_neox" and spec.activation in ("gelu", "gelu_fast"):
+        return {
             "norm": "layernorm",
             "layernorm_epsilon": spec.norm_epsilon,
             "rotary_pct": spec.rotary_fraction,
             "activation": "gelu",
-            "bias_gelu_fusion": spec.activation != "gelu",
+            "bias_gelu_fusion": spec.activation == "gelu_fast",
             "intermediate_size": spec.ffn,
+            "mlp_multiple_of": 1,
             "use_bias_in_attn_linear": True,
             "use_bias_in_mlp": True,
             "gpt_j_residual": spec.parallel_residual,
         }
-    raise UnsupportedError(f"GPT-NeoX has no {spec.family} with the activation {spec.activation}")
-
-
-def _rotary(spec: ModelSpec) -> dict[str, Any]:
-    """YaRN in the keys of the fork; plain NeoX scales nothing.
-
-    Raises:
-        RefusedError: the model is scaled in another way.
-    """
-    scaling = dict(spec.rope_scaling or {})
-    if not scaling:
-        return {}
-    factor = scaling.get("factor")
-    if scaling.get("rope_type") != "yarn" or not isinstance(factor, int | float) or factor <= 1:
-        raise RefusedError(f"GPT-NeoX has no rotary embedding of the kind {short(spec.rope_scaling)}")
-    product = scaling.get("attention_factor") or 0.1 * math.log(factor) + 1
-    return {
-        "yarn": True,
-        "yarn_factor": float(factor),
-        "yarn_original_max_position_embeddings": scaling["original_max_position_embeddings"],
-        "yarn_attention_factor": (product - 1) / (0.1 * math.log(factor)),
-        "yarn_beta_fast": float(scaling.get("beta_fast") or 32.0),
-        "yarn_beta_slow": float(scaling.get("beta_slow") or 1.0),
-    }
+    activation = f" with the activation {spec.activation}" if spec.activation else ""
+    raise UnsupportedError(f"GPT-NeoX has no {spec.family}{activation}", "it has Llama, Mistral and GPT-NeoX")
 
 
 def dump_yml(config: Mapping[str, Any]) -> bytes:

@@ -36,6 +36,8 @@ def choose(spec: ModelSpec, found: Found, tp: int, settings: Settings, old: bool
     said = {"blocked": "gqa", "grouped": "grouped"}
     if settings.gqa_layout != "auto":
         return said[settings.gqa_layout], []
+    if spec.head_dim * spec.kv_heads % spec.heads:
+        return said["blocked"], []  # no head could have its share: the older code did not run with such sizes
     seen = _seen(spec, found, tp)
     if old and seen != "blocked":
         return said["grouped"], ["query, key and value are read as grouped: w1, w2, w3 are from before September 2024"]

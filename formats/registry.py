@@ -14,6 +14,7 @@ FORMATS = {
     "huggingface": "safetensors files with a config.json",
     "fsdp": "torch DCP (.metadata, .distcp), FSDP state dicts of accelerate, torchtitan, verl and others",
     "neox": "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions",
+    "zero": "DeepSpeed ZeRO stages 0 to 3, of DeepSpeed itself, the HF Trainer and accelerate",
     "megatron": "mp_rank_XX[_YYY]/model_optim_rng.pt, --ckpt-format torch",
 }
 """Module in this package: what a folder of the format holds. Each module has NAME, `detect` and `read`."""
@@ -24,8 +25,13 @@ def module(name: str) -> ModuleType:
     return import_module(f"formats.{name}")
 
 
-def open_checkpoint(path: Path, settings: Settings | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "") -> Checkpoint:
     """Recognise a checkpoint and read its headers.
+
+    Args:
+        path: its folder.
+        settings: what the user said.
+        first: the format to try before the others, for folders that hold weights in several.
 
     Raises:
         SourceError: there is nothing, or nothing known, at the path; or what is there is damaged.
@@ -36,19 +42,19 @@ def open_checkpoint(path: Path, settings: Settings | None = None) -> Checkpoint:
             raise SourceError(f"{path} does not exist", "a model of the Hub has to be downloaded first")
         if not path.is_dir():
             raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
-        for name in FORMATS:
+        for name in [first, *FORMATS] if first else FORMATS:
             if module(name).detect(path):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())
                 return checkpoint
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
-    from formats import fsdp
+    from formats import fsdp, zero
 
     iterations = [name for name in entries if re.fullmatch(r"iter_\d+|release", name)]
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
-    runs = fsdp.checkpoints(path)
+    runs = fsdp.checkpoints(path) or zero.checkpoints(path)
     if runs:
         raise SourceError(f"{path} holds {len(runs)} checkpoints", f"name one: {runs[0]}")
     held = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "") or "nothing"

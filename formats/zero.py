@@ -1,287 +1,191 @@
-"""DeepSpeed ZeRO: the float32 masters and moments that each data parallel rank keeps a part of.
+"""DeepSpeed checkpoints of models with Hugging Face names, as DeepSpeed, the HF Trainer and accelerate save them.
 
-    TAG/mp_rank_{mp:02d}_model_states.pt                     stages 0 to 2: the module, and the shapes in their order
-    TAG/zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt   stage 3: the shapes; the module is empty
-    TAG/[bf16_]zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt   a rank's part of each flat parameter group
+    RUN/latest, RUN/TAG/                                  engine.save_checkpoint, and accelerate's save_state
+    checkpoint-N/latest, checkpoint-N/global_stepN/       HF Trainer; of stage 3 often the only weights there are
+    TAG/mp_rank_00_model_states.pt                        stages 0 to 2
+    TAG/zero_pp_rank_{dp}_mp_rank_00_model_states.pt      stage 3
 
-Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8) lay the parameters of a group end to end, in the order
-of `param_shapes`, pad the end to a multiple of twice the ranks, and give each rank an equal part; padding at the end of
-the stored masters is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ranks) elements of every parameter.
-`param_slice_mappings` is not used: with round_robin_gradients it is in another order than the data.
+What the partitions hold is in `zero_partitions.py`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from formats.errors import SourceError, UnsupportedError, short
-from formats.layout import Cut
-from formats.pickles import Opaque, TensorRef
-from formats.scattered import Piece, Scattered, scattered, whole_part
-from formats.storage import DTYPES, Fragment
+from formats import deepspeed, huggingface, zero_partitions
+from formats.checkpoint import Checkpoint, Settings
+from formats.errors import SourceError, UnsupportedError
+from formats.fsdp import STEPS, WRAPPERS
+from formats.layout import Placed, match
+from formats.scattered import Piece, Scattered, scattered, spread, whole_part
+from formats.storage import Fragment
 from formats.torchfile import TorchFile, read_torch
 
-STATES = ("fp32", "exp_avg", "exp_avg_sq")
-"""What there is of each parameter: the float32 master, and Adam's moments."""
-OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+NAME = "zero"
+WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""What the user can ask for: its name in `zero_partitions.STATES`."""
 
 
-class Flat(NamedTuple):
-    """A rank's part of one flat group: where it lies, and how many elements of padding were stripped from its end."""
-
-    fragment: Fragment
-    stripped: int
+def detect(path: Path) -> bool:
+    """Whether a folder is DeepSpeed's."""
+    return deepspeed.detect(path)
 
 
-@dataclass(frozen=True)
-class Partition:
-    """What one data parallel rank holds.
-
-    Attributes:
-        path: its file.
-        stage: the ZeRO stage.
-        ranks: how many ranks share each group, as the file says.
-        groups: its part of each group, by state.
-        gaps: elements of padding behind each parameter of each group.
-    """
-
-    path: Path
-    stage: int
-    ranks: tuple[int, ...]
-    groups: Mapping[str, tuple[Flat, ...]]
-    gaps: tuple[tuple[int, ...], ...]
+def checkpoints(path: Path) -> list[Path]:
+    """The checkpoints of a run of the HF Trainer, the newest first; none when the folder is a checkpoint itself."""
+    if not path.is_dir() or detect(path):
+        return []
+    found = [(int(step[1]), child) for child in path.iterdir() if (step := STEPS.fullmatch(child.name))]
+    return [child for _, child in sorted(found, reverse=True) if child.is_dir() and detect(child)]
 
 
-def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partition]:
-    """The partition of every data parallel rank of one model parallel rank.
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: the pickles of its files, none of the weights."""
+    run, tag = deepspeed.locate(path, settings.tag)
+    models = _models(tag)
+    third = bool(deepspeed.MODEL_OF_STAGE_3.fullmatch(models[0].path.name))
+    wanted = settings.weights or ("fp32-master" if third else "module")
+    notes = []
+    if wanted == "module" and third:
+        raise SourceError(f"{tag} is of stage 3, which saves no module", "take --weights fp32-master")
+    if settings.weights is None and third:
+        notes.append("stage 3 saves no module: these are the float32 masters; --dtype bf16 rounds them as it does")
+    modules = zero_partitions.module(models[0])
+    tensors = dict(
+        _module(models[0], modules) if wanted == "module" else _states(tag, models, modules, WEIGHTS[wanted])
+    )
+    if not tensors:
+        raise SourceError(f"{tag} is of stage 3, whose module is empty", "take --weights fp32-master")
+    tensors |= {alias: tensors[owner] for alias, owner in _shared(models) if owner in tensors}
+    keys = _keys(tensors, tag)
+    config = _config_folder(path, run, tag, settings)
+    spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, settings)
+    slots, drops = huggingface.model_slots(spec), huggingface.drops(spec)
+    placed, dropped = match(slots, {"": {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
+    pieces = tuple(piece for one in placed for piece in spread(one, tensors[keys[one.key]]))
+    twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not third else ()
+    held = models[0].value
+    topology = {"dp": held.get("dp_world_size", 1)}
+    extra = {"folder": tag.name, "iteration": held.get("global_steps")}
+    files = tuple(sorted({piece.fragment.path for piece in pieces}))
+    return Checkpoint(run, tag, NAME, spec, pieces, tuple(dropped), files, topology, config, extra, twins, tuple(notes))
+
+
+def _models(tag: Path) -> list[TorchFile]:
+    """The model file, or in stage 3 that of each data parallel rank.
 
     Raises:
-        SourceError: a rank's file is missing, damaged, or there twice.
+        SourceError: one is missing, or files of several topologies are there.
+        UnsupportedError: the model is cut over several model parallel ranks, and nothing tells how.
     """
-    found: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()):
-        name = OPTIM.fullmatch(path.name)
-        if name and int(name[2]) == mp:
-            other = found.setdefault(int(name[1]), path)
-            if other is not path:
-                raise SourceError(f"{folder} holds two partitions of rank {name[1]}: {other.name} and {path.name}")
-    if not found:
-        raise SourceError(f"{folder} holds no optimizer states of mp_rank_{mp:02d}", "--weights module needs none")
-    partitions = {rank: _partition(read_torch(path), states) for rank, path in found.items()}
-    wanted = max([max(found) + 1, *(n for one in partitions.values() for n in one.ranks)])
-    lost = sorted(set(range(wanted)) - set(found))
-    if lost:
-        names = ", ".join(map(str, lost[:8])) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
-        raise SourceError(
-            f"{folder} lacks the optimizer states of data parallel ranks {names} of {wanted} for mp_rank_{mp:02d}",
-            "copy them from their nodes, or take --weights module",
-        )
-    for one in partitions.values():
-        if {n for n in one.ranks if n != wanted}:
-            raise SourceError(
-                f"{one.path} belongs to {min(one.ranks)} data parallel ranks, {wanted} are there: files of another run",
-                "remove those that are older than the others",
+    shards = {int(name[1]): path for path in tag.iterdir() if (name := deepspeed.MODEL_OF_STAGE_3.fullmatch(path.name))}
+    if not shards:
+        files = deepspeed.model_files(tag)
+        if len(files) > 1:
+            raise UnsupportedError(
+                f"{tag} holds {len(files)} model parallel ranks of a model whose layout is not known",
+                "GPT-NeoX is; a model that only DeepSpeed's own tensor parallelism cuts has to be gathered by it",
             )
-    return [partitions[rank] for rank in sorted(partitions)]
-
-
-_DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-
-
-def _partition(file: TorchFile, states: Sequence[str]) -> Partition:
-    try:
-        return _parse(file, file.value["optimizer_state_dict"], states)
-    except _DAMAGE:
-        raise SourceError(f"{file.path} holds no ZeRO partition of a version that is known") from None
-
-
-def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> Partition:
-    if "ds_autoep_layers" in file.value or "autoep_layers" in file.value:
-        raise UnsupportedError(f"{file.path}: expert parallel optimizer states are not supported")
-    stage = held["zero_stage"].args[0] if "zero_stage" in held else 1  # BF16_Optimizer says no stage
-    if stage not in (1, 2, 3):
-        raise UnsupportedError(f"{file.path}: ZeRO stage {short(stage)} is not known")
-    masters = held["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
-    moments = held["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-    paddings = [0] * len(masters) if stage == 3 else list(held["group_paddings"])
-    groups = {}
-    for state in states:
-        refs = masters if state == "fp32" else [moments["state"].get(i, {}).get(state) for i in range(len(masters))]
-        if any(ref is None for ref in refs):
-            raise SourceError(f"{file.path} holds no {state}: its optimizer is not Adam, or has made no step yet")
-        flats = [_fragment(file, ref, f"{state} of group {i}") for i, ref in enumerate(refs)]
-        lengths = [_fragment(file, ref, "").shape[0] for ref in masters]
-        stripped = [
-            pad if "zero_stage" in held and flat.shape[0] == length else 0
-            for flat, pad, length in zip(flats, paddings, lengths, strict=True)
-        ]
-        groups[state] = tuple(map(Flat, flats, stripped))
-    count = held["partition_count"]
-    ranks = tuple(count) if isinstance(count, list) else (count,)
-    if not all(type(n) is int and n > 0 for n in ranks) or not all(type(n) is int and n >= 0 for n in paddings):
-        raise ValueError
-    gaps = tuple(tuple(group) for group in held.get("param_alignment_paddings") or ())
-    return Partition(file.path, stage, ranks, groups, gaps)
-
-
-def _fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
-    if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or ref.strides not in ((1,), (0,)):
-        raise SourceError(f"{file.path} holds {name} as {short(ref)}, which is no flat tensor")
-    return file.fragment(ref, name)
-
-
-def load(
-    partitions: Sequence[Partition], shapes: Sequence[Mapping[str, tuple[int, ...]]], state: str
-) -> Iterator[tuple[str, Scattered]]:
-    """Every parameter that one model parallel rank trains, put together from all data parallel ranks.
-
-    Args:
-        partitions: those of all ranks, in their order.
-        shapes: the parameters of each group, in their order: `param_shapes`.
-        state: one of STATES.
-
-    Raises:
-        SourceError: the sizes do not add up.
-    """
-    held = [one.groups[state] for one in partitions]
-    if any(len(groups) != len(shapes) for groups in held):
-        raise SourceError(f"{partitions[0].path} holds {len(held[0])} groups of parameters, its model {len(shapes)}")
-    for number, group in enumerate(shapes):
-        flats = [groups[number] for groups in held]
-        if partitions[0].stage == 3:
-            yield from _by_parameter(flats, group)
-        else:
-            gaps = partitions[0].gaps[number] if partitions[0].gaps else (0,) * len(group)
-            yield from _by_interval(flats, group, gaps)
-
-
-def _by_interval(
-    flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]], gaps: Sequence[int]
-) -> Iterator[tuple[str, Scattered]]:
-    """Stages 1 and 2: the group is one row of elements, each rank holds an equal interval of it."""
-    sizes = {flat.fragment.shape[0] + flat.stripped for flat in flats}
-    total = sum(map(prod, group.values())) + sum(gaps)
-    size = max(sizes)
-    ends = [rank * size + flat.fragment.shape[0] for rank, flat in enumerate(flats)]
-    if len(sizes) > 1 or size * len(flats) < total or len(gaps) != len(group):
+        return [_file(files[0])]
+    if any(deepspeed.MODEL.fullmatch(path.name) for path in tag.iterdir()):
+        raise SourceError(f"{tag} holds model files of stage 3 and of another stage", "remove those that are older")
+    opened = {rank: _file(path) for rank, path in sorted(shards.items())}
+    world = opened[min(opened)].value.get("dp_world_size")
+    count = world if isinstance(world, int) else max(opened) + 1
+    lost = sorted(set(range(count)) - set(opened))
+    if lost or len(opened) > count:
+        names = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in lost[:4])
         raise SourceError(
-            f"{flats[0].fragment.path}: the {len(group)} parameters of a group have {total} elements, its "
-            f"{len(flats)} ranks hold {sum(flat.fragment.shape[0] for flat in flats)}",
-            "files of different runs may be mixed up",
+            f"{tag} is of {count} data parallel ranks, {len(opened)} are there"
+            + (f"; it lacks {names}" if lost else ""),
+            "copy them from their nodes" if lost else "remove the files of another run",
         )
-    start = 0
-    for (name, shape), gap in zip(group.items(), gaps, strict=True):
-        stop = start + prod(shape)
-        pieces = []
-        for rank in range(start // size if size else 0, min(len(flats), -(-stop // size) if size else 0)):
-            low, high = max(start, rank * size), min(stop, ends[rank])
-            if low < high:
-                pieces.append(_piece(flats[rank].fragment, low - rank * size, low - start, high - start))
-        yield name, _whole(name, shape, pieces, flats[0].fragment)
-        start = stop + gap
+    return list(opened.values())
 
 
-def _by_parameter(flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Scattered]]:
-    """Stage 3: each rank holds the next ceil(n / ranks) elements of every parameter."""
-    total = sum(-(-prod(shape) // len(flats)) for shape in group.values())
-    for flat in flats:
-        if flat.fragment.shape[0] != total:
-            raise SourceError(
-                f"{flat.fragment.path}: a group holds {flat.fragment.shape[0]} elements, its {len(group)} parameters "
-                f"have {total} on each of {len(flats)} ranks",
-                "files of different runs may be mixed up",
-            )
-    at = 0
-    for name, shape in group.items():
-        numel = prod(shape)
-        part = -(-numel // len(flats))
-        cuts = [(rank * part, min(numel, (rank + 1) * part)) for rank in range(len(flats))]
-        pieces = [
-            _piece(flat.fragment, at, low, high) for flat, (low, high) in zip(flats, cuts, strict=True) if low < high
-        ]
-        yield name, _whole(name, shape, pieces, flats[0].fragment)
-        at += part
+def _file(path: Path) -> TorchFile:
+    file = read_torch(path)
+    if not isinstance(file.value, Mapping):
+        raise SourceError(f"{path} holds no model states of DeepSpeed")
+    return file
 
 
-def _piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
-    """Elements [low, high) of a parameter, which lie `at` elements into a flat group."""
-    fragment = flat._replace(offset=flat.offset + at * DTYPES[flat.dtype], shape=(high - low,), strides=(1,))
-    return Piece(Cut(((low, high),), flat=True), fragment)
+def _module(file: TorchFile, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
+    """The 16-bit weights, buffers included. An empty placeholder of stage 3 is none."""
+    shapes = {name: shape for group in _groups(file) for name, shape in group.items()}
+    for name, fragment in modules.items():
+        if fragment.shape != (0,) or shapes.get(name, (0,)) == (0,):
+            yield name, scattered(name, fragment.shape, fragment.dtype, [Piece(whole_part(fragment.shape), fragment)])
 
 
-def _whole(name: str, shape: tuple[int, ...], pieces: list[Piece], like: Fragment) -> Scattered:
-    if not prod(shape):
-        pieces = [Piece(whole_part(shape), like._replace(shape=shape, strides=(1,) * len(shape)))]
-    return scattered(name, shape, like.dtype, pieces)
+def _groups(file: TorchFile) -> Sequence[Mapping[str, tuple[int, ...]]]:
+    return zero_partitions.param_shapes(file) if file.value.get("param_shapes") is not None else ()
 
 
-# --- what the file of the model says ---------------------------------------------------------------------------------
+def _states(
+    tag: Path, models: Sequence[TorchFile], modules: Mapping[str, Fragment], state: str
+) -> Iterator[tuple[str, Scattered]]:
+    """What the optimizer keeps of each parameter; and what it keeps nothing of, as the model has it."""
+    first = models[0]
+    if first.value.get("optimizer") is not None:
+        found = dict(zero_partitions.whole(first, state, _trained(first, modules)))
+    else:
+        partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
+        if partitions[0].stage == 3 and len(partitions) != len(models):
+            raise SourceError(f"{tag} holds {len(models)} model files and {len(partitions)} files of optimizer states")
+        found = dict(zero_partitions.load(partitions, zero_partitions.param_shapes(first), state))
+        found |= dict(zero_partitions.frozen(models if partitions[0].stage == 3 else models[:1]))
+    others = {name: one for name, one in modules.items() if name not in found}
+    yield from found.items()
+    aliases = {alias for alias, _ in _shared(models)}
+    yield from ((name, one) for name, one in _module(first, others) if name not in aliases)
 
 
-def param_shapes(file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
-    """The parameters of each optimizer group (in stage 3: of each sub group), in the order in which they are laid out.
-
-    Raises:
-        SourceError: the file does not say.
-    """
-    groups = file.value.get("param_shapes") if isinstance(file.value, Mapping) else None
-    if isinstance(groups, Mapping):
-        groups = [groups]
-    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        raise SourceError(f"{file.path} holds no param_shapes, without which a partition cannot be taken apart")
-    for group in groups:
-        for name, shape in group.items():
-            if not isinstance(name, str) or not _is_shape(shape):
-                raise SourceError(f"{file.path} holds param_shapes that are none: {short(name)} {short(shape)}")
-    return [dict(group) for group in groups]
+def _trained(file: TorchFile, modules: Mapping[str, Fragment]) -> dict[str, Fragment]:
+    """The tensors of the module that are parameters, each once."""
+    skipped = {*(file.value.get("buffer_names") or ()), *(file.value.get("shared_params") or ())}
+    return {name: one for name, one in modules.items() if name not in skipped}
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**62 for n in value)
+def _shared(models: Sequence[TorchFile]) -> list[tuple[str, str]]:
+    """(alias, owner) of each parameter that has two names. Only the first rank's file knows."""
+    held = models[0].value.get("shared_params") or {}
+    return [(str(alias), str(owner)) for alias, owner in held.items()]
 
 
-def frozen(files: Sequence[TorchFile]) -> Iterator[tuple[str, Scattered]]:
-    """The parameters that are not trained: whole in stage 2, a part on each rank in stage 3.
-
-    Args:
-        files: the model files of all data parallel ranks; of stage 2 only the first is there.
-    """
-    shapes = files[0].value.get("frozen_param_shapes") or {}
-    for name, shape in shapes.items():
-        if not _is_shape(shape):
-            raise SourceError(f"{files[0].path} holds a frozen parameter of the shape {short(shape)}")
-        pieces, start = list[Piece](), 0
-        for file in files:
-            ref = (file.value.get("frozen_param_fragments") or {}).get(name)
-            if not isinstance(ref, TensorRef):
-                raise SourceError(f"{file.path} holds no fragment of {name}, which is frozen")
-            fragment = file.fragment(ref, name)
-            stop = min(prod(shape), start + prod(fragment.shape))
-            if stop > start:
-                flat = fragment._replace(shape=(prod(fragment.shape),), strides=(1,))
-                pieces.append(_piece(flat, 0, start, stop))
-            start = stop
-        yield name, _whole(name, shape, pieces, fragment._replace(shape=(1,), strides=(1,)))
+def _keys(tensors: Mapping[str, Scattered], tag: Path) -> dict[str, str]:
+    """The name of each tensor by its Hugging Face key, without what wrappers put before it."""
+    adapter = next((name for name in tensors if ".lora_A." in name), None)
+    if adapter:
+        raise UnsupportedError(f"{tag} holds a PEFT adapter ({adapter})", "merge it into the model first")
+    keys: dict[str, str] = {}
+    for name in tensors:
+        key = re.sub(r"^(?:module\.)+", "", WRAPPERS.sub("", name))
+        if key in keys:
+            raise SourceError(f"{tag} holds {key} twice: {name} and {keys[key]}")
+        keys[key] = name
+    return keys
 
 
-def module(file: TorchFile) -> dict[str, Fragment]:
-    """The tensors of the module in a model file.
+def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path:
+    """The folder with the config.json that belongs to the weights.
 
     Raises:
-        SourceError: it holds none.
+        SourceError: there is none.
     """
-    held = file.value.get("module") if isinstance(file.value, Mapping) else None
-    if not isinstance(held, Mapping):
-        raise SourceError(f"{file.path} holds no module")
-    found = {}
-    for name, ref in held.items():
-        if isinstance(ref, TensorRef):
-            found[str(name)] = file.fragment(ref, str(name))
-        elif not isinstance(ref, Opaque | None):
-            raise UnsupportedError(f"{file.path}: {short(name)} holds {short(ref)}, which is no tensor")
-    return found
+    if settings.config is not None:
+        return settings.config
+    for place in (path, run, tag, tag.parent):
+        if (place / "config.json").is_file():
+            return place
+    raise SourceError(f"{path} has no config.json", "add --config BASE, the model that the training began with")
+
+
+def _twins(placed: Sequence[Placed], keys: Mapping[str, str], modules: Mapping[str, Fragment]) -> tuple[Placed, ...]:
+    """The module's own tensors, where the optimizer has a float32 master of them."""
+    found = [
+        (one, modules.get(keys[one.key])) for one in placed if one.fragment.dtype == "F32" and not one.slot.replica
+    ]
+    return tuple(one._replace(fragment=own) for one, own in found if own is not None and own.shape == one.slot.shape)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FOLDER, Size, chat_template, opened, reading, topology, writing
+from converters.commands.options import (
+    FOLDER,
+    Size,
+    chat_template,
+    deepspeed_reading,
+    gqa_layout,
+    layout,
+    opened,
+    reading,
+    topology,
+    writing,
+)
 from converters.commands.running import carry_out, request_of
+from formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from converters.convert import Request
+    from converters.plan import Plan
+    from formats.checkpoint import Checkpoint
 
 USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
@@ -44,7 +62,7 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
 
     source = opened(src, options, "huggingface", USE_RESHARD)
     wanted = Options(options["tp"], options["pp"], options["vpp"], options["norm"], options["multiple"])
-    request = request_of(out, options)
+    request = request_of(out, options, source)
     carry_out(plan_megatron(source, request, wanted, options["iteration"]), request, options)
 
 
@@ -67,7 +85,7 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
     from converters.convert import plan_huggingface
 
     source = opened(src, options, "megatron", USE_HF2MEGATRON)
-    request = request_of(out, options)
+    request = request_of(out, options, source)
     carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
 
 
@@ -113,7 +131,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     for run, place in runs.items():
         try:
             source = opened(run, options, "fsdp")
-            request = request_of(place, options)
+            request = request_of(place, options, source)
             plan = plan_huggingface(source, request, options["shard_size"], options["template"])
             if len(runs) > 1 and not request.force and same_output(plan, place):
                 click.echo(f"note: {place} is there already, {run} is not converted again", err=True)
@@ -152,7 +170,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     from converters.convert import plan_fsdp
 
     source = opened(src, options)
-    request = request_of(out, options)
+    request = request_of(out, options, source)
     carry_out(plan_fsdp(source, request, options["ranks"]), request, options)
 
 
@@ -160,7 +178,8 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @click.argument("src", type=FOLDER)
 @click.argument("out", type=FOLDER)
 @topology
-@click.option("--norm", type=click.Choice(["te", "local"]), help="Names of the norms.  [default: as in SRC]")
+@click.option("--norm", type=click.Choice(["te", "local"]), help="Megatron: names of the norms.  [default: as in SRC]")
+@layout
 @click.option(
     "--make-vocab-size-divisible-by",
     "multiple",
@@ -168,17 +187,42 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     metavar="N",
     help="Vocabulary padding.  [default: as in SRC]",
 )
+@deepspeed_reading
+@gqa_layout
 @reading
 @writing
 def reshard(src: Path, out: Path, **options: Any) -> None:
-    """Megatron shards to Megatron shards of another topology."""
+    """Megatron or GPT-NeoX shards to shards of another topology."""
+    source = opened(src, options)
+    if source.format not in ("megatron", "neox"):
+        raise UsageError(f"{src} is a checkpoint of the format {source.format}, which has no shards", USE_HF2MEGATRON)
+    request = request_of(out, options, source)
+    planned = _reshard_megatron if source.format == "megatron" else _reshard_neox
+    carry_out(planned(source, request, options), request, options)
+
+
+def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
     from converters.convert import plan_megatron
     from formats.megatron_args import Options
 
-    source = opened(src, options, "megatron", USE_HF2MEGATRON)
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
-    request = request_of(out, options)
     wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple)
-    carry_out(plan_megatron(source, request, wanted, iteration), request, options)
+    return plan_megatron(source, request, wanted, iteration)
+
+
+def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
+    from converters.commands.neox import stages
+    from converters.convert import plan_neox
+    from formats.neox_writer import Options
+
+    if options["vpp"] > 1:
+        raise UsageError("GPT-NeoX has no virtual pipeline chunks", "leave --vpp out")
+    kind = options["layout"] or (
+        "pipeline" if source.extra["layered"] else "sequential" if options["pp"] == 1 else None
+    )
+    multiple = options["multiple"] or source.extra["vocab_multiple"]
+    pp = stages(kind, options["pp"])
+    wanted = Options(options["tp"], pp, multiple, source.extra["iteration"] or 0, source.extra["yml"])
+    return plan_neox(source, request, wanted)

@@ -13,15 +13,16 @@ import click
 from converters.commands.options import (
     FOLDER,
     Size,
-    averaging,
     chat_template,
     deepspeed_reading,
     gqa_layout,
+    layout,
     opened,
-    output,
     reading,
+    writing,
 )
 from converters.commands.running import carry_out, request_of
+from formats.errors import UsageError
 
 if TYPE_CHECKING:
     from converters.tokenizer_files import Tokenizer
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
 @click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file.")
 @chat_template
 @reading
-@averaging
-@output
+@writing
 def neox2hf(src: Path, out: Path, tokenizer: Path | None, **options: Any) -> None:
     """GPT-NeoX checkpoint to a Hugging Face folder.
 
@@ -56,7 +56,7 @@ def neox2hf(src: Path, out: Path, tokenizer: Path | None, **options: Any) -> Non
     if found and options["vocab_size"] is None:
         options["vocab_size"] = found.size
     source = opened(src, options, "neox")
-    request = request_of(out, options)
+    request = request_of(out, options, source)
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
         if found:
             source = _with_tokenizer(source, found, Path(folder))
@@ -90,3 +90,38 @@ def _with_tokenizer(source: Checkpoint, found: Tokenizer, folder: Path) -> Check
     kept = {name: number for name, number in ids.items() if number is not None}
     (folder / "generation_config.json").write_text(json.dumps(kept, indent=2) + "\n")
     return replace(source, assets=folder, notes=(*source.notes, *found.notes))
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel size.")
+@click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline parallel size.")
+@layout
+@click.option("--iteration", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+              help="Write global_stepN.")  # fmt: skip
+@click.option("--make-vocab-size-divisible-by", "multiple", type=click.IntRange(1), default=128, show_default=True,
+              metavar="N", help="The vocabulary is padded to a multiple of this times tp.")  # fmt: skip
+@reading
+@writing
+def hf2neox(src: Path, out: Path, **options: Any) -> None:
+    """Hugging Face folder to a run that GPT-NeoX loads with `finetune: true`."""
+    from converters.convert import plan_neox
+    from formats.neox_writer import Options
+
+    source = opened(src, options, "huggingface")
+    request = request_of(out, options, source)
+    pp = stages(options["layout"], options["pp"])
+    wanted = Options(options["tp"], pp, options["multiple"], options["iteration"])
+    carry_out(plan_neox(source, request, wanted), request, options)
+
+
+def stages(kind: str | None, pp: int) -> int:
+    """The pipeline stages of a checkpoint, 0 for a sequential one.
+
+    Raises:
+        UsageError: a sequential one should have several.
+    """
+    if kind == "sequential" and pp > 1:
+        raise UsageError(f"--layout sequential has no stages, --pp says {pp}", "leave one of them out")
+    return pp if kind == "pipeline" or pp > 1 else 0

@@ -94,12 +94,13 @@ topology = together(
     click.option("--vpp", type=click.IntRange(1), default=1, show_default=True,
                  help="Virtual pipeline chunks of each stage."),
 )  # fmt: skip
-averaging = click.option(
-    "--replicas", type=click.Choice(["mean", "verify", "first"]), default="mean", show_default=True,
-    help="Norms that drifted apart between tensor parallel ranks: average in float32, refuse, or take the first.",
+policy = click.option(
+    "--replicas", type=click.Choice(["verify", "first", "mean"]),
+    help="Further copies of a tensor: compare, ignore, or average in float32.  [default: verify; mean for GPT-NeoX]",
 )  # fmt: skip
-output = together(
+writing = together(
     dtype,
+    policy,
     click.option("-n", "--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option("--force", is_flag=True, help="Delete the checkpoint that OUT is, and start over."),
     click.option("--verify/--no-verify", default=True, show_default=True,
@@ -110,7 +111,6 @@ output = together(
 )  # fmt: skip
 
 
-writing = together(replicas, output)
 deepspeed_reading = together(
     click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]"),
     click.option("--weights", type=click.Choice(["module", "fp32-master", "exp_avg", "exp_avg_sq"]),
@@ -120,10 +120,14 @@ gqa_layout = click.option(
     "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto", show_default=True,
     help="Order of query, key and value where heads share keys: as since, or before, November 2024.",
 )  # fmt: skip
+layout = click.option(
+    "--layout", type=click.Choice(["sequential", "pipeline"]),
+    help="Files of GPT-NeoX: one for each rank, or one for each layer and rank.  [default: pipeline if --pp > 1]",
+)  # fmt: skip
 
 
 READS = {
-    "huggingface": "for Hugging Face use `convert hf2megatron` or `convert hf2fsdp`",
+    "huggingface": "for Hugging Face use `convert hf2megatron`, `hf2fsdp` or `hf2neox`",
     "megatron": "for Megatron use `convert megatron2hf` or `convert reshard`",
     "fsdp": "for FSDP use `convert fsdp2hf`",
     "neox": "for GPT-NeoX use `convert neox2hf`",
@@ -166,7 +170,7 @@ def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: st
         options.get("weights"),
         options.get("gqa_layout", "auto"),
     )
-    source = open_checkpoint(path, known)
+    source = open_checkpoint(path, known, wanted)
     if wanted and source.format != wanted:
         raise UsageError(
             f"{path} is a checkpoint of the format {source.format}, this command reads {wanted}",

@@ -13,14 +13,20 @@ import click
 if TYPE_CHECKING:
     from converters.convert import Request
     from converters.plan import Plan
+    from formats.checkpoint import Checkpoint
 
 
-def request_of(out: Path, options: Mapping[str, Any]) -> Request:
-    """What the options of `writing` ask for."""
+def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
+    """What the options of `writing` ask for.
+
+    The norms of GPT-NeoX drift apart between tensor parallel ranks in every long training: their mean is what is
+    wanted, and told. Anywhere else copies that differ are a damage.
+    """
     from converters.convert import Request
     from converters.engine import Limits
 
-    limits = Limits(options["threads"], options["memory"], options["replicas"])
+    replicas = options["replicas"] or ("mean" if source.format == "neox" else "verify")
+    limits = Limits(options["threads"], options["memory"], replicas)
     cast = None if options["dtype"] == "keep" else options["dtype"]
     return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])
 

@@ -1,0 +1,170 @@
+"""What real DeepSpeed saves comes back whole: stages 0 to 3, every padding, HF Trainer, accelerate.
+
+The truth beside each checkpoint is what the engine held in memory (zero_world.py); it owes nothing to the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.dcp_tools import refused
+from tests.golden.zero_worlds import WORLDS, World, checkpoint, make
+
+pytestmark = pytest.mark.distributed
+CASES = [(world, kind) for world in WORLDS for kind in world.kinds]
+ALONE, TWO, TIED, ODD, FOUR = WORLDS
+STATES = {"fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+def name(value: Any) -> str:
+    return value.name if isinstance(value, World) else str(value)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Callable[[World], Path]:
+    """`made(world)`: its checkpoints of every kind."""
+    return lambda world: make(world, tmp_path_factory)
+
+
+def third(kind: str) -> bool:
+    """Whether a kind is of stage 3."""
+    return kind.partition("-")[0] in ("zero3", "trainer3", "accelerate3")
+
+
+def flags(made: Path, kind: str) -> list[Any]:
+    strange = any(word in kind for word in ("buffers", "odd", "aligned"))  # tensors that no Llama has
+    return ["--config", made / "hf", "-q", *(["--verbatim"] if strange else [])]
+
+
+def bits(tensor: Any) -> Any:
+    import torch
+
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def differences(out: Path, truth: Path, state: str) -> list[str]:
+    """How a converted model differs from the truth. What is not trained has no master: it is the module's."""
+    import torch
+    from safetensors.torch import load_file
+
+    found, held = load_file(out / "model.safetensors"), load_file(truth)
+    shared = {"lm_head.weight"} if torch.equal(*(held[f"module.{key}"] for key in HEADS)) else set()
+    names = {key.removeprefix("module.") for key in held if key.startswith("module.")}
+    lines = [f"{key} is missing" for key in names - set(found) - shared]
+    for key, tensor in found.items():
+        expected = held.get(f"{state}.{key}", held.get(f"module.{key}"))
+        if expected is None:
+            lines.append(f"{key} is unexpected")
+        elif (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
+            lines.append(f"{key} is {tensor.dtype} {list(tensor.shape)}")
+        elif not torch.equal(bits(tensor), bits(expected)):
+            lines.append(f"{key} differs in {int((tensor != expected).sum())} elements")
+    return lines
+
+
+HEADS = ("lm_head.weight", "model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize(("world", "kind"), CASES, ids=name)
+def test_every_kind_comes_back(made, convert, tmp_path, world, kind):
+    """Module, masters and both moments, bit for bit."""
+    folder, truth = checkpoint(made(world), kind), made(world) / f"{kind}.truth.safetensors"
+    module = convert("zero2hf", folder, tmp_path / "module", *flags(made(world), kind), "--weights", "module")
+    if third(kind):
+        refused(module, 3, "stage 3", "--weights fp32-master")
+    else:
+        assert module.code == 0, module.err
+        assert differences(tmp_path / "module", truth, "module") == []
+    for weights, state in STATES.items():
+        if kind == "zero0-fp32" and state == "fp32":
+            continue  # whose module is in float32, and has no master
+        ran = convert("zero2hf", folder, tmp_path / state, *flags(made(world), kind), "--weights", weights)
+        assert ran.code == 0, ran.err
+        assert differences(tmp_path / state, truth, state) == []
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "trainer3", "accelerate3"])
+def test_without_being_told_transformers_gets_the_model(made, convert, tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    place = made(TWO)
+    own = [] if "trainer" in kind else ["--config", place / "hf"]
+    ran = convert("zero2hf", checkpoint(place, kind), tmp_path / "out", *own, "--dtype", "bf16")
+    assert ran.code == 0, ran.err
+    assert ("stage 3 saves no module" in ran.err) == third(kind)
+    assert differences(tmp_path / "out", place / f"{kind}.truth.safetensors", "module") == []
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+
+
+def test_the_trainers_own_weights_are_not_preferred(made, convert, tmp_path):
+    """checkpoint-N of stage 2 holds safetensors too: zero2hf reads DeepSpeed's files, digest either."""
+    folder = checkpoint(made(TWO), "trainer2")
+    assert (folder / "model.safetensors").is_file()
+    assert convert("zero2hf", folder, tmp_path / "out", "--weights", "fp32-master").code == 0
+    assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["dtypes"] == {"F32": 39}
+    assert convert("zero2hf", folder, tmp_path / "module").code == 0
+    digests = [convert("digest", place).out.split()[0] for place in (folder, tmp_path / "module")]
+    assert digests[0] == digests[1]
+
+
+PEER = """
+import sys
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as merge
+from safetensors.torch import save_file
+for folder, out in zip(sys.argv[1::2], sys.argv[2::2]):
+    state = {name: tensor.clone().contiguous() for name, tensor in merge(folder).items()}
+    save_file(state, out)
+"""
+MERGED = [kind for kind in TWO.kinds if kind[:5] in ("zero1", "zero2", "zero3")]
+
+
+def test_zero_to_fp32_gives_the_same_tensors(made, convert, tmp_path):
+    """DeepSpeed's own script, where it works: not for stage 0 and BF16_Optimizer. Buffers become float32 in it."""
+    import torch
+    from safetensors.torch import load_file
+
+    words = [word for kind in MERGED for word in (str(made(TWO) / kind), str(tmp_path / f"{kind}.safetensors"))]
+    env = os.environ | {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "DS_ACCELERATOR": "cpu"}
+    ran = subprocess.run([sys.executable, "-c", PEER, *words], env=env, capture_output=True, timeout=200, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    for kind in MERGED:
+        out = tmp_path / kind
+        ran = convert("zero2hf", made(TWO) / kind, out, *flags(made(TWO), kind), "--weights", "fp32-master")
+        assert ran.code == 0, ran.err
+        ours, theirs = load_file(out / "model.safetensors"), load_file(tmp_path / f"{kind}.safetensors")
+        if kind == "zero1-frozen":  # which zero_to_fp32 leaves out: stage 1 keeps them in the module only
+            ours = {key: tensor for key, tensor in ours.items() if key in theirs}
+        assert ours.keys() == theirs.keys(), kind
+        for key, tensor in theirs.items():
+            same = torch.equal(bits(tensor), bits(ours[key].to(tensor.dtype)))
+            assert same, (kind, key)
+
+
+def test_masters_that_are_not_the_modules_are_refused(made, convert, tmp_path):
+    """Round-robin gradients without their order, as DeepSpeed's own tools read them, would look like this."""
+    import shutil
+
+    import torch
+
+    folder = shutil.copytree(made(TWO) / "zero2", tmp_path / "mixed")
+    path = next(folder.glob("*/mp_rank_00_model_states.pt"))
+    state = torch.load(path, weights_only=False)
+    first, *_ = state["param_shapes"]
+    a, b = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    order = [{a: b, b: a}.get(key, key) for key in first]
+    state["param_shapes"][0] = type(first)((key, first[key]) for key in order)
+    torch.save(state, path)
+    common = ["--config", made(TWO) / "hf", "--weights", "fp32-master"]
+    ran = convert("zero2hf", folder, tmp_path / "out", *common)
+    refused(ran, 6, "are not the rounded float32 masters", "--weights module")
+    assert not (tmp_path / "out").exists()
+    assert convert("zero2hf", folder, tmp_path / "out", *common, "--replicas", "first").code == 0

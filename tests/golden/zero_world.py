@@ -1,0 +1,523 @@
+"""Real DeepSpeed trains a tiny model and writes checkpoints, on gloo and the CPU.
+
+    python zero_world.py MODEL_DIR OUT_DIR WORLD KIND [KIND ...]
+    python zero_world.py load CHECKPOINT_DIR MODEL_DIR WORLD STAGE TRUTH
+    python zero_world.py load-universal UNIVERSAL_DIR MODEL_DIR WORLD STAGE TRUTH
+
+The first writes OUT_DIR/KIND for every kind of the table KINDS, and OUT_DIR/KIND.truth.safetensors next to it: what the
+engine held in memory when it saved. Every kind runs in WORLD processes of its own, forked when all is imported, for
+DeepSpeed, accelerate and Trainer keep global state.
+
+The truth has, in full shape, module.NAME for all that the module's state dict names (tied names twice, buffers too),
+and fp32.NAME, exp_avg.NAME, exp_avg_sq.NAME for what is trained. With model parallelism all begin with the mp rank,
+`3.fp32.NAME`. It owes nothing to files, param_slice_mappings, param_shapes or the paddings. Where a parameter lies in
+its group's flat buffer is read off memory itself, data_ptr() of the parameter (ZeRO-3: of its ds_tensor) less that of
+the buffer, which holds for shuffled groups (round_robin_gradients) too; masters and moments, cut where the buffer is
+cut, are gathered and read at the same place. Stage 0 has whole tensors, a pair per parameter. The module's own weights
+come another way, DeepSpeed's all-gathers, and every fp32.NAME, rounded, must be module.NAME bit for bit.
+
+The kinds of the model train on the same data without clipping, and sharding changes no number where only two add up: at
+WORLD 2 the truths of zero1, zero2, zero3, bf16-optimizer and the round-robin kinds are equal bit for bit, at 4 those of
+a stage are. Layouts that differ could not agree if an address were wrong.
+
+pp2 kinds ask for an even WORLD, pp2-tp2 for a multiple of 4, tp2 kinds for an even one; what is left is data parallel.
+STAGE is 0 to 3 or bf16-optimizer; options of zero_optimization may follow, `3,sub_group_size=5000`. `load` needs WORLD
+and options as they were. DeepSpeed checks that, but not round_robin_gradients, without which it loads nonsense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import faulthandler
+import functools
+import io
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+warnings.filterwarnings("ignore")
+os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # it takes seconds, and every rank would import it
+import torch
+import torch.distributed as dist
+import zero_neox
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.utils import logging as transformers_logging
+
+TIMEOUT = timedelta(seconds=60)
+LIMIT = 240.0
+STEPS = 3
+RATE = 0.01
+StateDict = dict[str, Any]
+Config = dict[str, Any]
+
+
+class World(NamedTuple):
+    """What a rank knows: the weights to begin with, and its place."""
+
+    model: nn.Module
+    rank: int
+    size: int
+
+    def copy(self) -> nn.Module:
+        """A model of one's own, tied where the original is tied."""
+        return copy.deepcopy(self.model)
+
+
+def settings(stage: int, dtype: torch.dtype = torch.bfloat16, **zero: Any) -> Config:
+    """DeepSpeed's configuration; `zero` goes into zero_optimization."""
+    if stage == 3:
+        zero = {"stage3_param_persistence_threshold": 0} | zero
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,  # its default is 1.0
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6} | zero,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with two groups, matrices and the rest, as everybody has them."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = {"params": [each for each in trained if each.dim() > 1], "weight_decay": 0.1}
+    others = {"params": [each for each in trained if each.dim() <= 1], "weight_decay": 0.0}
+    return torch.optim.AdamW([matrices, others], lr=RATE)
+
+
+def engine_of(model: nn.Module, config: Config, **options: Any) -> Any:
+    """A DeepSpeed engine."""
+    return deepspeed.initialize(model=model, optimizer=adam(model), config=copy.deepcopy(config), **options)[0]
+
+
+def tokens(rank: int, step: int, vocabulary: int) -> torch.Tensor:
+    """A rank's batch of a step: one sequence."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randint(vocabulary, (1, 24), generator=generator)
+
+
+def train(world: World, engine: Any) -> Any:
+    """Real steps; the same data whatever the sharding."""
+    for step in range(STEPS):
+        ids = tokens(world.rank, step, world.model.config.vocab_size)
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
+    return engine
+
+
+def gathered(value: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Everybody's tensor, by rank within the group."""
+    value = value.detach().contiguous()
+    out = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(out, value, group=group)
+    return out
+
+
+def place(part: torch.Tensor, buffer: torch.Tensor) -> slice:
+    """Where a tensor lies in the flat buffer that it is a view of."""
+    start, rest = divmod(part.data_ptr() - buffer.data_ptr(), buffer.element_size())
+    assert rest == 0, "not aligned with the buffer"
+    assert 0 <= start <= start + part.numel() <= buffer.numel(), "not a view of the buffer"
+    return slice(start, start + part.numel())
+
+
+def trained_state(engine: Any) -> Iterator[tuple[nn.Parameter, StateDict]]:
+    """Each trained parameter with its master and moments, put together from the live objects of all ranks."""
+    optimizer = engine.optimizer
+
+    def states(master: torch.Tensor) -> StateDict:
+        state = getattr(optimizer, "optimizer", optimizer).state[master]
+        return {"fp32": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        group = optimizer.dp_process_group
+        flats = optimizer.fp16_partitioned_groups_flat
+        for params, flat, master in zip(
+            optimizer.fp16_groups, flats, optimizer.fp32_partitioned_groups_flat, strict=True
+        ):
+            pieces = {key: gathered(value, group) for key, value in states(master).items()}
+            for param in params:
+                where = place(param.ds_tensor, flat)
+                yield (
+                    param,
+                    {
+                        key: torch.cat([piece[where] for piece in each])[: param.ds_numel].view(param.ds_shape)
+                        for key, each in pieces.items()
+                    },
+                )
+    elif isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        if isinstance(optimizer, BF16_Optimizer):
+            groups, flats = optimizer.bf16_groups, optimizer.bf16_groups_flat
+            masters = optimizer.fp32_groups_flat_partition
+        else:
+            groups, flats = optimizer.bit16_groups, optimizer.bit16_groups_flat
+            masters = optimizer.single_partition_of_fp32_groups
+        for group, params, flat, master in zip(optimizer.real_dp_process_group, groups, flats, masters, strict=True):
+            whole = {key: torch.cat(gathered(value, group)) for key, value in states(master).items()}
+            for param in params:
+                where = place(param, flat)
+                yield param, {key: value[where].view(param.shape) for key, value in whole.items()}
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for param, master in zip(params, masters, strict=True):
+                yield param, states(master)
+    else:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                yield param, states(param)
+
+
+def truth(engine: Any) -> StateDict:
+    """What the engine holds, in full: a collective. Every rank of a data parallel group gets it."""
+    module = engine.module
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=engine.zero_optimization_stage() == 3):
+        found = {f"module.{name}": value.detach().clone() for name, value in module.state_dict().items()}
+    for param, state in trained_state(engine):
+        found |= {f"{key}.{names[id(param)]}": value.detach().clone() for key, value in state.items()}
+    return found
+
+
+def check(engine: Any, found: StateDict) -> None:
+    """What must be so, or the truth is none."""
+    for name, parameter in engine.module.named_parameters():
+        assert parameter.requires_grad == (f"fp32.{name}" in found), f"{name} is missing"
+        if parameter.requires_grad:
+            weight, master = found[f"module.{name}"], found[f"fp32.{name}"]
+            assert weight.shape == master.shape, f"{name}: master and weight are not of one shape"
+            assert torch.equal(master.to(weight.dtype), weight), f"{name}: the rounded master is not the weight"
+            assert found[f"exp_avg.{name}"].any(), f"{name} has no moments"
+
+
+def save_truth(world: World, engine: Any, path: Path) -> None:
+    """Write the truth, of all mp ranks where there are several."""
+    found, mpu = truth(engine), engine.mpu
+    check(engine, found)
+    if mpu is not None:
+        prefix = f"{mpu.get_model_parallel_rank()}."
+        found = {prefix + name: value for name, value in found.items()} if mpu.get_data_parallel_rank() == 0 else {}
+        everybody: list[Any] = [None] * world.size
+        dist.gather_object(found, everybody if world.rank == 0 else None)
+        if world.rank == 0:
+            found = {name: value for each in everybody for name, value in each.items()}
+    if world.rank == 0:
+        save_file({name: value.contiguous() for name, value in sorted(found.items())}, path)
+
+
+def freeze(model: nn.Module) -> None:
+    """No gradient for the embeddings, which may be tied, and for a matrix and a norm in between."""
+    model.get_input_embeddings().requires_grad_(requires_grad=False)
+    model.model.layers[1].mlp.up_proj.requires_grad_(requires_grad=False)
+    model.model.layers[1].input_layernorm.requires_grad_(requires_grad=False)
+
+
+class Odd(nn.Module):
+    """Parameters of odd shapes. Parameters without a dimension DeepSpeed cannot broadcast: no stage takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.linspace(-1, 1, 7))
+        self.cube = nn.Parameter(torch.linspace(-1, 1, 15).view(3, 1, 5))
+        self.single = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Every one of them matters."""
+        return value * (1 + self.single * self.vector.exp().sum() * self.cube.exp().sum() / 100)
+
+
+def oddities(model: nn.Module) -> None:
+    """A vector of 7, a cube and a single number, trained."""
+    model.odd = odd = Odd()
+    model.model.norm.register_forward_hook(lambda module, inputs, output: odd(output))
+
+
+def buffers(model: nn.Module) -> None:
+    """Persistent buffers, of a float and of an integer."""
+    model.register_buffer("statistics", torch.linspace(0, 1, 5))
+    model.model.layers[0].register_buffer("counter", torch.tensor(2**40 + 1))
+
+
+def zero(
+    world: World,
+    out: Path,
+    stage: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    change: Callable[[nn.Module], None] | None = None,
+    more: Config | None = None,
+    client: StateDict | None = None,
+    **options: Any,
+) -> Any:
+    """One engine, trained and saved."""
+    model = world.copy().float()
+    if change:
+        change(model)
+    config = settings(stage, dtype, **options) | (more or {})
+    engine = train(world, engine_of(model, config))
+    engine.save_checkpoint(str(out), client_state=client or {})
+    return engine
+
+
+def grid(world: World, pp: int, tp: int) -> PipelineParallelGrid:
+    """Who is where: ranks count TP first, then DP, then PP, as in NeoX."""
+    assert world.size % (pp * tp) == 0, f"{world.size} ranks are not PP {pp} x TP {tp} x DP"
+    return PipelineParallelGrid(PipeModelDataParallelTopology(pp, tp, world.size // (pp * tp)))
+
+
+def pipeline(world: World, out: Path, tp: int = 1, *, tied: bool = False, **options: Any) -> Any:
+    """A PipelineModule of two stages, ZeRO-1."""
+    topology = grid(world, 2, tp).topology()
+    layers = zero_neox.specs(tp, tied=tied)
+    model = PipelineModule(layers, topology=topology, loss_fn=zero_neox.loss, partition_method="type:Layer")
+    place = topology.get_coord(world.rank)
+    zero_neox.initialise(model, place.model)
+    engine = engine_of(model, settings(1) | {"gradient_accumulation_steps": 2} | options)
+    data = zero_neox.batches(place.data)
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    engine.save_checkpoint(str(out), client_state={"iteration": STEPS})
+    return engine
+
+
+def sequential(world: World, out: Path, tp: int = 2, **options: Any) -> Any:
+    """What GPT-NeoX does with pipe_parallel_size 0: an engine that is given an mpu."""
+    mpu = grid(world, 1, tp)
+    model = zero_neox.Sequential(tp)
+    zero_neox.initialise(model, mpu.get_tensor_model_parallel_rank())
+    engine = engine_of(model, settings(1) | options, mpu=mpu)
+    data = zero_neox.batches(mpu.get_data_parallel_rank())
+    for _ in range(STEPS):
+        engine.backward(engine(next(data)[0]))
+        engine.step()
+    engine.save_checkpoint(str(out), client_state={"iteration": STEPS})
+    return engine
+
+
+def samples(world: World) -> list[StateDict]:
+    """A data set with enough for all."""
+    batches = [tokens(0, step, world.model.config.vocab_size)[0] for step in range(STEPS * world.size)]
+    return [{"input_ids": ids, "labels": ids} for ids in batches]
+
+
+def trainer(world: World, out: Path, stage: int, **options: Any) -> Any:
+    """transformers' Trainer: out/checkpoint-N, and no weights but DeepSpeed's at stage 3 unless it gathers them."""
+    plan = TrainingArguments(
+        output_dir=str(out),
+        deepspeed=settings(stage, **options),
+        use_cpu=True,
+        bf16=True,
+        optim="adamw_torch",
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        report_to=[],
+        per_device_train_batch_size=1,
+        learning_rate=RATE,
+        max_grad_norm=0.0,
+        max_steps=STEPS,
+        save_steps=STEPS,
+    )
+    hf = Trainer(model=world.copy().float(), args=plan, train_dataset=samples(world))
+    hf.train()
+    return hf.model_wrapped
+
+
+def accelerate(world: World, out: Path, stage: int) -> Any:
+    """accelerate's save_state: DeepSpeed's folder is out/pytorch_model, the tag, and out/latest."""
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as its launcher does
+    PartialState(backend="gloo")  # Accelerator(cpu=True) would be without DeepSpeed, Accelerator() without a backend
+    plugin = DeepSpeedPlugin(hf_ds_config=settings(stage))
+    accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin)
+    model = world.copy().float()
+    loader = DataLoader(samples(world), batch_size=1)
+    engine, optimizer, loader = accelerator.prepare(model, adam(model), loader)
+    for batch in loader:
+        accelerator.backward(engine(**batch, use_cache=False).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(out))
+    return engine
+
+
+FLOAT = {"dtype": torch.float32}
+ACCUMULATE = {"more": {"data_types": {"grad_accum_dtype": "fp32"}}}
+UNIVERSAL = {"client": {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}}
+Kind = Callable[[World, Path], Any]
+KINDS: dict[str, Kind] = {
+    "zero0": functools.partial(zero, stage=0),
+    "zero0-fp32": functools.partial(zero, stage=0, **FLOAT),
+    "zero1": functools.partial(zero, stage=1),
+    "zero1-fp32": functools.partial(zero, stage=1, **FLOAT),
+    "zero1-round-robin": functools.partial(zero, stage=1, round_robin_gradients=True),
+    "zero1-universal": functools.partial(zero, stage=1, **UNIVERSAL),
+    "zero1-frozen": functools.partial(zero, stage=1, change=freeze),
+    "bf16-optimizer": functools.partial(zero, stage=1, **ACCUMULATE),
+    "zero2": functools.partial(zero, stage=2),
+    "zero2-fp32": functools.partial(zero, stage=2, **FLOAT),
+    "zero2-round-robin": functools.partial(zero, stage=2, round_robin_gradients=True),
+    "zero2-aligned": functools.partial(zero, stage=2, parameter_alignment=True, change=oddities),
+    "zero2-frozen": functools.partial(zero, stage=2, change=freeze),
+    "zero2-buffers": functools.partial(zero, stage=2, change=buffers),
+    "zero2-odd": functools.partial(zero, stage=2, change=oddities),
+    "zero3": functools.partial(zero, stage=3),
+    "zero3-fp32": functools.partial(zero, stage=3, **FLOAT),
+    "zero3-persistent": functools.partial(zero, stage=3, stage3_param_persistence_threshold=10**6),
+    "zero3-sub-groups": functools.partial(zero, stage=3, sub_group_size=5000),
+    "zero3-frozen": functools.partial(zero, stage=3, change=freeze),
+    "zero3-buffers": functools.partial(zero, stage=3, change=buffers),
+    "zero3-odd": functools.partial(zero, stage=3, change=oddities),
+    "trainer2": functools.partial(trainer, stage=2),
+    "trainer3": functools.partial(trainer, stage=3),
+    "trainer3-gathered": functools.partial(trainer, stage=3, stage3_gather_16bit_weights_on_model_save=True),
+    "accelerate2": functools.partial(accelerate, stage=2),
+    "accelerate3": functools.partial(accelerate, stage=3),
+    "pp2": pipeline,
+    "pp2-tied": functools.partial(pipeline, tied=True),
+    "pp2-tp2": functools.partial(pipeline, tp=2),
+    "pp2-bf16-optimizer": functools.partial(pipeline, **ACCUMULATE["more"]),
+    "tp2": sequential,
+    "tp2-bf16-optimizer": functools.partial(sequential, **ACCUMULATE["more"]),
+}
+
+
+def make(world: World, out: Path, kind: str) -> None:
+    """One kind."""
+    (out / kind).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine = KINDS[kind](world, out / kind)
+    save_truth(world, engine, out / f"{kind}.truth.safetensors")
+
+
+def differences(ours: StateDict, theirs: StateDict) -> list[str]:
+    """One line per tensor that is missing, unexpected or not the same bit for bit."""
+    lines = [f"{name} is missing" for name in theirs.keys() - ours.keys()]
+    lines += [f"{name} is unexpected" for name in ours.keys() - theirs.keys()]
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name].contiguous(), theirs[name].contiguous()
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            lines.append(f"{name} is {a.dtype} {tuple(a.shape)}, expected {b.dtype} {tuple(b.shape)}")
+        elif not torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)):
+            lines.append(f"{name} differs in {int((a != b).sum())} of {a.numel()} elements")
+    return sorted(lines)
+
+
+def blank(world: World, expected: StateDict) -> nn.Module:
+    """The model that has the names of the truth, trains what was trained there, and knows nothing."""
+    model = world.copy().float()
+    for change, name in ((oddities, "odd.vector"), (buffers, "statistics")):
+        if f"module.{name}" in expected:
+            change(model)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(generator=generator)
+        parameter.requires_grad_(f"fp32.{name}" in expected)
+    return model
+
+
+def load(world: World, folder: Path, stage: str, expected: StateDict, *, universal: bool) -> None:
+    """Let DeepSpeed load a checkpoint, and compare; all ranks end with status 1 when anything differs."""
+    number, *words = stage.split(",")
+    options = {key: json.loads(value) for key, value in (word.split("=") for word in words)}
+    extra = dict(ACCUMULATE["more"]) if number == "bf16-optimizer" else {}
+    if universal:
+        extra["checkpoint"] = {"load_universal": True}
+    dtype = next(value.dtype for name, value in expected.items() if f"fp32.{name.removeprefix('module.')}" in expected)
+    config = settings(int(number) if number.isdigit() else 1, dtype, **options) | extra
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine = engine_of(blank(world, expected), config)
+        tag = folder.name if (folder / "zero").is_dir() else None  # without one, `latest` or `latest_universal` says it
+        path, _ = engine.load_checkpoint(str(folder.parent if tag else folder), tag)
+    lines = differences(truth(engine), expected) if path else ["DeepSpeed found nothing to load"]
+    if world.rank == 0:
+        print(*lines or [f"equal {len(expected)} tensors"], sep="\n", flush=True)
+    dist.barrier()
+    if lines:
+        sys.exit(1)
+
+
+def quiet() -> None:
+    """No warnings, no progress bars, no log lines below errors."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def rank_main(rank: int, size: int, store: str, model: nn.Module, job: Callable[[World], None]) -> None:
+    """A rank's life. Nothing waits longer than a minute, and the whole not longer than LIMIT."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    os.fsync = lambda fd: None
+    # That module would compile C++, for what is never called. `deepspeed.comm.torch` as an attribute is torch itself.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", f"file://{store}", timeout=TIMEOUT, world_size=size, rank=rank)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=TIMEOUT)
+    torch.manual_seed(rank)
+    job(World(model, rank, size))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # the end of a process with ZeRO-3 hooks and gloo threads may abort when all is done
+
+
+def launch(size: int, model: nn.Module, job: Callable[[World], None]) -> int:
+    """Fork the ranks; one that fails ends its sisters."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            start_processes(rank_main, (size, f"{folder}/store", model, job), size, start_method="fork")
+        except ProcessExitedException as error:  # it has said why; an exception of a rank is raised here as it is
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
+def load_model(model_dir: str) -> nn.Module:
+    """The model of a Hugging Face folder, in this process, before it forks."""
+    torch.set_num_threads(1)
+    quiet()
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+
+
+def main(words: list[str]) -> int:
+    """The command line."""
+    if len(words) == 6 and words[0] in ("load", "load-universal"):
+        _, folder, model_dir, size, stage, path = words
+        universal = words[0] == "load-universal"
+        job = functools.partial(load, folder=Path(folder), stage=stage, expected=load_file(path), universal=universal)
+        return launch(int(size), load_model(model_dir), job)
+    if len(words) < 4:
+        print(__doc__, file=sys.stderr)
+        return 2
+    model_dir, out, size, *kinds = words
+    if unknown := set(kinds) - set(KINDS):
+        print(f"no such kind: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}", file=sys.stderr)
+        return 2
+    model = load_model(model_dir)
+    return max(launch(int(size), model, functools.partial(make, out=Path(out), kind=kind)) for kind in kinds)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""Checkpoints that real DeepSpeed wrote: each world is made once a session, whichever worker needs it first."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import build
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "zero_world.py"
+PLAIN = ("zero0", "zero1", "bf16-optimizer", "zero2", "zero3")
+EVERY = (
+    *PLAIN, "zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero1-round-robin", "zero2-round-robin",
+    "zero1-frozen", "zero2-frozen", "zero3-frozen", "zero2-buffers", "zero3-buffers", "zero2-odd", "zero2-aligned",
+    "zero3-odd", "zero3-persistent", "zero3-sub-groups", "trainer2", "trainer3", "trainer3-gathered", "accelerate2",
+    "accelerate3",
+)  # fmt: skip
+ODD = {
+    "hidden_size": 50, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 33, "vocab_size": 101,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that trained a model, and the kinds of checkpoints that they wrote."""
+
+    name: str
+    model: str
+    ranks: int
+    kinds: tuple[str, ...]
+    changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+WORLDS = (
+    World("alone", "llama", 1, PLAIN),
+    World("two", "llama", 2, EVERY),
+    World("tied", "llama-tied", 2, ("zero1", "zero2", "zero3", "trainer3")),
+    World("odd", "llama", 3, (*PLAIN, "zero2-aligned", "zero3-sub-groups"), ODD),
+    World("four", "llama", 4, ("zero1-round-robin", "zero2-round-robin", "zero2-odd", "zero2-aligned", "zero3-odd")),
+)
+PARALLEL = World("parallel", "llama", 4, ("pp2-tp2", "tp2", "pp2-tied"))
+
+
+def make(world: World, factory: pytest.TempPathFactory) -> Path:
+    """A folder with `hf`, and a checkpoint and its truth for each kind. All workers of a test run share it."""
+    shared = factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    place = shared / f"zero-{world.name}"
+    with (shared / f"zero-{world.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            begun = shared / f"zero-begun-{world.name}"
+            build(begun / "hf", world.model, "bfloat16", **world.changes)
+            words = [sys.executable, str(SCRIPT), str(begun / "hf"), str(begun), str(world.ranks), *world.kinds]
+            ran = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
+            assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+            begun.rename(place)
+    return place
+
+
+def checkpoint(made: Path, kind: str) -> Path:
+    """What a user would name."""
+    return next((made / kind).glob("checkpoint-*"), made / kind)

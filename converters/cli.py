@@ -21,6 +21,7 @@ SECTIONS = {
         convert.megatron2hf,
         neox.neox2hf,
         zero.zero2hf,
+        zero.zero2universal,
         convert.reshard,
     ),
     "Look": (look.inspect, look.plan, look.explain, look.formats),

@@ -384,16 +384,20 @@ def _write_small_files(root: Path, texts: Mapping[str, bytes], copies: Mapping[s
                 raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool]) -> None:
-    """Read the output with its own reader and compare settings and digests with what was planned."""
-    spec = plan.spec
-    written = open_checkpoint(request.root, Settings(spec.vocab, verbatim=isinstance(spec, Verbatim)))
-    changed = differences(written.spec, spec)
+def _reopened(plan: Plan, request: Request) -> Plan:
+    """A plan that reads the output with its own reader, which has to find the settings that were planned."""
+    written = open_checkpoint(request.root, Settings(plan.spec.vocab, verbatim=isinstance(plan.spec, Verbatim)))
+    changed = differences(written.spec, plan.spec)
     if changed:
         raise VerificationError(
             f"the output's settings differ from the source's (output | source): {'; '.join(changed)}"
         )
-    again = make_plan(written)
+    return make_plan(written)
+
+
+def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool]) -> None:
+    """Read the output with its own reader and compare settings and digests with what was planned."""
+    again = plan.again(plan) if plan.again else _reopened(plan, request)
     with Progress("verifying", again.nbytes, request.quiet) as progress:
         found = digest_of(again.jobs, replace(request.limits, replicas="verify"), progress.advance, stopped)
     wrong = sorted(name for name in {*found, *digests} if found.get(name) != digests.get(name))

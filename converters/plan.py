@@ -7,7 +7,7 @@ the leaves of each side tile its box: each element comes from exactly one place 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -73,7 +73,8 @@ class Job:
 class Plan:
     """All jobs of a conversion; without a target, those of reading the source once.
 
-    `spec` is that of the output; `notes` are what else the user should know.
+    `spec` is that of the output; `notes` are what else the user should know. `again` makes of the plan one that reads
+    the output, where no reader of a checkpoint would read all of it.
     """
 
     source: Checkpoint
@@ -81,6 +82,7 @@ class Plan:
     jobs: tuple[Job, ...]
     target: Target | None = None
     notes: tuple[str, ...] = ()
+    again: Callable[[Plan], Plan] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -160,6 +160,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "yml": config,
         "vocab_multiple": config.get("make_vocab_size_divisible_by", 128),
         "layered": layered,
+        "gqa": layout,
+        "mlp": "separate" if old else "fused",
         "state": tuple(name for name in STATE if held.get(name)),
     }
     files = tuple(sorted({piece.fragment.path for piece in pieces}))

@@ -94,8 +94,9 @@ DCP = "torch.distributed.checkpoint.metadata"
 OBJECTS = {
     (DCP, "Metadata"), (DCP, "TensorStorageMetadata"), (DCP, "ChunkStorageMetadata"), (DCP, "TensorProperties"),
     (DCP, "MetadataIndex"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
 }  # fmt: skip
-"""Classes of torch whose instances are written as their state."""
+"""Classes of torch and DeepSpeed whose instances are written as their state."""
 
 CALLS = {("torch", "Size"), ("torch.serialization", "_get_layout"), (DCP, "_MEM_FORMAT_ENCODING")}
 """Functions of torch that are written as a call."""

@@ -143,6 +143,19 @@ def _states(
     yield from ((name, one) for name, one in _module(first, others) if name not in aliases)
 
 
+def trained(tag: Path, state: str) -> Iterator[tuple[str, Scattered]]:
+    """One of `zero_partitions.STATES` of every parameter that is trained, under DeepSpeed's name.
+
+    Raises:
+        UnsupportedError: the checkpoint is of stage 0, which keeps no names.
+    """
+    first = _models(tag)[0]
+    if first.value.get("optimizer") is not None:
+        raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
+    partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
+    return zero_partitions.load(partitions, zero_partitions.param_shapes(first), state)
+
+
 def _trained(file: TorchFile, modules: Mapping[str, Fragment]) -> dict[str, Fragment]:
     """The tensors of the module that are parameters, each once."""
     skipped = {*(file.value.get("buffer_names") or ()), *(file.value.get("shared_params") or ())}

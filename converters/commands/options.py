@@ -12,7 +12,7 @@ import click
 from formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from formats.checkpoint import Checkpoint
+    from formats.checkpoint import Checkpoint, Settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**12
@@ -150,8 +150,24 @@ def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: st
         wanted: the format that the command reads; empty for any.
         instead: what to do with another one.
     """
-    from formats.checkpoint import Settings
     from formats.registry import open_checkpoint
+
+    source = open_checkpoint(path, settings_of(options), wanted)
+    if wanted and source.format != wanted:
+        raise UsageError(
+            f"{path} is a checkpoint of the format {source.format}, this command reads {wanted}",
+            instead or READS[source.format],
+        )
+    return source
+
+
+def settings_of(options: Mapping[str, Any]) -> Settings:
+    """What the options of `reading` and `deepspeed_reading` tell a reader.
+
+    Raises:
+        UsageError: --config names no configuration.
+    """
+    from formats.checkpoint import Settings
     from formats.spec import parse_settings
 
     config = options["config"]
@@ -160,7 +176,7 @@ def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: st
             f"--config {config} is no folder with a config.json", "a model of the Hub has to be downloaded first"
         )
     values = parse_settings(options["settings"])
-    known = Settings(
+    return Settings(
         options["vocab_size"],
         values,
         config,
@@ -170,10 +186,3 @@ def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: st
         options.get("weights"),
         options.get("gqa_layout", "auto"),
     )
-    source = open_checkpoint(path, known, wanted)
-    if wanted and source.format != wanted:
-        raise UsageError(
-            f"{path} is a checkpoint of the format {source.format}, this command reads {wanted}",
-            instead or READS[source.format],
-        )
-    return source

@@ -7,8 +7,19 @@ from typing import Any
 
 import click
 
-from converters.commands.options import FOLDER, Size, chat_template, deepspeed_reading, opened, reading, writing
+from converters.commands.options import (
+    FOLDER,
+    Size,
+    chat_template,
+    deepspeed_reading,
+    gqa_layout,
+    opened,
+    reading,
+    settings_of,
+    writing,
+)
 from converters.commands.running import carry_out, request_of
+from formats.errors import UsageError
 
 
 @click.command()
@@ -30,3 +41,25 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     source = opened(src, options, "zero")
     request = request_of(out, options, source)
     carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
+@gqa_layout
+@reading
+@writing
+def zero2universal(src: Path, out: Path, **options: Any) -> None:
+    """DeepSpeed ZeRO checkpoint to a universal one, which any number of ranks and any stage loads.
+
+    Masters, both moments and the step of every parameter that is trained, of plain models and of GPT-NeoX. Train on
+    with `checkpoint: {load_universal: true}`.
+    """
+    from converters.universal import open_states, plan_universal
+
+    if options["dtype"] != "keep":
+        raise UsageError("a universal checkpoint holds float32 alone", "leave --dtype out")
+    states = open_states(src, settings_of(options))
+    request = request_of(out, options, states[0])
+    carry_out(plan_universal(states, request), request, options)

@@ -1,0 +1,154 @@
+"""Plans of DeepSpeed's universal checkpoints: masters and moments, each a conversion of its own into one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from converters.convert import Request
+from converters.plan import Job, Plan, make_plan
+from formats import deepspeed, neox, universal, verbatim, zero, zero_partitions
+from formats.checkpoint import Checkpoint, Settings, Target
+from formats.errors import SourceError, UnsupportedError
+from formats.layout import Slot, match
+from formats.pickles import Opaque
+from formats.scattered import spread
+from formats.spec import ModelSpec, Verbatim
+from formats.torchfile import read_torch
+from formats.universal import Parameter
+
+WHY = "DeepSpeed's own names"
+
+
+def open_states(path: Path, settings: Settings) -> list[Checkpoint]:
+    """Each of `zero_partitions.STATES` of every trained parameter, as a checkpoint of its own.
+
+    Raises:
+        UnsupportedError: the checkpoint is of stage 0, which keeps no names.
+    """
+    if not path.is_dir() or not deepspeed.detect(path):
+        raise SourceError(f"{path} is no checkpoint of DeepSpeed", "name the folder with `latest`, or a global_stepN")
+    if not neox.detect(path):
+        return [_plain(path, settings, state) for state in zero_partitions.STATES]
+    named = {"fp32": "fp32-master"}
+    return [neox.read(path, replace(settings, weights=named.get(one, one))) for one in zero_partitions.STATES]
+
+
+def plan_universal(opened: list[Checkpoint], request: Request) -> Plan:
+    """A plan that writes a universal checkpoint.
+
+    Args:
+        opened: what `open_states` gave.
+        request: what the user asked for.
+
+    Raises:
+        UnsupportedError: the loader could not cut a tensor again.
+    """
+    tag = opened[0].home
+    model = _model_values(tag)
+    groups, steps = _optimizer(tag)
+    parameters = list(_parameters(opened[0], steps))
+    place = request.root / tag.name
+    plans = [
+        make_plan(one, Target(universal.files(place, parameters, state), {}, {}))
+        for one, state in zip(opened, zero_partitions.STATES, strict=True)
+    ]
+    ranks = len([path for path in tag.iterdir() if deepspeed.MODEL.fullmatch(path.name)]) or 1
+    small = universal.texts(parameters, groups, model, ranks)
+    texts = {f"{tag.name}/{name}": content for name, content in small.items()}
+    texts[universal.LATEST] = tag.name.encode()
+    files = tuple(file for plan in plans if plan.target for file in plan.target.files)
+    named = zip(plans, zero_partitions.STATES, strict=True)
+    jobs = tuple(_named(job, state) for plan, state in named for job in plan.jobs)
+    lost = universal.left_out(model)
+    notes = [f"what is no plain data stays behind: {', '.join(lost)}"] if lost else []
+    if model.get("frozen_param_shapes"):
+        notes.append("frozen parameters have no states, and DeepSpeed restores none from a universal checkpoint")
+    return Plan(opened[0], opened[0].spec, jobs, Target(files, texts, {}, tag.name), tuple(notes), read_back)
+
+
+def _named(job: Job, state: str) -> Job:
+    return job if state == "fp32" else replace(job, tensor=f"{state}.{job.tensor}")
+
+
+def read_back(plan: Plan) -> Plan:
+    """The same plan, read from what was written."""
+    for file in plan.target.files if plan.target else ():
+        universal.unchanged(file)
+    jobs = [
+        replace(job, sources=job.targets, replicas={}, targets=(), source_dtype=job.dtype, partial=False, twins=())
+        for job in plan.jobs
+    ]
+    return replace(plan, jobs=tuple(jobs), target=None)
+
+
+# --- the source ------------------------------------------------------------------------------------------------------
+
+
+def _model_values(tag: Path) -> Mapping[str, Any]:
+    """What the first model file says."""
+    patterns = (deepspeed.MODEL, deepspeed.MODEL_OF_STAGE_3)
+    first = next(path for path in sorted(tag.iterdir()) if any(one.fullmatch(path.name) for one in patterns))
+    value: Mapping[str, Any] = read_torch(first).value
+    return value
+
+
+def _optimizer(tag: Path) -> tuple[list[dict[str, Any]], list[float]]:
+    """The parameter groups, and Adam's step in each."""
+    files = sorted(path for path in tag.iterdir() if zero_partitions.OPTIM.fullmatch(path.name))
+    if not files:
+        raise SourceError(f"{tag} holds no optimizer states of ZeRO", "a universal checkpoint is made of them")
+    return universal.groups_of(read_torch(files[0]))
+
+
+def _plain(path: Path, settings: Settings, state: str) -> Checkpoint:
+    """One of the states of a model with names of its own."""
+    run, tag = deepspeed.locate(path, settings.tag)
+    tensors = dict(zero.trained(tag, state))
+    spec = Verbatim("deepspeed", {name: one.shape for name, one in tensors.items()}, tied=False, vocab=None, why=WHY)
+    whole = {name: one.whole for name, one in tensors.items()}
+    placed, _ = match(verbatim.slots(spec), {"": whole}, (), tag)
+    pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+    files = tuple(sorted({piece.fragment.path for piece in pieces}))
+    return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files)
+
+
+def _parameters(source: Checkpoint, steps: list[float]) -> Iterator[Parameter]:
+    """Every trained parameter, whole, under the name that the training gave it."""
+    step = steps[0] if steps else 0.0
+    if len(set(steps)) > 1:
+        raise UnsupportedError(f"{source.home}: its groups of parameters have made {sorted(set(steps))} steps")
+    if isinstance(source.spec, Verbatim):
+        yield from (Parameter(slot.keys[0], slot, {}, step) for slot in verbatim.slots(source.spec))
+        return
+    spec, layered = source.spec, source.extra["layered"]
+    rows = spec.vocab if spec.vocab is not None else source.extra["padded_vocab"]
+    layout = {"mha" if spec.kv_heads == spec.heads else source.extra["gqa"], source.extra["mlp"]}
+    for slot in neox.slots_of(spec, 1, rows, layout, layered=layered):
+        if "partial" in slot.rule.conditions and source.topology["tp"] > 1:
+            raise UnsupportedError(
+                f"{slot.keys[0]} is a sum over tensor parallel ranks, which a universal checkpoint cannot say",
+                "its loader would give the whole of it to each rank",
+            )
+        key = slot.keys[0] if layered else f"sequential.{slot.keys[0]}"
+        if layered and spec.tied:
+            key = key.replace("0.word_embeddings", "tied_modules.embed.word_embeddings")
+        yield Parameter(key, slot, _cut(slot, spec), step)
+
+
+def _cut(slot: Slot, spec: ModelSpec) -> dict[str, Any]:
+    """How the loader cuts a tensor again (deepspeed/checkpoint/universal_checkpoint.py:236, 0.19.8)."""
+    if "tp" not in slot.rule.pattern.meshes:
+        return {}
+    if slot.rule.pattern.tensors[0] in ("embedding", "head"):
+        return {"cat_dim": 0, "vocab_tensor": True}
+    if "fused" in slot.rule.conditions:
+        return {"cat_dim": 0, "param_n_sub_params": 2}
+    if "gqa" in slot.rule.conditions:
+        rows = (spec.heads * spec.head_dim, *[spec.kv_heads * spec.head_dim] * 2)
+        state = {"patterns": [], "shape": (rows, spec.hidden), "partition_dim": 0}
+        shape = Opaque("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", state=state)
+        return {"cat_dim": 0, "sub_param_shape": shape}
+    return {"cat_dim": 1 if slot.rule.pattern.tensors[0] in ("output", "down") else 0}

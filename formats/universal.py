@@ -1,0 +1,182 @@
+"""DeepSpeed's universal checkpoints: every parameter whole, in files of its own, for any number of ranks.
+
+    TAG/zero/{parameter}/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor, "cat_dim": the dimension that TP cuts, ...}
+    TAG/zero/{parameter}/step.pt                         Adam's step
+    TAG/zero/optimizer_state.pt                          the parameter groups
+    TAG/mp_rank_00_model_states.pt                       for stages 1 and 2; the module in it is not read
+    TAG/zero_pp_rank_0_mp_rank_00_model_states.pt        the same for stage 3
+    latest_universal                                     the tag
+
+Facts: deepspeed/checkpoint/universal_checkpoint.py and runtime/engine.py at 0.19.8, and what a real load was seen to
+need (tests/golden/test_universal.py): one folder serves every stage. Frozen parameters have no states, and DeepSpeed
+restores none: they stay what the model was made with.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from formats.archived import archived
+from formats.checkpoint import OutputFile
+from formats.errors import SourceError, short
+from formats.layout import Placed, Slot
+from formats.pickles import Namespace, StorageRef, TensorRef, keeps
+from formats.storage import DTYPES, read_into
+from formats.torchfile import TorchFile, plan_archive, read_torch
+
+LATEST = "latest_universal"
+VERSION = 0.2
+"""Of `universal_checkpoint_info`: the newest that a plain tensor-parallel cut needs."""
+
+
+class Parameter(NamedTuple):
+    """A parameter as DeepSpeed names it.
+
+    Attributes:
+        name: its name in the module.
+        slot: the whole of it.
+        cut: how tensor parallelism cuts it, as the loader wants to be told: `cat_dim` and the like.
+        step: Adam's step.
+    """
+
+    name: str
+    slot: Slot
+    cut: Mapping[str, Any]
+    step: float
+
+
+def files(root: Path, parameters: Sequence[Parameter], state: str) -> tuple[OutputFile, ...]:
+    """The file of each parameter for one of `zero_partitions.STATES`."""
+    return tuple(_file(root / "zero" / one.name / f"{state}.pt", one) for one in parameters)
+
+
+def _file(path: Path, one: Parameter) -> OutputFile:
+    return archived(path, [("param", one.slot, one.slot.shape, "F32")], lambda refs: {**one.cut, **refs})
+
+
+def texts(
+    parameters: Sequence[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], ranks: int
+) -> dict[str, bytes]:
+    """The small files, by path relative to the tag.
+
+    Args:
+        parameters: every parameter that is trained.
+        groups: the parameter groups of the optimizer.
+        model: what the source's model file says besides the module; what is no plain data is left out.
+        ranks: model parallel ranks of the source.
+    """
+    found = {f"zero/{one.name}/step.pt": scalar(one.step) for one in parameters}
+    plain = [{key: value for key, value in group.items() if keeps(value)} for group in groups]
+    step = parameters[0].step if parameters else 0.0
+    found["zero/optimizer_state.pt"] = _bytes(
+        {
+            "ds_version": "0.19.8",
+            "param_groups": plain,
+            "optimizer_state_dict": {"state": {0: {"step": _reference()}}, "param_groups": plain},
+        },
+        np.float32(step).tobytes(),
+    )
+    info = {"universal_checkpoint_version": VERSION}
+    head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
+    head |= {"module": {}, "universal_checkpoint_info": info, "optimizer": None}
+    for rank in range(ranks):
+        found[f"mp_rank_{rank:02d}_model_states.pt"] = _bytes(head, b"")
+        found[f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt"] = _bytes(head, b"")
+    return found
+
+
+def left_out(model: Mapping[str, Any]) -> list[str]:
+    """What the model file says and `texts` leaves out."""
+    return sorted(str(key) for key, value in model.items() if not keeps(value) and key != "module")
+
+
+def _reference() -> TensorRef:
+    return TensorRef(StorageRef("F32", "0", 1), 0, (), (), "F32")
+
+
+def scalar(value: float) -> bytes:
+    """A file of torch.save with one float32 number."""
+    return _bytes(_reference(), np.float32(value).tobytes())
+
+
+def _bytes(value: Any, storage: bytes) -> bytes:
+    """A small file of torch.save, whole."""
+    archive = plan_archive(value, {"0": len(storage)} if storage else {})
+    content = bytearray(archive.size)
+    sums = {}
+    for name, (start, size) in archive.storages().items():
+        content[start : start + size] = storage
+        sums[name] = zlib.crc32(storage)
+    for start, piece in archive.headers(sums):
+        content[start : start + len(piece)] = piece
+    return bytes(content)
+
+
+# --- what it needs of a source ---------------------------------------------------------------------------------------
+
+
+def groups_of(file: TorchFile) -> tuple[list[dict[str, Any]], list[float]]:
+    """The parameter groups of an optimizer file, and Adam's step in each group (in stage 3: in each sub group).
+
+    Raises:
+        SourceError: they are not there.
+    """
+    try:
+        held = file.value["optimizer_state_dict"]
+        inner = held["base_optimizer_state"] if "base_optimizer_state" in held else held["optimizer_state_dict"]
+        groups = [dict(group) for group in inner["param_groups"]]
+        steps = [_number(file, inner["state"][index].get("step")) for index in range(len(inner["state"]))]
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+        raise SourceError(f"{file.path} holds no optimizer state of a version that is known") from None
+    return groups, steps
+
+
+def _number(file: TorchFile, value: Any) -> float:
+    if not isinstance(value, TensorRef):
+        return float(value)
+    fragment = file.fragment(value, "step")
+    raw = bytearray(DTYPES[fragment.dtype])
+    with file.path.open("rb") as opened:
+        read_into(opened.fileno(), memoryview(raw), fragment.offset, file.path)
+    kinds = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32}
+    return float(np.frombuffer(raw, kinds[fragment.dtype])[0])
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def is_universal(tag: Path) -> bool:
+    """Whether a tag is of this kind."""
+    return (tag / "zero").is_dir()
+
+
+def tensors(tag: Path, state: str) -> Iterator[tuple[str, TorchFile, TensorRef]]:
+    """Each parameter's name, file and tensor.
+
+    Raises:
+        SourceError: a file is missing, or holds no tensor.
+    """
+    for folder in sorted(path for path in (tag / "zero").iterdir() if path.is_dir()):
+        file = read_torch(folder / f"{state}.pt")
+        ref = file.value.get("param") if isinstance(file.value, Mapping) else file.value
+        if not isinstance(ref, TensorRef) or isinstance(file.value, Namespace):
+            raise SourceError(f"{file.path} holds {short(ref)}, which is no tensor")
+        yield folder.name, file, ref
+
+
+def unchanged(file: OutputFile) -> tuple[Placed, ...]:
+    """The tensors of a file that was written, as its own archive says where they lie.
+
+    Raises:
+        SourceError: it says something else than was planned.
+    """
+    opened = read_torch(file.path)
+    for placed in file.tensors:
+        if opened.fragment(opened.value["param"], placed.key) != placed.fragment:
+            raise SourceError(f"{file.path} holds its tensor elsewhere than was planned")
+    return file.tensors

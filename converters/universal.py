@@ -89,8 +89,7 @@ def read_back(plan: Plan) -> Plan:
 
 def _model_values(tag: Path) -> Mapping[str, Any]:
     """What the first model file says."""
-    patterns = (deepspeed.MODEL, deepspeed.MODEL_OF_STAGE_3)
-    first = next(path for path in sorted(tag.iterdir()) if any(one.fullmatch(path.name) for one in patterns))
+    first = next(path for path in sorted(tag.iterdir()) if deepspeed.is_model(path.name))
     value: Mapping[str, Any] = read_torch(first).value
     return value
 

@@ -1,6 +1,6 @@
 """The folders in which DeepSpeed saves: a run, its tags, and the files of each rank.
 
-    RUN/latest                                     the name of a tag
+    RUN/latest                                     the name of a tag; `latest_universal` of a universal checkpoint
     RUN/TAG/mp_rank_{mp:02d}_model_states.pt       the module and the state of one model parallel rank
     RUN/TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt    one layer of a pipeline module
 
@@ -15,16 +15,21 @@ from pathlib import Path
 from formats.errors import SourceError, UnsupportedError, short
 
 LATEST = "latest"
+TRACKERS = (LATEST, "latest_universal")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 MODEL_OF_STAGE_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
 
 
+def is_model(name: str) -> bool:
+    """Whether a file is named as one with the state of a model parallel rank."""
+    return bool(MODEL.fullmatch(name) or MODEL_OF_STAGE_3.fullmatch(name))
+
+
 def holds(folder: Path) -> bool:
     """Whether a folder is a tag: it holds files of DeepSpeed."""
-    patterns = (MODEL, MODEL_OF_STAGE_3, LAYER)
-    return folder.is_dir() and any(one.fullmatch(path.name) for path in folder.iterdir() for one in patterns)
+    return folder.is_dir() and any(is_model(path.name) or LAYER.fullmatch(path.name) for path in folder.iterdir())
 
 
 def tags(run: Path) -> list[str]:
@@ -34,7 +39,7 @@ def tags(run: Path) -> list[str]:
 
 def detect(path: Path) -> bool:
     """Whether a folder is a tag or a run, complete or not."""
-    return holds(path) or bool(tags(path)) or (path / LATEST).is_file()
+    return holds(path) or bool(tags(path)) or any((path / name).is_file() for name in TRACKERS)
 
 
 def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
@@ -52,11 +57,12 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     here = tags(path)
     present = f"present: {', '.join(here[-8:]) or 'no tag at all'}"
     if tag is None:
-        if not (path / LATEST).is_file():
+        tracker = next((path / name for name in TRACKERS if (path / name).is_file()), None)
+        if tracker is None:
             raise SourceError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
-        with (path / LATEST).open("rb") as file:
+        with tracker.open("rb") as file:
             tag = file.read(1000).decode(errors="replace").strip()
-        said = f"{path / LATEST} names"
+        said = f"{tracker} names"
     else:
         said = "--tag says"
     if not re.fullmatch(r"[\w.+=-]{1,255}", tag) or tag in (".", ".."):

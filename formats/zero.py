@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
-from formats import deepspeed, huggingface, zero_partitions
+from formats import deepspeed, huggingface, universal, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import SourceError, UnsupportedError
 from formats.fsdp import STEPS, WRAPPERS
-from formats.layout import Placed, match
+from formats.layout import Cut, Placed, match
 from formats.scattered import Piece, Scattered, scattered, spread, whole_part
 from formats.storage import Fragment
 from formats.torchfile import TorchFile, read_torch
@@ -45,19 +46,22 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: the pickles of its files, none of the weights."""
     run, tag = deepspeed.locate(path, settings.tag)
     models = _models(tag)
+    whole = universal.is_universal(tag)
     third = bool(deepspeed.MODEL_OF_STAGE_3.fullmatch(models[0].path.name))
-    wanted = settings.weights or ("fp32-master" if third else "module")
+    wanted = settings.weights or ("fp32-master" if third or whole else "module")
     notes = []
-    if wanted == "module" and third:
-        raise SourceError(f"{tag} is of stage 3, which saves no module", "take --weights fp32-master")
-    if settings.weights is None and third:
-        notes.append("stage 3 saves no module: these are the float32 masters; --dtype bf16 rounds them as it does")
+    if wanted == "module" and (third or whole):
+        kind = "a universal checkpoint" if whole else "of stage 3"
+        raise SourceError(f"{tag} is {kind}, which holds no module", "take --weights fp32-master")
+    if settings.weights is None and (third or whole):
+        notes.append("it holds no module: these are the float32 masters; --dtype bf16 rounds them as DeepSpeed does")
     modules = zero_partitions.module(models[0])
-    tensors = dict(
-        _module(models[0], modules) if wanted == "module" else _states(tag, models, modules, WEIGHTS[wanted])
-    )
-    if not tensors:
-        raise SourceError(f"{tag} is of stage 3, whose module is empty", "take --weights fp32-master")
+    if wanted == "module":
+        tensors = dict(_module(models[0], modules))
+    elif whole:
+        tensors = dict(_universal(tag, models[0], WEIGHTS[wanted]))
+    else:
+        tensors = dict(_states(tag, models, modules, WEIGHTS[wanted]))
     tensors |= {alias: tensors[owner] for alias, owner in _shared(models) if owner in tensors}
     keys = _keys(tensors, tag)
     config = _config_folder(path, run, tag, settings)
@@ -65,7 +69,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     slots, drops = huggingface.model_slots(spec), huggingface.drops(spec)
     placed, dropped = match(slots, {"": {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[keys[one.key]]))
-    twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not third else ()
+    twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
     held = models[0].value
     topology = {"dp": held.get("dp_world_size", 1)}
     extra = {"folder": tag.name, "iteration": held.get("global_steps")}
@@ -80,6 +84,8 @@ def _models(tag: Path) -> list[TorchFile]:
         SourceError: one is missing, or files of several topologies are there.
         UnsupportedError: the model is cut over several model parallel ranks, and nothing tells how.
     """
+    if universal.is_universal(tag):
+        return [_file(path) for path in sorted(tag.iterdir()) if deepspeed.is_model(path.name)][:1]
     shards = {int(name[1]): path for path in tag.iterdir() if (name := deepspeed.MODEL_OF_STAGE_3.fullmatch(path.name))}
     if not shards:
         files = deepspeed.model_files(tag)
@@ -141,6 +147,18 @@ def _states(
     yield from found.items()
     aliases = {alias for alias, _ in _shared(models)}
     yield from ((name, one) for name, one in _module(first, others) if name not in aliases)
+
+
+def _universal(tag: Path, model: TorchFile, state: str) -> Iterator[tuple[str, Scattered]]:
+    """What is in a universal checkpoint. Those that DeepSpeed makes of stage 3 are flat: the model has the shapes."""
+    shapes = {name: shape for group in _groups(model) for name, shape in group.items()}
+    for name, file, ref in universal.tensors(tag, state):
+        fragment = file.fragment(ref, name)
+        shape = shapes.get(name, fragment.shape)
+        if prod(shape) != prod(fragment.shape):
+            raise SourceError(f"{file.path} holds {prod(fragment.shape)} elements, its model has {list(shape)}")
+        part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
+        yield name, scattered(name, shape, fragment.dtype, [Piece(part, fragment)])
 
 
 def trained(tag: Path, state: str) -> Iterator[tuple[str, Scattered]]:

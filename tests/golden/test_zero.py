@@ -79,7 +79,7 @@ def test_every_kind_comes_back(made, convert, tmp_path, world, kind):
     folder, truth = checkpoint(made(world), kind), made(world) / f"{kind}.truth.safetensors"
     module = convert("zero2hf", folder, tmp_path / "module", *flags(made(world), kind), "--weights", "module")
     if third(kind):
-        refused(module, 3, "stage 3", "--weights fp32-master")
+        refused(module, 3, "of stage 3", "--weights fp32-master")
     else:
         assert module.code == 0, module.err
         assert differences(tmp_path / "module", truth, "module") == []
@@ -99,7 +99,7 @@ def test_without_being_told_transformers_gets_the_model(made, convert, tmp_path,
     own = [] if "trainer" in kind else ["--config", place / "hf"]
     ran = convert("zero2hf", checkpoint(place, kind), tmp_path / "out", *own, "--dtype", "bf16")
     assert ran.code == 0, ran.err
-    assert ("stage 3 saves no module" in ran.err) == third(kind)
+    assert ("it holds no module" in ran.err) == third(kind)
     assert differences(tmp_path / "out", place / f"{kind}.truth.safetensors", "module") == []
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info

@@ -1,0 +1,192 @@
+"""Universal checkpoints: real DeepSpeed loads ours at another world size and stage, and nothing of it is lost.
+
+Its own ds_to_universal is silently wrong with round_robin_gradients, and with tensor parallelism when the client left
+no metadata (everything is put together along dimension 0): these cases are among those here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.faults.dcp_tools import refused
+from tests.golden.test_zero import ALONE, FOUR, TWO, bits, differences
+from tests.golden.zero_worlds import PARALLEL, SCRIPT, World, checkpoint, make
+
+pytestmark = pytest.mark.distributed
+STATES = {"fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+YML = {
+    "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "max_position_embeddings": 64,
+    "pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True,
+    "use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "make_vocab_size_divisible_by": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Callable[[World], Path]:
+    return lambda world: make(world, tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "ranks", "stage"),
+    [
+        (TWO, "zero1", 3, "1"),
+        (TWO, "zero1-round-robin", 3, "2"),
+        (FOUR, "zero2-round-robin", 2, "1"),
+        (FOUR, "zero2-aligned", 1, "3"),
+        (TWO, "zero3-sub-groups", 3, "1"),
+        (TWO, "bf16-optimizer", 3, "bf16-optimizer"),
+        (TWO, "trainer3", 1, "2"),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_deepspeed_loads_it(made, convert, tmp_path, world, kind, ranks, stage):
+    """Every master and both moments, bit for bit."""
+    ran = convert("zero2universal", checkpoint(made(world), kind), tmp_path / "out")
+    assert ran.code == 0, ran.err
+    truth = made(world) / f"{kind}.truth.safetensors"
+    words = ["load-universal", tmp_path / "out", made(world) / "hf", ranks, stage, truth]
+    command = [sys.executable, str(SCRIPT), *map(str, words)]
+    loaded = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert loaded.returncode == 0, loaded.stdout[-2000:] + loaded.stderr[-2000:]
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3"])
+def test_and_back_to_hugging_face(made, convert, tmp_path, kind):
+    assert convert("zero2universal", made(TWO) / kind, tmp_path / "universal").code == 0
+    for weights, state in STATES.items():
+        ran = convert(
+            "zero2hf", tmp_path / "universal", tmp_path / state, "--config", made(TWO) / "hf", "--weights", weights
+        )
+        assert ran.code == 0, ran.err
+        assert differences(tmp_path / state, made(TWO) / f"{kind}.truth.safetensors", state) == []
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3"])
+def test_what_deepspeed_makes_is_read(made, convert, tmp_path, kind):
+    """Its universal checkpoints of stage 3 hold flat tensors without a shape."""
+    source = made(TWO) / kind / "global_step3"
+    command = [
+        sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", source,
+        "--output_folder", tmp_path / "theirs" / "u", "--num_extract_workers", 1, "--num_merge_workers", 1,
+        "--inject_missing_state",
+    ]  # fmt: skip
+    env = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert convert("zero2hf", tmp_path / "theirs", tmp_path / "out", "--config", made(TWO) / "hf").code == 0
+    assert differences(tmp_path / "out", made(TWO) / f"{kind}.truth.safetensors", "fp32") == []
+
+
+def test_stage_0_has_no_names(made, convert, tmp_path):
+    refused(convert("zero2universal", made(ALONE) / "zero0", tmp_path / "out"), 4, "stage 0", "no names")
+
+
+# --- GPT-NeoX: tensor parallel ranks are put together, and the loader cuts them again --------------------------------
+
+
+def loaded(folder: Path, state: str, shape: tuple[int, ...], rank: int, ranks: int) -> Any:
+    """What DeepSpeed's own loader gives a tensor parallel rank of a universal parameter."""
+    import torch
+    from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
+
+    held = torch.zeros(shape)
+    master = torch.zeros(held.numel())
+    address = SimpleNamespace(start=0, numel=held.numel())
+    mapping = SimpleNamespace(lp_fragment_address=address, get_hp_fragment=lambda: master, optim_fragment={})
+    held._hp_mapping = mapping
+    load_hp_checkpoint_state(held, str(folder), rank, ranks)
+    return (master if state == "fp32" else mapping.optim_fragment[state]).view(shape)
+
+
+@pytest.fixture
+def yml(tmp_path) -> Path:
+    (tmp_path / "run.yml").write_text(json.dumps(YML))
+    return tmp_path / "run.yml"
+
+
+def truth_of(made: Path, kind: str) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(made / f"{kind}.truth.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["tp2", "pp2-tp2"])
+@pytest.mark.parametrize("state", STATES.values())
+def test_the_loader_cuts_what_was_put_together(made, convert, tmp_path, yml, kind, state):
+    """At the tensor parallel size of the training every rank gets its own part back, of norms the mean."""
+    import torch
+
+    flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked"]
+    ran = convert("zero2universal", made(PARALLEL) / kind, tmp_path / "out", *flags)
+    assert ran.code == 0, ran.err
+    held = truth_of(made(PARALLEL), kind)
+    keys = [key for key in held if key.partition(".")[2].startswith(f"{state}.")]
+    assert len(keys) == {"tp2": 2, "pp2-tp2": 2}[kind] * 21
+    for key in keys:
+        mp, _, name = key.split(".", 2)
+        folder = tmp_path / "out" / "global_step3" / "zero" / name
+        rank, expected = int(mp) % 2, held[key]
+        part = loaded(folder, state, tuple(expected.shape), rank, 2)
+        if "norm" in name:
+            other = held[f"{int(mp) ^ 1}.{state}.{name}"]
+            assert torch.allclose(part, (expected + other) / 2, atol=1e-6), key
+        else:
+            assert torch.equal(bits(part), bits(expected)), key
+
+
+@pytest.mark.parametrize("kind", ["tp2", "pp2-tp2"])
+def test_masters_of_neox_names_come_back(made, convert, tmp_path, yml, kind):
+    """TP x PP x ZeRO against the memory of the engine, put together by hand; zero_to_fp32 refuses such folders."""
+    import torch
+    from safetensors.torch import load_file
+
+    flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked", "--weights", "fp32-master"]
+    assert convert("neox2hf", made(PARALLEL) / kind, tmp_path / "out", *flags).code == 0
+    ours, held = load_file(tmp_path / "out" / "model.safetensors"), truth_of(made(PARALLEL), kind)
+    prefix = "sequential." if kind == "tp2" else ""
+
+    def ranks(name: str) -> list[Any]:
+        """The tensor of the first and of the second tensor parallel rank."""
+        found = {int(key[0]): value for key, value in held.items() if key[1:] == f".fp32.{prefix}{name}"}
+        return [found[rank] for rank in sorted(found)]
+
+    for layer in range(3):
+        first, second = ranks(f"{layer + 2}.mlp.linear1.weight")
+        up, gate = (torch.cat(halves) for halves in zip(first.chunk(2), second.chunk(2), strict=True))
+        assert torch.equal(ours[f"model.layers.{layer}.mlp.up_proj.weight"], up)
+        assert torch.equal(ours[f"model.layers.{layer}.mlp.gate_proj.weight"], gate)
+        down = torch.cat(ranks(f"{layer + 2}.mlp.linear2.weight"), 1)
+        assert torch.equal(ours[f"model.layers.{layer}.mlp.down_proj.weight"], down)
+        parts = [one.split([16, 8, 8]) for one in ranks(f"{layer + 2}.attention.query_key_value.weight")]
+        for index, key in enumerate("qkv"):
+            whole = torch.cat([one[index] for one in parts])
+            assert torch.equal(ours[f"model.layers.{layer}.self_attn.{key}_proj.weight"], whole)
+        norms = ranks(f"{layer + 2}.input_layernorm.scale")
+        mean = sum(norms) / 2
+        assert torch.allclose(ours[f"model.layers.{layer}.input_layernorm.weight"], mean, atol=1e-6)
+        assert not torch.equal(norms[0], norms[1])
+
+
+def test_norms_that_drifted_are_told_and_refused_on_demand(made, convert, tmp_path, yml):
+    flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked"]
+    told = convert("neox2hf", made(PARALLEL) / "tp2", tmp_path / "out", *flags)
+    assert told.code == 0
+    assert "the copies of 7 tensors differed, their mean in float32 was taken" in told.err
+    record = json.loads(convert("neox2hf", made(PARALLEL) / "tp2", tmp_path / "json", *flags, "--json").out)
+    assert len(record["averaged"]) == 7
+    asked = convert("neox2hf", made(PARALLEL) / "tp2", tmp_path / "no", *flags, "--replicas", "verify")
+    refused(asked, 6, "differs between its copies", "tp rank 1", "--replicas mean")
+
+
+def test_a_sum_over_ranks_is_refused(convert, tmp_path):
+    folder = Path(__file__).parent / "neox" / "neox-parallel-tp2"
+    ran = convert("zero2universal", folder, tmp_path / "out", "--vocab-size", 101)
+    refused(ran, 4, "is a sum over tensor parallel ranks")

@@ -1,9 +1,10 @@
-"""Checks files of torch.save against the CRC-32 that they keep of each of their members, whoever wrote them."""
+"""The CRC-32 that files of torch.save keep of each of their members: checked, and brought up to date."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,23 @@ def check(paths: list[Path], threads: int, advance: Callable[[int], None]) -> Ch
     states = [state for of_file in found if of_file != [None] for state in of_file]
     damaged = tuple(state for state in states if state)
     return Checked(len(paths) - len(others), states.count(""), states.count(None), others, damaged)
+
+
+def amend(path: Path, changed: Iterable[tuple[int, int]]) -> None:
+    """Bring the CRC-32 of an archive's members up to date after byte ranges (offset, size) of it were overwritten."""
+    ranges = list(changed)
+    with path.open("r+b") as file:
+        fd = file.fileno()
+        for member in stored(fd, path):
+            touched = any(at < member.start + member.size and member.start < at + size for at, size in ranges)
+            if not touched or not member.crc:
+                continue
+            old = struct.pack("<I", member.crc)
+            new = struct.pack("<I", crc_of(fd, member.start, member.size, path))
+            for place in member.noted:
+                if os.pread(fd, 4, place) == old:
+                    os.pwrite(fd, new, place)
+        os.fsync(fd)
 
 
 def _one(path: Path, advance: Callable[[int], None]) -> Iterator[str | None]:

@@ -23,6 +23,7 @@ SECTIONS = {
         zero.zero2hf,
         zero.zero2universal,
         convert.reshard,
+        neox.average_norms,
     ),
     "Look": (look.inspect, look.plan, look.explain, look.formats),
     "Check": (check.digest, check.verify, check.diff),

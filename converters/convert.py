@@ -245,7 +245,7 @@ def run(plan: Plan, request: Request, drifted: Callable[[Job, float], object] = 
         if request.verify:
             _verify_output(plan, request, journal.digests, stopped)
         try:
-            _publish(request)
+            publish(request)
         except OSError as error:
             raise OutputError(f"{request.out} cannot be put in its place: {error.strerror}") from None
         return journal.digests
@@ -405,7 +405,7 @@ def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], sto
         raise VerificationError(f"{len(wrong)} tensors of the output do not read back as written, such as {wrong[0]}")
 
 
-def _publish(request: Request) -> None:
+def publish(request: Request) -> None:
     """Put the finished folder in its place in one step."""
     _check_free(request)  # once more: it may have come into being while we worked
     for folder in [request.root, *(path for path in request.root.rglob("*") if path.is_dir())]:

@@ -39,12 +39,14 @@ class Limits:
         memory: bytes of all buffers together.
         replicas: what to do with further copies of a tensor: `verify`, `first` or `mean`.
         finite: refuse NaN and infinity.
+        fresh: what is written to reads as zeros, so that zeros need not be written.
     """
 
     threads: int = 2
     memory: int = DEFAULT_MEMORY
     replicas: str = "verify"
     finite: bool = False
+    fresh: bool = True
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ def run_job(
                 f"{job.name} holds NaN or infinity", "the training has diverged; take an earlier one"
             )
         digest.update(result.data.cast("B"))
-        if job.targets and count and (result[0] or result.any()):  # a fresh file already reads as zeros
+        if job.targets and count and (not limits.fresh or result[0] or result.any()):
             scatter(files, targets, start, shape, result, buffers.scratch.view(result.dtype))
         advance(count * item)
     copies.judge()

@@ -145,6 +145,7 @@ class _Member(NamedTuple):
     start: int
     size: int
     crc: int
+    entry: int
 
 
 def _directory(read: Read, size: int) -> tuple[list[_Member], int]:
@@ -176,7 +177,7 @@ def _directory(read: Read, size: int) -> tuple[list[_Member], int]:
             raise UnsupportedError(f"the member {short(name)} is compressed or encrypted")
         if packed != unpacked:
             raise SourceError(f"the member {short(name)} has two sizes")
-        members.append(_Member(name, encoded, offset, unpacked, crc))
+        members.append(_Member(name, encoded, offset, unpacked, crc, start + at))
         at += 46 + names + extras + comments
     return sorted(members, key=lambda member: member.start), start
 
@@ -215,12 +216,16 @@ def _extents(read: Read, members: list[_Member], directory: int) -> Iterator[tup
 
 
 class Stored(NamedTuple):
-    """A member of an archive: its byte offset in the file, its size, and its CRC-32, 0 when that was not recorded."""
+    """A member of an archive: its byte offset in the file, its size, and its CRC-32, 0 when that was not recorded.
+
+    `noted` are the offsets at which the checksum may stand: in the header, the directory, and behind the data.
+    """
 
     name: str
     start: int
     size: int
     crc: int
+    noted: tuple[int, ...]
 
 
 def stored(fd: int, path: Path) -> Iterator[Stored]:
@@ -244,7 +249,8 @@ def stored(fd: int, path: Path) -> Iterator[Stored]:
         except (SourceError, UnsupportedError, struct.error) as error:
             raise SourceError(f"{path}: the archive at byte {start} is damaged: {error}") from None
         for member, (name, (offset, size)) in zip(members, extents, strict=True):
-            yield Stored(name, start + offset, size, member.crc)
+            noted = (start + member.start + 14, start + member.entry + 16, start + offset + size + 4)
+            yield Stored(name, start + offset, size, member.crc, noted)
         end = start
 
 

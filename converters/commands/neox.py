@@ -13,8 +13,10 @@ import click
 from converters.commands.options import (
     FOLDER,
     Size,
+    as_json,
     chat_template,
     deepspeed_reading,
+    effort,
     gqa_layout,
     layout,
     opened,
@@ -125,3 +127,42 @@ def stages(kind: str | None, pp: int) -> int:
     if kind == "sequential" and pp > 1:
         raise UsageError(f"--layout sequential has no stages, --pp says {pp}", "leave one of them out")
     return pp if kind == "pipeline" or pp > 1 else 0
+
+
+@click.command("average-norms")
+@click.argument("run", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
+@click.option("--config", type=FOLDER, metavar="YML", help="The run's yml, where RUN has none in configs/.")
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@click.option("--force", is_flag=True, help="Delete the checkpoint that OUT is, and start over.")
+@effort
+@as_json
+def average_norms(run: Path, out: Path, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """GPT-NeoX checkpoint with its norms averaged over tensor parallel ranks.
+
+    In the model and in the float32 masters, in the same topology; what holds no norm is a hard link. OUT is a run
+    folder to train on from, with or without `finetune: true`.
+    """
+    from converters import norms
+    from converters.convert import Request, check_paths
+    from converters.engine import Limits
+    from converters.report import size
+    from converters.show import drift_lines
+    from formats.checkpoint import Settings
+
+    limits = Limits(options["threads"], options["memory"])
+    request = Request(out, force=options["force"])
+    work = norms.plan(run, Settings(config=options["config"], tag=options["tag"]), request)
+    written = sum(path.stat().st_size for path in work.written)
+    facts = {"out": str(out), "written": len(work.written), "bytes": written, "linked": len(work.linked)}
+    if dry_run:
+        check_paths(work.source, request)
+    drifted = {} if dry_run else norms.run(work, request, limits)
+    if as_json:
+        click.echo(json.dumps(facts | {"averaged": drifted}))
+        return
+    for line in drift_lines(drifted):
+        click.echo(line, err=True)
+    verb = "would be written" if dry_run else "written"
+    click.echo(f"{out}: {len(work.written)} files {verb}, {size(written)}; {len(work.linked)} linked")

@@ -5,6 +5,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS   ?= 2
 
+# DeepSpeed of the tests: nothing is compiled for a GPU.
+export DS_BUILD_OPS ?= 0
+export DS_ACCELERATOR ?= cpu
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast lint type bench clean
 

@@ -135,6 +135,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     layout, notes = ("mha", []) if spec.kv_heads == spec.heads else neox_gqa.choose(spec, found, tp, settings, old)
     layered = _is_layered(found)
     wanted = list(slots_of(spec, tp, padded, {layout, "separate" if old else "fused"}, layered=layered))
+    lost = sorted({slot.file for slot in wanted} - found.keys())
+    if lost:
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        raise SourceError(f"{tag} lacks {', '.join(lost[:4])}{more}", "copy the files of all ranks into one folder")
     parts: dict[tuple[str, str], Scattered] = {}
     twins: tuple[Placed, ...] = ()
     if settings.weights not in (None, "module"):

@@ -79,7 +79,8 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
         for name, value in held.items():
             key = str(name).replace("-", "_")
             if key in merged and merged[key] != value:
-                raise SourceError(f"{path} says {key} = {short(value)}, another file {short(merged[key])}")
+                said = f"{path} says {key} = {short(value)}, another file {short(merged[key])}"
+                raise SourceError(said, "name the right yml with --config")
             merged[key] = value
     return merged
 

@@ -14,7 +14,7 @@ FORMATS = {
     "huggingface": "safetensors files with a config.json",
     "fsdp": "torch DCP (.metadata, .distcp), FSDP state dicts of accelerate, torchtitan, verl and others",
     "neox": "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions",
-    "zero": "DeepSpeed ZeRO stages 0 to 3, of DeepSpeed itself, the HF Trainer and accelerate",
+    "zero": "DeepSpeed ZeRO stages 0 to 3 (DeepSpeed, HF Trainer, accelerate); written as universal checkpoints",
     "megatron": "mp_rank_XX[_YYY]/model_optim_rng.pt, --ckpt-format torch",
 }
 """Module in this package: what a folder of the format holds. Each module has NAME, `detect` and `read`."""

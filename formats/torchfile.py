@@ -27,6 +27,7 @@ MAX_DIRECTORY = 1 << 28
 ALIGNMENT = 64
 NEWEST = 63
 """The version of the zip format that APPNOTE 6.3 describes."""
+AGAIN = "copy the file again, or take another checkpoint"
 _LOCAL = 30
 _SMALL = 0xFFFFFFFF
 _TAIL = 2048
@@ -109,9 +110,10 @@ def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, tup
         members, directory = _directory(read, size)
         extents = dict(_extents(read, members, directory))
     except struct.error:
-        raise SourceError(f"{where} is no complete torch.save archive: its directory is damaged") from None
+        raise SourceError(f"{where} is no complete torch.save archive: its directory is damaged", AGAIN) from None
     except (SourceError, UnsupportedError) as error:
-        raise type(error)(f"{where} is no sound torch.save archive: {error}") from None
+        hint = AGAIN if isinstance(error, SourceError) else ""
+        raise type(error)(f"{where} is no sound torch.save archive: {error}", hint) from None
     pickled = [name for name in extents if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickled) != 1:
         raise SourceError(f"{where}: a torch.save archive has one data.pkl, this one has {len(pickled)}")

@@ -25,9 +25,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "gpt_neox": {"model_type": "gpt_neox", "use_parallel_residual": True},
+    "gpt_neox-tied": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True},
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
 }
 """Every family, tied and untied, with MHA, GQA and MQA, head_dim other than hidden / heads, llama3 rope scaling."""
+
+GATED = [name for name in MODELS if not name.startswith("gpt_neox")]
+"""Those with a layout of Megatron."""
 
 
 def build(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", **changes: Any) -> Path:
@@ -36,6 +41,8 @@ def build(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = SMALL | MODELS[name] | changes
+    if settings["model_type"] == "gpt_neox":
+        settings.pop("num_key_value_heads")
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)

@@ -29,7 +29,10 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @click.command()
 @click.argument("src", type=FOLDER)
 @click.option(
-    "--to", type=click.Choice(["megatron", "huggingface", "fsdp"]), required=True, help="The format to plan for."
+    "--to",
+    type=click.Choice(["megatron", "huggingface", "fsdp", "neox"]),
+    required=True,
+    help="The format to plan for.",
 )
 @topology
 @dtype
@@ -38,8 +41,9 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @as_json
 def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> None:
     """What a conversion would do: coverage, changes, files, blocks."""
-    from converters.convert import Request, plan_fsdp, plan_huggingface, plan_megatron
+    from converters.convert import Request, plan_fsdp, plan_huggingface, plan_megatron, plan_neox
     from converters.show import block_lines, plan_lines, plan_record
+    from formats import neox_writer
     from formats.megatron_args import Options
 
     source = opened(src, options)
@@ -48,6 +52,9 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
         planned = plan_megatron(source, request, Options(options["tp"], options["pp"], options["vpp"]), None)
     elif to == "fsdp":
         planned = plan_fsdp(source, request, ranks=1)
+    elif to == "neox":
+        wanted = neox_writer.Options(options["tp"], options["pp"] if options["pp"] > 1 else 0)
+        planned = plan_neox(source, request, wanted)
     else:
         planned = plan_huggingface(source, request, None)
     listed = list(block_lines(planned)) if blocks else []
@@ -81,7 +88,7 @@ def explain(format_name: str, key: str, model: Path | None, tp: int) -> None:
     spec = open_checkpoint(model).spec if model else EXAMPLE
     if not isinstance(spec, ModelSpec):
         raise UnsupportedError(f"{model} has no table to draw: {spec.why}")
-    tp = tp if format_name == "megatron" else 1
+    tp = tp if format_name in ("megatron", "neox") else 1
     for name, rule in matching(format_name, key):
         click.echo(f"{name}: " + "\n".join(draw(rule, spec, tp)) + "\n")
     click.echo(LEGEND)

@@ -27,7 +27,7 @@ from converters.commands.running import carry_out, request_of
 from formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from converters.tokenizer_files import Tokenizer
+    from converters.publish.tokenizer_files import Tokenizer
     from formats.checkpoint import Checkpoint
 
 
@@ -67,7 +67,7 @@ def neox2hf(src: Path, out: Path, tokenizer: Path | None, **options: Any) -> Non
 
 def _tokenizer(src: Path, given: Path | None, options: dict[str, Any]) -> Tokenizer | None:
     """The tokenizer that the user named, or that the yml names and that is here."""
-    from converters.tokenizer_files import load
+    from converters.publish.tokenizer_files import load
     from formats import deepspeed, neox
 
     if given is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models import MODELS, files
+from tests.models import GATED, files
 
 TOPOLOGIES = ["tp1 pp1", "tp2 pp2", "tp4 pp1", "tp1 pp4", "tp2 pp2 vpp2", "tp8 pp1"]
 
@@ -14,7 +14,7 @@ def flags(topology: str) -> list[str]:
     return [word for part in topology.split() for word in (f"--{part.rstrip('0123456789')}", part.lstrip("tpv"))]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_family_and_type_comes_back(model, convert, tmp_path, name, dtype):
     source = model(name, dtype, shard="100KB" if dtype == "bfloat16" else "50GB")

@@ -12,7 +12,7 @@ from formats.families import FAMILIES
 from formats.hf_config import from_huggingface, to_huggingface
 from formats.megatron_args import LLAMA3_SCALING, from_megatron, to_megatron
 from formats.spec import differences, parse_settings
-from tests.models import LLAMA3, MODELS, SMALL
+from tests.models import GATED, LLAMA3, MODELS, SMALL
 
 
 def config(name: str, **changes) -> dict:
@@ -52,7 +52,7 @@ def test_what_we_write_without_a_base_transformers_reads_as_the_same_model(name,
     assert again["architectures"] == [FAMILIES[spec.family].architecture]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", GATED)
 def test_settings_survive_megatron(name):
     spec = from_huggingface(config(name), {}, "one")
     args = to_megatron(spec)

@@ -1,0 +1,267 @@
+"""Damaged, incomplete and mixed-up folders of DeepSpeed and GPT-NeoX: refused with names, numbers and a hint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.faults.dcp_tools import refused
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "neox"
+
+
+@pytest.fixture
+def neox(tmp_path):
+    """`neox(name)`: a copy of a real checkpoint, and the folder of its tag."""
+
+    def copied(name: str) -> tuple[Path, Path]:
+        run = shutil.copytree(GOLDEN / name, tmp_path / name)
+        return run, run / (run / "latest").read_text().strip()
+
+    return copied
+
+
+@pytest.fixture
+def told(convert, tmp_path):
+    """`told(run, code, *parts)`: neox2hf refuses a run with that code and a message with those parts."""
+
+    def check(run: Path, code: int, *parts: object, flags: tuple[str, ...] = ()) -> None:
+        ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--gqa-layout", "blocked", *flags)
+        refused(ran, code, *parts)
+        assert "hint:" in ran.err
+        assert not (tmp_path / "out").exists()
+
+    return check
+
+
+# --- ranks and files -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_parallel_rank_is_missing(neox, told):
+    run, tag = neox("llama-mha-tp2")
+    (tag / "mp_rank_01_model_states.pt").unlink()
+    told(run, 3, "mp_rank_00_model_states.pt is one of 2 model parallel ranks, 1 are there", "ranks are missing")
+
+
+def test_the_first_rank_is_missing(neox, told):
+    run, tag = neox("llama-mha-tp2")
+    (tag / "mp_rank_00_model_states.pt").unlink()
+    told(run, 3, "lacks mp_rank_00_model_states.pt", "copy the files of all ranks")
+
+
+def test_a_stale_file_of_another_topology(neox, told):
+    run, tag = neox("llama-mha-tp2")
+    shutil.copy(tag / "mp_rank_01_model_states.pt", tag / "mp_rank_02_model_states.pt")
+    told(run, 3, "is one of 2 model parallel ranks, 3 are there", "another topology")
+
+
+def test_a_layer_of_one_rank_is_missing(neox, told):
+    run, tag = neox("llama-gqa-pp2-tp2")
+    (tag / "layer_03-model_01-model_states.pt").unlink()
+    told(run, 3, "lacks layer_03-model_01-model_states.pt", "copy the files")
+
+
+def test_a_whole_layer_is_missing(neox, told):
+    run, tag = neox("llama-gqa-pp2-tp2")
+    for path in tag.glob("layer_03-*"):
+        path.unlink()
+    told(run, 3, "lacks layer_03-model_00-model_states.pt, layer_03-model_01-model_states.pt", "copy the files")
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 50_000])
+def test_a_file_that_is_cut_off(neox, told, size):
+    run, tag = neox("llama-mha-tp2")
+    path = tag / "mp_rank_01_model_states.pt"
+    path.write_bytes(path.read_bytes()[:size])
+    ran_parts = ("mp_rank_01_model_states.pt", "archive")
+    told(run, 3, *ran_parts)
+
+
+def test_a_data_parallel_rank_is_missing(neox, told):
+    run, tag = neox("llama-tp2-dp2")
+    (tag / "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
+    masters = ("--weights", "fp32-master")
+    told(run, 3, "lacks the optimizer states of data parallel ranks 1 of 2 for mp_rank_01", flags=masters)
+
+
+def test_partitions_of_another_world(neox, told):
+    """A third file: the other two say that they are of two."""
+    run, tag = neox("llama-tp2-dp2")
+    name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    shutil.copy(tag / name.format(1), tag / name.format(2))
+    told(run, 3, "belongs to 2 data parallel ranks, 3 are there", flags=("--weights", "fp32-master"))
+
+
+def test_partitions_of_two_ranks_swapped(neox, told):
+    """Of the same size: only the comparison with the module can tell."""
+    run, tag = neox("llama-tp2-dp2")
+    one, two = (tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    held = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(held)
+    told(run, 6, "are not the rounded float32 masters", flags=("--weights", "fp32-master"))
+
+
+def test_optimizer_states_that_are_not_there(neox, told):
+    run, _ = neox("llama-mha-tp2")
+    told(run, 3, "holds no optimizer states of mp_rank_00", "--weights module", flags=("--weights", "fp32-master"))
+
+
+# --- tags ------------------------------------------------------------------------------------------------------------
+
+
+def test_latest_names_what_is_not_there(neox, told):
+    run, _ = neox("llama-mha-tp2")
+    (run / "latest").write_text("global_step423858")
+    told(run, 3, "latest names global_step423858, which is not in", "present: global_step6")
+
+
+def test_no_latest(neox, told):
+    run, _ = neox("llama-mha-tp2")
+    (run / "latest").unlink()
+    told(run, 3, "has no file latest", "--tag", "present: global_step6")
+
+
+def test_a_tag_that_is_a_broken_link(neox, told):
+    run, tag = neox("llama-mha-tp2")
+    shutil.rmtree(tag)
+    tag.symlink_to("../final_train_v2/global_step6")
+    told(run, 3, "is a link to ../final_train_v2/global_step6, which is not there")
+
+
+@pytest.mark.parametrize("name", ["../llama-mha-tp2", "/etc", "..", "a b", "a\nb", "x" * 300])
+def test_names_that_leave_the_folder(neox, told, name):
+    run, _ = neox("llama-mha-tp2")
+    told(run, 3, "--tag says", "no name of a folder", flags=("--tag", name))
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def changed(tag: Path, **settings: object) -> Path:
+    """The run's own yml with some settings changed; None takes a key out."""
+    import yaml
+
+    path = next((tag / "configs").glob("*.yml"))
+    held = yaml.safe_load(path.read_text()) | settings
+    path.write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
+    return path
+
+
+def test_no_yml(neox, told):
+    run, tag = neox("llama-mha-tp2")
+    shutil.rmtree(tag / "configs")
+    told(run, 3, "holds no yml", "--config")
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "num_attention_heads"])
+def test_the_yml_of_another_model(neox, told, name):
+    run, tag = neox("llama-mha-tp2")
+    changed(tag, **{name: 8})
+    told(run, 3, f"says {name} = 8", "another model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "part"),
+    [
+        ({"no_weight_tying": False}, 3, "final_linear"),
+        ({"norm": "layernorm"}, 4, "no class with"),
+        ({"activation": "geglu"}, 4, "no class with"),
+        ({"rotary_pct": 0.5}, 4, "no class with"),
+        ({"gpt_j_residual": True}, 4, "no class with"),
+        ({"pos_emb": "alibi"}, 4, "pos_emb"),
+        ({"pos_emb": None}, 4, "pos_emb = 'learned'"),
+        ({"use_qk_layernorm": True}, 4, "use_qk_layernorm"),
+        ({"num_kv_heads": 2}, 3, "query_key_value"),
+        ({"attention_config": [[["sparse_fixed"], 2]]}, 4, "sparse_fixed"),
+        ({"max_position_embeddings": None}, 3, "max_positions"),
+        ({"rms_norm_epsilon": "small"}, 3, "norm_epsilon"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit(neox, convert, tmp_path, settings, code, part):
+    run, tag = neox("llama-mha-tp2")
+    changed(tag, **settings)
+    ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--gqa-layout", "blocked")
+    refused(ran, code, part)
+
+
+def test_numbers_without_a_point(neox, convert, tmp_path):
+    """PyYAML takes 3e-06 for a text."""
+    run, tag = neox("llama-mha-tp2")
+    changed(tag, rms_norm_epsilon="3e-06")
+    assert convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101).code == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == 3e-06
+
+
+def test_several_yml_are_merged(neox, convert, tmp_path):
+    run, tag = neox("llama-mha-tp2")
+    import yaml
+
+    path = next((tag / "configs").glob("*.yml"))
+    held = yaml.safe_load(path.read_text())
+    rest = {key: held.pop(key) for key in ("num_layers", "norm", "rms_norm_epsilon")}
+    path.write_text(yaml.safe_dump(held))
+    lines = (f'  # a comment\n  "{key.replace("_", "-")}": {json.dumps(value)},\n' for key, value in rest.items())
+    (tag / "configs" / "model.yml").write_text("{\n" + "".join(lines) + "}\n")
+    assert convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101).code == 0
+
+
+def test_two_yml_that_contradict_each_other(neox, told):
+    run, tag = neox("llama-mha-tp2")
+    (tag / "configs" / "z.yml").write_text("num-layers: 7\n")
+    told(run, 3, "num_layers", "another file")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [",
+        "- 1\n- 2\n",
+        "\tx: 1",
+        "&a [*a]",
+        "a: !!python/object/apply:os.system ['true']",
+        "\x00",
+        "x: " + "[" * 5000,
+    ],
+)
+def test_yml_that_is_none(neox, convert, tmp_path, text):
+    run, _ = neox("llama-mha-tp2")
+    (tmp_path / "bad.yml").write_text(text)
+    ran = convert("neox2hf", run, tmp_path / "out", "--config", tmp_path / "bad.yml", "--vocab-size", 101)
+    refused(ran, 3, "bad.yml")
+
+
+def test_an_explosion_of_aliases(neox, convert, tmp_path):
+    run, _ = neox("llama-mha-tp2")
+    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))]
+    (tmp_path / "bad.yml").write_text("\n".join([*lines, "attention_config: *a11"]))
+    ran = convert("neox2hf", run, tmp_path / "out", "--config", tmp_path / "bad.yml", "--vocab-size", 101)
+    assert ran.code in (3, 4)
+
+
+def test_a_vocabulary_that_is_too_large(neox, told):
+    run, _ = neox("llama-mha-tp2")
+    told(run, 3, "holds 102 rows of embeddings, the vocabulary has 103", flags=("--vocab-size", "103"))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_topologies_that_do_not_divide(model, convert, tmp_path):
+    hf = model("llama")
+    refused(convert("hf2neox", hf, tmp_path / "a", "--tp", 3), 5, "do not divide over tp = 3")
+    refused(convert("hf2neox", hf, tmp_path / "b", "--pp", 5), 5, "4 layers do not fill 5 pipeline stages")
+    refused(convert("hf2neox", hf, tmp_path / "c", "--pp", 2, "--layout", "sequential"), 2, "sequential has no stages")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3"])
+def test_models_that_neox_lacks(model, convert, tmp_path, name):
+    refused(convert("hf2neox", model(name), tmp_path / "out"), 4, "GPT-NeoX has")
+
+
+def test_a_neox_model_has_no_megatron_layout(model, convert, tmp_path):
+    refused(convert("hf2megatron", model("gpt_neox"), tmp_path / "out"), 4, "no Megatron layout")

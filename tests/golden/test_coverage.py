@@ -70,5 +70,5 @@ def test_every_line_of_a_family_was_written_by_transformers(model, family):
         if case.model.partition("-")[0].rstrip("3") == family or case.model.partition("-")[0] == family:
             seen |= used(model(case.model, case.dtype))
     explicit_tied_head = {(f"{head}.weight", "embedding: vocab hidden") for head in ("lm_head", "embed_out")}
-    in_memory = {("lm_head.weight", "head: vocab hidden")} if family == "gpt_neox" else set()  # test_zero.py
+    in_memory = {("lm_head.weight", "head: vocab hidden")} if family == "gpt_neox" else set()  # test_fsdp_other_models
     assert lines(FAMILIES[family].tensors) - seen - explicit_tied_head - in_memory == set()

@@ -28,7 +28,10 @@ def test_every_family_and_type_comes_back(model, convert, tmp_path, name, dtype)
         assert convert("verify", folder, source).code == 0
         words = ("--shard-size", "100KB") if dtype == "bfloat16" else ()
         assert convert("fsdp2hf", folder, back, *words, "-q").code == 0
-        assert files(back) == files(source)
+        if words and name.startswith("gpt_neox"):  # transformers sorts the names of a class that it renames
+            assert convert("digest", back).out.split()[0] == digest
+        else:
+            assert files(back) == files(source)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

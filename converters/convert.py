@@ -281,7 +281,9 @@ def _write(
         )
     _finish_files(target.files, sums, request.limits.threads)
     digest.check_source(plan, journal.digests)
-    texts = dict(target.texts) | {f"{target.home}/{digest.MANIFEST}": digest.manifest(plan, journal.digests)}
+    texts = dict(target.texts)
+    if plan.again is None:
+        texts[f"{target.home}/{digest.MANIFEST}"] = digest.manifest(plan, journal.digests)
     _write_small_files(request.root, texts, target.copies)
 
 

@@ -74,7 +74,7 @@ class Plan:
     """All jobs of a conversion; without a target, those of reading the source once.
 
     `spec` is that of the output; `notes` are what else the user should know. `again` makes of the plan one that reads
-    the output, where no reader of a checkpoint would read all of it.
+    the output, where no reader of a checkpoint would read all of it; such an output has no manifest.
     """
 
     source: Checkpoint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,6 +17,8 @@ from formats.huggingface import read_json
 
 FRESH = {"megatron": "--no-load-optim --no-load-rng", "neox": "finetune: true"}
 """Format: how its framework is told to begin with fresh optimizer states."""
+MOST_FILES = 64
+"""Files of a plan that are listed."""
 MOST_DRIFTED = 10
 """Lines of the table of averaged tensors."""
 
@@ -104,7 +106,7 @@ def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
 def plan_record(plan: Plan) -> dict[str, Any]:
     """Everything that a plan says."""
     source, target = plan.source, plan.target
-    notes = [*_notes(source), *plan.notes]
+    notes = [*(_notes(source) if plan.again is None else ()), *plan.notes]
     if source.dropped:
         notes.append(f"what is no weight of the model stays behind: {len(source.dropped)} such as {source.dropped[0]}")
     record: dict[str, Any] = {
@@ -164,14 +166,21 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if not record["edges"]:
         yield "change nothing: all bits are kept"
     yield f"write  {len(target['files'])} files, {size(target['bytes'])}"
-    yield table((name, size(nbytes)) for name, nbytes in target["files"].items())
-    yield f"       and {', '.join(target['small files'])}"
+    yield table((name, size(nbytes)) for name, nbytes in list(target["files"].items())[:MOST_FILES])
+    if len(target["files"]) > MOST_FILES:
+        yield f"  … and {len(target['files']) - MOST_FILES} more"
+    yield f"       and {_some(target['small files'], MOST_FILES)}"
     for name, keys in record["residue"].items():
-        names = ", ".join(keys[:12]) + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
+        names = _some(keys, 12)
         kept = "kept as they are" if name == "config.json" else "kept by reshard, a config cannot hold them"
         yield f"keep   settings of {name} that are in no table ({kept}): {names}"
     for note in record["notes"]:
         yield f"note   {note}"
+
+
+def _some(names: Sequence[str], most: int) -> str:
+    """Names, the first of many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def drift_lines(drifted: Mapping[str, float]) -> Iterator[str]:

@@ -64,9 +64,20 @@ def plan_universal(opened: list[Checkpoint], request: Request) -> Plan:
     jobs = tuple(_named(job, state) for plan, state in named for job in plan.jobs)
     lost = universal.left_out(model)
     notes = [f"what is no plain data stays behind: {', '.join(lost)}"] if lost else []
-    if model.get("frozen_param_shapes"):
-        notes.append("frozen parameters have no states, and DeepSpeed restores none from a universal checkpoint")
+    frozen = _frozen(model, {one.name for one in parameters})
+    if frozen:
+        notes.append(
+            f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores none "
+            "from a universal checkpoint"
+        )
     return Plan(opened[0], opened[0].spec, jobs, Target(files, texts, {}, tag.name), tuple(notes), read_back)
+
+
+def _frozen(model: Mapping[str, Any], trained: set[str]) -> list[str]:
+    """The parameters of a plain model that no optimizer group holds."""
+    module = model.get("module")
+    others = {*trained, *(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
+    return [str(name) for name in module if name not in others] if isinstance(module, Mapping) and module else []
 
 
 def _named(job: Job, state: str) -> Job:

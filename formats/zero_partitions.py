@@ -103,7 +103,8 @@ def _partition(file: TorchFile, states: Sequence[str]) -> Partition:
 def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> Partition:
     if "ds_autoep_layers" in file.value or "autoep_layers" in file.value:
         raise UnsupportedError(f"{file.path}: expert parallel optimizer states are not supported")
-    stage = held["zero_stage"].args[0] if "zero_stage" in held else 1  # BF16_Optimizer says no stage
+    said = held.get("zero_stage", 1)  # BF16_Optimizer says no stage
+    stage = said.args[0] if isinstance(said, Opaque) else said
     if stage not in (1, 2, 3):
         raise UnsupportedError(f"{file.path}: ZeRO stage {short(stage)} is not known")
     masters = held["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +35,7 @@ TO_TORCH = 'mkdir "$1" && exec "$2" -m torch.distributed.checkpoint.format_utils
 STARTS = 15
 HANGS = 1800
 MOST_SPACE = 4 << 30
-PARTS = ["start", "speed", "fsdp", "ranks", "memory"]
+PARTS = ["start", "speed", "fsdp", "zero", "ranks", "memory"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def run(
 
 def environment() -> dict[str, str]:
     """The caller's environment, with bytecode cached as it is for an installed package."""
-    cache = {"PYTHONPYCACHEPREFIX": str(Path(tempfile.gettempdir()) / "vitruvian-bench-pycache")}
+    trusted = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "DS_ACCELERATOR": "cpu"}  # zero_to_fp32 unpickles
+    cache = trusted | {"PYTHONPYCACHEPREFIX": str(Path(tempfile.gettempdir()) / "vitruvian-bench-pycache")}
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | cache
 
 
@@ -153,7 +155,9 @@ def show(title: str, found: Mapping[str, list[Sample]], bases: Sequence[str] = (
 
 def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    libraries = {name: version(name) for name in ("numpy", "blake3", "click", "torch", "accelerate", "vitruvian")}
+    libraries = {
+        name: version(name) for name in ("numpy", "blake3", "click", "torch", "accelerate", "deepspeed", "vitruvian")
+    }
     return {
         "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "memory": f"{memory / 2**30:.0f} GiB",
         "kernel": platform.release(), "python": platform.python_version(), "load": round(os.getloadavg()[0], 1),
@@ -254,6 +258,39 @@ def merge(title: str, source: str, config: str, out: Path, rounds: int, results:
         results.targets.append((f"{title}, {name}: peak RSS", max(s.rss for s in found[name]) / 1e6, 64, "MB"))
 
 
+def zero(work: Path, rounds: int, results: Results) -> None:
+    """DeepSpeed checkpoints of 2 ranks against `zero_to_fp32.py`, the script that DeepSpeed leaves beside them."""
+    config, out = model(work, "617M"), work / "out"
+    script = Path(find_spec("deepspeed").submodule_search_locations[0]) / "utils" / "zero_to_fp32.py"
+    for stage in (2, 3):
+        folder = work / f"617M-zero{stage}"
+        if not folder.exists():
+            fresh = work / "fresh"
+            shutil.rmtree(fresh, ignore_errors=True)
+            run([sys.executable, "-m", "tests.bench.make_zero", config, str(fresh), "--stage", str(stage)], disk=work)
+            shutil.copy(script, fresh)
+            fresh.rename(folder)
+        ours = (CONVERT, "zero2hf", str(folder), "{out}", "--config", config, "--weights", "fp32-master", "-q")
+        theirs = (sys.executable, str(folder / "zero_to_fp32.py"), str(folder), "{out}", "--safe_serialization")
+        for name, command in (("ours", ours), ("theirs", theirs)):
+            run([word.replace("{out}", str(out / name)) for word in command])
+        run([sys.executable, "-m", "tests.bench.make_zero", "--same", str(out / "ours"), str(out / "theirs")])
+        shutil.rmtree(out)
+        contenders = [
+            Contender("convert", ours),
+            Contender("zero_to_fp32", theirs),
+            Contender("convert --no-verify", (*ours, "--no-verify")),
+            Contender("convert, to bf16", (*ours, "--dtype", "bf16")),
+        ]
+        title = f"zero2hf, stage {stage}, 2 ranks, fp32 masters"
+        found = results.samples[title] = interleave(contenders, rounds, out)
+        show(title, found, ["zero_to_fp32"])
+        for name in (name for name in found if name.startswith("convert")):
+            faster = 1 / ratios(found[name], found["zero_to_fp32"])[0]
+            results.targets.append((f"{title}, {name}: times as fast as zero_to_fp32", -faster, -3, "x"))
+            results.targets.append((f"{title}, {name}: peak RSS", max(s.rss for s in found[name]) / 1e6, 64, "MB"))
+
+
 def ranks(work: Path, rounds: int, results: Results) -> None:
     """An FSDP checkpoint of many ranks, without weights: what planning takes, and how much memory."""
     many, title = model(work, "8B", "--fsdp", "128"), "8B, 128 ranks (sparse)"
@@ -340,7 +377,7 @@ def main() -> None:
     wanted, rounds = options.only or PARTS, 3 if options.quick else 5
     if "start" in wanted:
         start(options.work, results)
-    for part in (speed, fsdp, ranks):
+    for part in (speed, fsdp, zero, ranks):
         if part.__name__ in wanted:
             part(options.work, rounds, results)
     if "memory" in wanted:

@@ -31,7 +31,7 @@ OPT = {"vocab_size": 211, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers":
 
 
 class Case(NamedTuple):
-    """A model, the class that holds it, whether transformers would write the same file, and whether a table knows it."""
+    """A model, the class that holds it, whether transformers writes the same file, and whether a table knows it."""
 
     model_type: str
     settings: dict[str, Any]

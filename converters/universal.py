@@ -67,8 +67,8 @@ def plan_universal(opened: list[Checkpoint], request: Request) -> Plan:
     frozen = _frozen(model, {one.name for one in parameters})
     if frozen:
         notes.append(
-            f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores none "
-            "from a universal checkpoint"
+            f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores "
+            "none from a universal checkpoint"
         )
     return Plan(opened[0], opened[0].spec, jobs, Target(files, texts, {}, tag.name), tuple(notes), read_back)
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from formats import deepspeed, huggingface, neox_gqa, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
@@ -23,7 +23,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.layout import Placed, Slot, match, rules, slots
 from formats.neox_args import from_neox, is_gated, read_yml
 from formats.scattered import Scattered, spread
-from formats.spec import ModelSpec, whole
+from formats.spec import ModelSpec, differences
 from formats.storage import Fragment
 from formats.torchfile import TorchFile, read_torch
 
@@ -101,40 +101,26 @@ def detect(path: Path) -> bool:
     return False
 
 
+class _Model(NamedTuple):
+    """What a checkpoint is of: its settings, and which of the table's layouts its tensors have."""
+
+    spec: ModelSpec
+    config: Mapping[str, Any]
+    assets: Path | None
+    padded: int
+    qkv: str
+    mlp: str
+    notes: list[str]
+
+
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: the pickles of its files, none of the weights."""
     run, tag = deepspeed.locate(path, settings.tag)
     models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
     found, tp = _tensors(tag, models)
-    keys = {key for tensors in found.values() for key in tensors}
-    config, where = config_of(tag, settings.config)
-    assets = next((one for one in (settings.config, run / ASSETS) if one and (one / "config.json").is_file()), None)
-    known = models[0].value.get(OURS)
-    known = known if isinstance(known, Mapping) else {}
-    if settings.vocab_size is None:
-        vocab = huggingface.read_spec(assets, Settings()).vocab if assets else known.get("vocab")
-        settings = replace(settings, vocab_size=None if vocab is None else whole(vocab, "vocab", str(tag)))
-    _require_same_model(models, config, where, tp)
-    padded = _rows(found, r"word_embeddings\.weight") * tp
-    inner = _rows(found, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight") * tp
-    ffn = inner // 2 if is_gated(config) and not any(key.endswith("mlp.w1.weight") for key in keys) else inner
-    biases = any(re.search(r"attention\..*\.bias$", key) for key in keys)
-    if config.get("use_bias_in_attn_linear", True) is not biases:
-        said = (
-            f"{where} says use_bias_in_attn_linear = {not biases}, {tag} holds {'such' if biases else 'no such'} biases"
-        )
-        raise SourceError(said, "it is the yml of another model")
-    spec = from_neox(config, settings.values, ffn, biases, settings.vocab_size, where)
-    if spec.vocab is not None and spec.vocab > padded:
-        raise SourceError(
-            f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"
-        )
-    old = any(key.endswith("mlp.w1.weight") for key in keys)
-    if known.get("gqa_layout") == "blocked":
-        settings = replace(settings, gqa_layout="blocked")
-    layout, notes = ("mha", []) if spec.kv_heads == spec.heads else neox_gqa.choose(spec, found, tp, settings, old)
-    layered = _is_layered(found)
-    wanted = list(slots_of(spec, tp, padded, {layout, "separate" if old else "fused"}, layered=layered))
+    layered = any(file.startswith("layer_") for file in found)
+    model = _describe(run, tag, models, found, tp, settings)
+    wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=layered))
     lost = sorted({slot.file for slot in wanted} - found.keys())
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
@@ -144,36 +130,77 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if settings.weights not in (None, "module"):
         state = settings.weights.replace("fp32-master", "fp32")
         parts = _masters(tag, models, tp, state, layered=layered)
-        if state == "fp32" and layout != "grouped":
+        if state == "fp32" and model.qkv != "grouped":  # whose thirds no single place of the module holds
             twins = tuple(match(wanted, found, DROPS, tag)[0])
         found = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
-    if layout == "grouped":
-        found, parts = neox_gqa.split(spec, found, parts, tp)
+    if model.qkv == "grouped":
+        found, parts = neox_gqa.split(model.spec, found, parts, tp)
     placed, dropped = match(wanted, found, DROPS, tag)
     pieces = tuple(
         piece
         for one in placed
         for piece in (spread(one, parts[one.slot.file, one.key]) if (one.slot.file, one.key) in parts else [one])
     )
-    topology = {"tp": tp} | ({"pp": len(models) // tp} if layered else {})
     held = models[0].value
     extra = {
         "folder": tag.name,
         "iteration": held.get("iteration"),
-        "padded_vocab": padded,
-        "yml": config,
-        "vocab_multiple": config.get("make_vocab_size_divisible_by", 128),
+        "padded_vocab": model.padded,
+        "yml": model.config,
+        "vocab_multiple": model.config.get("make_vocab_size_divisible_by", 128),
         "layered": layered,
-        "gqa": layout,
-        "mlp": "separate" if old else "fused",
+        "gqa": model.qkv,
+        "mlp": model.mlp,
         "state": tuple(name for name in STATE if held.get(name)),
     }
+    topology = {"tp": tp} | ({"pp": len(models) // tp} if layered else {})
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
-    return Checkpoint(run, tag, NAME, spec, pieces, tuple(dropped), files, topology, assets, extra, twins, tuple(notes))
+    left, notes = tuple(dropped), tuple(model.notes)
+    return Checkpoint(run, tag, NAME, model.spec, pieces, left, files, topology, model.assets, extra, twins, notes)
 
 
-def _is_layered(found: Mapping[str, Any]) -> bool:
-    return any(file.startswith("layer_") for file in found)
+def _describe(
+    run: Path,
+    tag: Path,
+    models: Mapping[int, TorchFile],
+    found: Mapping[str, Mapping[str, Fragment]],
+    tp: int,
+    settings: Settings,
+) -> _Model:
+    """The settings of a model, from its yml, its shapes, and the config.json that may travel with it.
+
+    Raises:
+        SourceError: they do not belong together.
+    """
+    config, where = config_of(tag, settings.config)
+    _require_same_model(models, config, where, tp)
+    assets = next((one for one in (settings.config, run / ASSETS) if one and (one / "config.json").is_file()), None)
+    base = huggingface.read_spec(assets, Settings()) if assets else None
+    known = models[0].value.get(OURS)
+    known = known if isinstance(known, Mapping) else {}
+    vocab = settings.vocab_size or (base.vocab if base else known.get("vocab"))
+    keys = {key for tensors in found.values() for key in tensors}
+    padded = _rows(found, r"word_embeddings\.weight") * tp
+    old = any(key.endswith("mlp.w1.weight") for key in keys)
+    inner = _rows(found, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight") * tp
+    biases = any(re.search(r"attention\..*\.bias$", key) for key in keys)
+    if config.get("use_bias_in_attn_linear", True) is not biases:
+        held = "such" if biases else "no such"
+        said = f"{where} says use_bias_in_attn_linear = {not biases}, {tag} holds {held} biases"
+        raise SourceError(said, "it is the yml of another model")
+    ffn, family = inner // 2 if is_gated(config) and not old else inner, base.family if base else known.get("family")
+    spec = from_neox(config, settings.values, ffn, biases, vocab, where, family)
+    if spec.vocab is not None and spec.vocab > padded:
+        raise SourceError(
+            f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"
+        )
+    if base:
+        _require_same_config(spec, base, settings, where)
+    qkv, notes = "mha", list[str]()
+    if spec.kv_heads != spec.heads:
+        said = "blocked" if known.get("gqa_layout") == "blocked" else settings.gqa_layout
+        qkv, notes = neox_gqa.choose(spec, found, tp, said, old)
+    return _Model(spec, config, assets, padded, qkv, "separate" if old else "fused", notes)
 
 
 def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict[str, Fragment]], int]:
@@ -261,6 +288,17 @@ def _require_same_model(models: Mapping[int, TorchFile], config: Mapping[str, An
             raise SourceError(
                 f"{file.path} was saved with model_parallel_size {short(said['model_parallel_size'])}, {tp} ranks are there"
             )
+
+
+def _require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, where: str) -> None:
+    """The config.json of Hugging Face that goes with a checkpoint describes the same model as its yml."""
+    decided = {*settings.values, "max_positions", "vocab"}
+    wrong = [line for line in differences(spec, base) if line.partition(":")[0] not in decided]
+    if wrong:
+        raise RefusedError(
+            f"{where} and its config.json contradict each other (yml | config): {'; '.join(wrong)}",
+            "decide with --set NAME=VALUE, or give the right config with --config",
+        )
 
 
 def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:

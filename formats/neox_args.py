@@ -86,7 +86,13 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def from_neox(
-    config: Mapping[str, Any], settings: Mapping[str, Any], ffn: int, biases: bool, vocab: int | None, where: str
+    config: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    ffn: int,
+    biases: bool,
+    vocab: int | None,
+    where: str,
+    family: Any = None,
 ) -> ModelSpec:
     """Read the settings of a model.
 
@@ -97,6 +103,7 @@ def from_neox(
         biases: whether the checkpoint holds biases.
         vocab: the true vocabulary, None while unknown.
         where: what to call the configuration in an error.
+        family: the one to choose where several compute the same: a Mistral without a window is a Llama.
 
     Raises:
         SourceError: a setting is missing.
@@ -119,6 +126,8 @@ def from_neox(
         "tied": not config.get("no_weight_tying", False),
         **_family(config, biases, values["kv_heads"] not in (None, heads), where),
     }
+    if (values["family"], family) == ("llama", "mistral"):
+        values["family"] = family
     _require_dense(config, where)
     return checked(values | dict(settings), where)
 
@@ -179,7 +188,7 @@ def _require_dense(config: Mapping[str, Any], where: str) -> None:
         one = rest.pop()
         if isinstance(one, list):
             rest += one
-        elif isinstance(one, str) and one not in DENSE:
+        elif one not in DENSE and type(one) is not int:
             raise UnsupportedError(f"{where}: attention of the kind {short(one)} is not supported")
     raise SourceError(f"{where}: its attention_config is no list of layers")
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from formats.checkpoint import Settings
 from formats.errors import RefusedError
 from formats.layout import Cut
 from formats.scattered import Piece, Scattered, scattered, whole_part
@@ -27,15 +26,22 @@ SEPARATE, CLEAR = 20.0, 4.0
 Found = Mapping[str, Mapping[str, Fragment]]
 
 
-def choose(spec: ModelSpec, found: Found, tp: int, settings: Settings, old: bool) -> tuple[str, list[str]]:
+def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tuple[str, list[str]]:
     """The layout of a checkpoint as a layout condition, and what to tell the user about it.
+
+    Args:
+        spec: the model.
+        found: the tensors of each file.
+        tp: tensor parallel size.
+        layout: what the user said: `auto`, `blocked` or `grouped`.
+        old: whether the names are those of before September 2024.
 
     Raises:
         RefusedError: names and weights do not tell, or contradict each other.
     """
     said = {"blocked": "gqa", "grouped": "grouped"}
-    if settings.gqa_layout != "auto":
-        return said[settings.gqa_layout], []
+    if layout != "auto":
+        return said[layout], []
     if spec.head_dim * spec.kv_heads % spec.heads:
         return said["blocked"], []  # no head could have its share: the older code did not run with such sizes
     seen = _seen(spec, found, tp)

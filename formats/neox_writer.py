@@ -101,7 +101,7 @@ def _head(spec: ModelSpec, options: Options, padded: int) -> dict[str, Any]:
             "padded_vocab_size": padded,
             "model_parallel_size": options.tp,
         },
-        OURS: {"gqa_layout": "blocked", "vocab": spec.vocab},
+        OURS: {"gqa_layout": "blocked", "vocab": spec.vocab, "family": spec.family},
     }
 
 

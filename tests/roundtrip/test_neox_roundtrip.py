@@ -1,0 +1,71 @@
+"""HF to GPT-NeoX to another topology of GPT-NeoX to HF: every file comes back byte for byte."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.models import files
+
+NAMES = ["llama", "llama-tied", "llama-mha", "mistral-tied", "gpt_neox", "gpt_neox-tied"]
+"""What GPT-NeoX has: with and without grouped queries, parallel and serial residual, tied and untied."""
+TOPOLOGIES = ["tp1", "tp2", "tp4", "tp1 pp1", "tp2 pp2", "tp1 pp4"]
+"""With `pp` as a pipeline's files, without as a sequential checkpoint."""
+
+
+def flags(topology: str) -> list[str]:
+    """`tp2 pp2` as options."""
+    words = [word for part in topology.split() for word in (f"--{part[:2]}", part[2:])]
+    return [*words, "--layout", "pipeline" if "pp" in topology else "sequential"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_and_topology_comes_back(model, convert, tmp_path, name, dtype):
+    source = model(name, dtype)
+    digest = convert("digest", source).out.split()[0]
+    for number, one in enumerate(TOPOLOGIES):
+        two = TOPOLOGIES[number - 1]
+        first, second, back = (tmp_path / f"{number} {step}" for step in ("one", "two", "back"))
+        assert convert("hf2neox", source, first, *flags(one)).code == 0
+        assert convert("digest", first).out.split()[0] == digest
+        ran = convert("reshard", first, second, *flags(two), "--make-vocab-size-divisible-by", 8)
+        assert ran.code == 0, ran.err
+        assert convert("neox2hf", second, back).code == 0
+        assert files(back) == files(source)
+
+
+def test_the_vocabulary_is_padded_anew(model, convert, tmp_path):
+    """211 tokens: to 256 on one rank, to 224 of 16 on two."""
+    assert convert("hf2neox", model("llama"), tmp_path / "one").code == 0
+    ran = convert("reshard", tmp_path / "one", tmp_path / "two", "--tp", 2, "--make-vocab-size-divisible-by", 16)
+    assert ran.code == 0
+    padded = [json.loads(convert("inspect", tmp_path / one, "--json").out)["padded_vocab"] for one in ("one", "two")]
+    assert padded == [256, 224]
+
+
+def test_a_run_of_neox_has_what_it_needs(model, convert, tmp_path):
+    """The files that NeoX looks for, and a yml whose keys it knows."""
+    import yaml
+
+    assert convert("hf2neox", model("gpt_neox"), tmp_path / "run", "--tp", 2, "--iteration", 423858).code == 0
+    assert (tmp_path / "run" / "latest").read_text() == "global_step423858"
+    tag = tmp_path / "run" / "global_step423858"
+    config = yaml.safe_load((tag / "configs" / "model.yml").read_text())
+    assert config["layernorm_epsilon"] == 1e-5
+    assert config["rotary_pct"] == 0.25
+    assert (config["gpt_j_residual"], config["no_weight_tying"], config["model_parallel_size"]) == (True, True, 2)
+    assert type(config["rotary_emb_base"]) is int
+
+
+def test_torch_reads_what_we_write(model, convert, tmp_path):
+    """What NeoX asks of a file with `finetune: true`: module and dp_world_size (deepspeed/runtime/engine.py:4668)."""
+    import torch
+
+    assert convert("hf2neox", model("gpt_neox"), tmp_path / "run", "--tp", 2).code == 0
+    held = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("run/*/mp_rank_*"))]
+    assert [one["dp_world_size"] for one in held] == [1, 1]
+    biases = [one["module"]["sequential.2.attention.dense.bias"] for one in held]
+    assert biases[0].any()
+    assert not biases[1].any()  # of a sum over ranks the first one holds all

@@ -1,0 +1,117 @@
+"""The yml of GPT-NeoX: settings both ways, YaRN as the fork computes it, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from formats.errors import SourceError, UnsupportedError
+from formats.neox_args import from_neox, to_neox
+
+LLAMA: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "max_position_embeddings": 4096,
+    "pos_emb": "rotary", "norm": "rmsnorm", "rms_norm_epsilon": "3e-06", "activation": "swiglu",
+    "no_weight_tying": True, "rotary_emb_base": 200000,
+}  # fmt: skip
+PYTHIA: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "max_position_embeddings": 2048, "pos_emb": "rotary",
+    "rotary_pct": 0.25, "no_weight_tying": True, "gpt_j_residual": True,
+}  # fmt: skip
+
+
+def spec(config: dict[str, Any], *, biases: bool = False, **settings: Any) -> Any:
+    return from_neox(config, settings, 96, biases, 211, "run.yml")
+
+
+def test_a_llama():
+    found = spec(LLAMA)
+    assert (found.family, found.kv_heads, found.norm_epsilon, found.tied) == ("llama", 4, 3e-6, False)
+    assert spec(LLAMA | {"sliding_window_width": 512}).family == "mistral"
+
+
+def test_what_neox_takes_when_a_key_is_absent():
+    """megatron/neox_arguments/neox_args.py at ea7aefd8: tied, LayerNorm with 1e-5, GELU, serial, whole heads turn."""
+    bare = {key: PYTHIA[key] for key in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")}
+    found = spec(bare | {"pos_emb": "rotary"}, biases=True)
+    assert (found.family, found.tied, found.norm_epsilon, found.rope_theta) == ("gpt_neox", True, 1e-5, 10000.0)
+    assert (found.rotary_fraction, found.parallel_residual, found.activation) == (1.0, False, "gelu")
+    with pytest.raises(UnsupportedError, match="pos_emb = 'learned'"):
+        spec(bare, biases=True)
+
+
+@pytest.mark.parametrize(("fused", "activation"), [(True, "gelu_fast"), (False, "gelu")])
+def test_a_fused_gelu_is_the_one_with_tanh(fused, activation):
+    import torch
+    from transformers.activations import ACT2FN
+
+    found = spec(PYTHIA | {"bias_gelu_fusion": fused}, biases=True)
+    assert found.activation == activation
+    x = torch.linspace(-4, 4, 1000, dtype=torch.float64)
+    tanh = x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))  # activations.py:83
+    exact = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    assert torch.allclose(ACT2FN[activation](x), tanh if fused else exact, atol=1e-7)
+
+
+@pytest.mark.parametrize("factor", [None, 8.0])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_yarn_turns_as_in_the_fork(factor, scale):
+    """Its cosine and sine, computed here as it does, are those of transformers with our settings."""
+    import torch
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    keys = {"yarn_factor": factor, "yarn_attention_factor": scale}
+    config = LLAMA | {"yarn": True, "yarn_original_max_position_embeddings": 1024, "seq_length": 4096}
+    found = spec(config | {key: value for key, value in keys.items() if value is not None})
+    rope = {"rope_theta": found.rope_theta, **found.rope_scaling}
+    theirs = LlamaConfig(head_dim=64, max_position_embeddings=4096, rope_parameters=rope)
+    frequencies, product = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    stretch, dim, base = factor or 4.0, 64, 200000
+    plain = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
+
+    def place(turns: float) -> float:
+        return dim * math.log(1024 / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = max(math.floor(place(32)), 0), min(math.ceil(place(1)), dim - 1)
+    ramp = ((torch.arange(dim // 2) - low) / (high - low)).clamp(0, 1)
+    assert torch.allclose(frequencies, plain * (1 - ramp) + plain / stretch * ramp)
+    assert product == pytest.approx(0.1 * (1.0 if scale is None else scale) * math.log(stretch) + 1)
+
+
+@pytest.mark.parametrize("config", [LLAMA, LLAMA | {"num_kv_heads": 8}, LLAMA | {"sliding_window_width": 512}, PYTHIA])
+def test_what_is_written_is_read_as_the_same(config):
+    found = spec(config, biases="rotary_pct" in config)
+    again = to_neox(found, 2, 0, 128, {})
+    assert spec(again, biases="rotary_pct" in config) == found
+    assert "train_iters" not in again
+    kept = to_neox(found, 2, 0, 128, config | {"train_iters": 7, "expansion_factor": 4, "mlp_type": "llama"})
+    assert kept["train_iters"] == 7
+    assert not {"expansion_factor", "mlp_type"} & kept.keys()
+
+
+def test_an_inner_size_that_neox_takes_two_thirds_of():
+    """ParallelMLP: int(int(x * 2 / 3)) for gate and up together (transformer.py:117-143)."""
+    for ffn in (96, 21504, 11008, 14336, 5461):
+        found = from_neox(LLAMA, {}, ffn, False, 211, "run.yml")
+        size = to_neox(found, 1, 0, 1, {})["intermediate_size"]
+        assert (int(size * 2 / 3), int(size * 2 / 3) // 2) == (2 * ffn, ffn)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"num_attention_heads": None}, SourceError), ({"num_layers": "two"}, SourceError),
+        ({"norm": "scalenorm"}, UnsupportedError), ({"activation": "reglu"}, UnsupportedError),
+        ({"gpt_j_tied": True}, UnsupportedError), ({"te_mha": True}, UnsupportedError),
+        ({"te_layernorm_mlp": True}, UnsupportedError), ({"moe_num_experts": 8}, UnsupportedError),
+        ({"use_mup": True}, UnsupportedError), ({"attention_config": [[["mamba"], 2]]}, UnsupportedError),
+        ({"attention_config": {"a": 1}}, UnsupportedError), ({"rotary_emb_base": "much"}, SourceError),
+        ({"rms_norm_epsilon": float("nan")}, SourceError), ({"num_kv_heads": 3}, SourceError),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_transformers_cannot_compute_is_refused(changes, error):
+    with pytest.raises(error):
+        spec(LLAMA | changes)

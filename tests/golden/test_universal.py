@@ -175,6 +175,37 @@ def test_masters_of_neox_names_come_back(made, convert, tmp_path, yml, kind):
         assert not torch.equal(norms[0], norms[1])
 
 
+@pytest.mark.parametrize(("pp", "tp"), [(0, 2), (2, 2), (2, 1), (0, 1)])
+def test_deepspeed_loads_what_we_write_for_neox(made, convert, tmp_path, yml, pp, tp):
+    """Its PipelineModule and its plain engine, strictly, at another topology than that of the training (TP2)."""
+    import torch
+    from safetensors.torch import load_file
+
+    flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked", "--make-vocab-size-divisible-by", 1]
+    kind = ["--layout", "pipeline", "--pp", pp] if pp else ["--layout", "sequential"]
+    run = tmp_path / "run"
+    assert convert("reshard", made(PARALLEL) / "tp2", run, *flags, *kind, "--tp", tp).code == 0
+    command = [sys.executable, str(SCRIPT), "load-neox", str(run), str(tmp_path / "held"), str(pp), str(tp)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    held = load_file(tmp_path / "held")
+    truth = truth_of(made(PARALLEL), "tp2")
+    assert len({key.split(".", 1)[1].removeprefix("sequential.") for key in held}) == 21
+    for key, tensor in held.items():
+        rank, name = int(key.partition(".")[0]), key.partition(".")[2].removeprefix("sequential.")
+        parts = [truth[f"{one}.module.sequential.{name}"] for one in range(2)]
+        if "norm" in name:
+            expected = ((parts[0].float() + parts[1].float()) / 2).bfloat16()
+        elif tp == 2:
+            expected = parts[rank % 2]
+        elif "linear1" in name or "query_key_value" in name:
+            sizes = [len(parts[0]) // 2] * 2 if "linear1" in name else [16, 8, 8]
+            expected = torch.cat([torch.cat(same) for same in zip(*(one.split(sizes) for one in parts), strict=True)])
+        else:
+            expected = torch.cat(parts, 1 if "dense" in name or "linear2" in name else 0)
+        assert torch.equal(bits(tensor), bits(expected)), key
+
+
 def test_norms_that_drifted_are_told_and_refused_on_demand(made, convert, tmp_path, yml):
     flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked"]
     told = convert("neox2hf", made(PARALLEL) / "tp2", tmp_path / "out", *flags)

@@ -3,6 +3,7 @@
     python zero_world.py MODEL_DIR OUT_DIR WORLD KIND [KIND ...]
     python zero_world.py load CHECKPOINT_DIR MODEL_DIR WORLD STAGE TRUTH
     python zero_world.py load-universal UNIVERSAL_DIR MODEL_DIR WORLD STAGE TRUTH
+    python zero_world.py load-neox RUN_DIR OUT_FILE PP TP
 
 The first writes OUT_DIR/KIND for every kind of the table KINDS, and OUT_DIR/KIND.truth.safetensors next to it: what the
 engine held in memory when it saved. Every kind runs in WORLD processes of its own, forked when all is imported, for
@@ -21,6 +22,9 @@ WORLD 2 the truths of zero1, zero2, zero3, bf16-optimizer and the round-robin ki
 a stage are. Layouts that differ could not agree if an address were wrong.
 
 pp2 kinds ask for an even WORLD, pp2-tp2 for a multiple of 4, tp2 kinds for an even one; what is left is data parallel.
+load-neox starts PP x TP processes (PP 0: no pipeline) with models of the names of GPT-NeoX, lets DeepSpeed load the
+module alone and strictly, as NeoX does with `finetune: true`, and writes what each mp rank holds to OUT_FILE.
+
 STAGE is 0 to 3 or bf16-optimizer; options of zero_optimization may follow, `3,sub_group_size=5000`. `load` needs WORLD
 and options as they were. DeepSpeed checks that, but not round_robin_gradients, without which it loads nonsense.
 """
@@ -459,6 +463,28 @@ def load(world: World, folder: Path, stage: str, expected: StateDict, *, univers
         sys.exit(1)
 
 
+def load_neox(world: World, folder: Path, out: Path, pp: int, tp: int) -> None:
+    """Let DeepSpeed load the module of a checkpoint with NeoX's names into a model of other weights."""
+    if pp:
+        topology = grid(world, pp, tp).topology()
+        model: nn.Module = PipelineModule(zero_neox.specs(tp), topology=topology, loss_fn=zero_neox.loss,
+                                          partition_method="type:Layer")  # fmt: skip
+        engine = engine_of(model, settings(1) | {"gradient_accumulation_steps": 2})
+    else:
+        model = zero_neox.Sequential(tp)
+        engine = engine_of(model, settings(1), mpu=grid(world, 1, tp))
+    with contextlib.redirect_stdout(io.StringIO()):
+        path, _ = engine.load_checkpoint(str(folder), load_module_strict=True, load_optimizer_states=False,
+                                         load_lr_scheduler_states=False, load_module_only=True)  # fmt: skip
+    assert path, "DeepSpeed found nothing to load"
+    rank = engine.mpu.get_model_parallel_rank()
+    found = {f"{rank}.{name}": value.detach().clone() for name, value in engine.module.named_parameters()}
+    everybody: list[Any] = [None] * world.size
+    dist.gather_object(found, everybody if world.rank == 0 else None)
+    if world.rank == 0:
+        save_file({name: value for each in everybody for name, value in each.items()}, out)
+
+
 def quiet() -> None:
     """No warnings, no progress bars, no log lines below errors."""
     warnings.filterwarnings("ignore")
@@ -508,6 +534,11 @@ def main(words: list[str]) -> int:
         universal = words[0] == "load-universal"
         job = functools.partial(load, folder=Path(folder), stage=stage, expected=load_file(path), universal=universal)
         return launch(int(size), load_model(model_dir), job)
+    if len(words) == 5 and words[0] == "load-neox":
+        pp, tp = map(int, words[3:])
+        job = functools.partial(load_neox, folder=Path(words[1]), out=Path(words[2]), pp=pp, tp=tp)
+        quiet()
+        return launch(max(1, pp) * tp, nn.Identity(), job)
     if len(words) < 4:
         print(__doc__, file=sys.stderr)
         return 2

@@ -229,6 +229,8 @@ def run(plan: Plan, request: Request, drifted: Callable[[Job, float], object] = 
     target = plan.target
     check_paths(plan.source, request)
     _check_space(target, request)
+    if plan.source.proof is not None:
+        _prove(plan.source.proof, request)
     mark = fingerprint(plan, request.limits.replicas)
     opened = open_journal(request.staging, mark, target.files, force=request.force, every=request.commit_seconds)
     with _signals() as stopped, opened as journal:
@@ -249,6 +251,17 @@ def run(plan: Plan, request: Request, drifted: Callable[[Job, float], object] = 
         except OSError as error:
             raise OutputError(f"{request.out} cannot be put in its place: {error.strerror}") from None
         return journal.digests
+
+
+def _prove(masters: Checkpoint, request: Request) -> None:
+    """Moments lie where the masters do: compare those with what the model computes with.
+
+    Raises:
+        VerificationError: they are not the same model.
+    """
+    jobs = make_plan(masters).jobs
+    with Progress("comparing masters", sum(job.nbytes for job in jobs), request.quiet) as progress:
+        digest_of(jobs, request.limits, progress.advance)
 
 
 def _write(

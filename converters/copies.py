@@ -15,6 +15,9 @@ from converters.regions import Nearby
 from formats.errors import VerificationError
 from formats.storage import DTYPES, FLOATS
 
+FARTHEST = 0.5
+"""Of the largest element of a tensor: copies of a norm that are farther apart did not drift there."""
+
 
 class Tile(NamedTuple):
     """A part of a tensor, and a thread's memory of the same size as bytes."""
@@ -37,7 +40,8 @@ class Copies:
         self.job, self.files = job, files
         self.replicas = {name: Nearby(one, axes) for name, one in job.replicas.items()} if heeded or job.partial else {}
         self.twins = Nearby(job.twins, axes) if job.twins and heeded else None
-        self.mean = policy == "mean" and job.source_dtype in FLOATS
+        self.mean = policy in ("mean", "drift") and job.source_dtype in FLOATS
+        self.plausible = policy == "drift" and not job.tensor.startswith("exp_avg")  # moments may be far apart
         self.worst: dict[str, float] = {}
         self.drift, self.unequal = 0.0, 0
 
@@ -54,7 +58,11 @@ class Copies:
             return values
         every = self._all(values, tile)
         apart = [copy for copy in every[1:] if not np.array_equal(every[0], copy)]
-        self.drift = max([self.drift, *(_distance(every[0], copy, self.job.source_dtype) for copy in apart)])
+        for copy in apart:
+            distance = _distance(every[0], copy, self.job.source_dtype)
+            self.drift = max(self.drift, distance)
+            if self.plausible and not distance <= FARTHEST * _largest(every[0], self.job.source_dtype):
+                self.worst["its copies"] = max(self.worst.get("its copies", 0.0), distance)
         return edges.mean(every, self.job.source_dtype) if apart else values
 
     def _all(self, values: Array, tile: Tile) -> list[Array]:
@@ -99,6 +107,12 @@ class Copies:
         if not self.worst:
             return
         name, distance = max(self.worst.items(), key=lambda pair: pair[1])
+        if name == "its copies":
+            raise VerificationError(
+                f"the copies of {job.name} are up to {distance:g} apart, too far for a norm that drifted: "
+                f"{job.sources[0].fragment.path} and others may be of different models",
+                "--replicas mean averages them all the same, --replicas first takes the first",
+            )
         paths = (str(parts[0].fragment.path) for parts in (job.sources, job.replicas[name]))
         where = " and ".join(dict.fromkeys(paths))
         if name == "copy":
@@ -111,6 +125,10 @@ class Copies:
             f"{name}: by up to {distance:g} between {where}",
             "--replicas first takes the first copy, --replicas mean their mean in float32",
         )
+
+
+def _largest(values: Array, dtype: str) -> float:
+    return float(np.abs(edges.to_float(values, dtype)).max(initial=0.0))
 
 
 def _distance(one: Array, two: Array, dtype: str) -> float:

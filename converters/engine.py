@@ -37,7 +37,8 @@ class Limits:
     Attributes:
         threads: jobs at a time.
         memory: bytes of all buffers together.
-        replicas: what to do with further copies of a tensor: `verify`, `first` or `mean`.
+        replicas: what to do with further copies of a tensor: `verify`, `first`, `mean`, or `drift`, the mean of copies
+            that are near each other.
         finite: refuse NaN and infinity.
         fresh: what is written to reads as zeros, so that zeros need not be written.
     """

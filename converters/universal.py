@@ -30,6 +30,8 @@ def open_states(path: Path, settings: Settings) -> list[Checkpoint]:
     """
     if not path.is_dir() or not deepspeed.detect(path):
         raise SourceError(f"{path} is no checkpoint of DeepSpeed", "name the folder with `latest`, or a global_stepN")
+    if universal.is_universal(deepspeed.locate(path, settings.tag)[1]):
+        raise UnsupportedError(f"{path} is a universal checkpoint already")
     if not neox.detect(path):
         return [_plain(path, settings, state) for state in zero_partitions.STATES]
     named = {"fp32": "fp32-master"}
@@ -122,7 +124,9 @@ def _plain(path: Path, settings: Settings, state: str) -> Checkpoint:
     placed, _ = match(verbatim.slots(spec), {"": whole}, (), tag)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
-    return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files)
+    module = zero.computed_with(tag) if state == "fp32" else {}
+    twins = tuple(one._replace(fragment=module[one.key]) for one in placed if one.key in module)
+    return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins)
 
 
 def _parameters(source: Checkpoint, steps: list[float]) -> Iterator[Parameter]:

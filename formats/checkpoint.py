@@ -54,6 +54,7 @@ class Checkpoint:
         extra: what only the same format can use again, such as Megatron's `args`.
         twins: where `tensors` are float32 masters, the same tensors in the type that the model computes with.
         notes: what else the user should know.
+        proof: where `tensors` are moments, the masters that lie beside them and can be compared with the module.
     """
 
     root: Path
@@ -68,6 +69,7 @@ class Checkpoint:
     extra: Mapping[str, Any] = field(default_factory=dict)
     twins: tuple[Placed, ...] = ()
     notes: tuple[str, ...] = ()
+    proof: Checkpoint | None = None
 
     def dtypes(self) -> dict[tuple[str, int | None], str]:
         """The element type of each logical tensor, by (name, layer).

@@ -15,6 +15,7 @@ from pathlib import Path
 from formats.errors import SourceError, UnsupportedError, short
 
 LATEST = "latest"
+MOST_RANKS = 1 << 20
 TRACKERS = (LATEST, "latest_universal")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 MODEL_OF_STAGE_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -35,6 +36,14 @@ def holds(folder: Path) -> bool:
 def tags(run: Path) -> list[str]:
     """The names of the tags in a run's folder."""
     return sorted(path.name for path in run.iterdir() if holds(path))
+
+
+def likely(run: Path) -> list[Path]:
+    """The tag that is read unless the user names another: that of `latest`, else the last one; none without tags."""
+    here = tags(run)
+    tracker = run / LATEST
+    said = tracker.read_bytes()[:1000].decode(errors="replace").strip() if tracker.is_file() else ""
+    return [run / (said if said in here else here[-1])] if here else []
 
 
 def detect(path: Path) -> bool:
@@ -87,7 +96,13 @@ def model_files(tag: Path) -> dict[int, Path]:
     experts = next((name for name in sorted(names) if EXPERT.fullmatch(name)), None)
     if experts:
         raise UnsupportedError(f"{tag} holds experts ({experts}), which are not supported")
-    found = {int(name[1]): path for one, path in names.items() if (name := MODEL.fullmatch(one))}
+    found: dict[int, Path] = {}
+    for one, path in sorted(names.items()):
+        name = MODEL.fullmatch(one)
+        if name and found.setdefault(int(name[1]), path) is not path:
+            raise SourceError(f"{tag} holds two files of rank {int(name[1])}: {found[int(name[1])].name} and {one}")
+    if max(found, default=0) > MOST_RANKS:
+        raise SourceError(f"{found[max(found)]} has the name of a rank that no run has")
     lost = [rank for rank in range(max(found, default=0)) if rank not in found]
     if lost or not found:
         wanted = [f"mp_rank_{rank:02d}_model_states.pt" for rank in lost or [0]]

@@ -22,9 +22,10 @@ from formats.checkpoint import Checkpoint, Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.layout import Placed, Slot, match, rules, slots
 from formats.neox_args import from_neox, is_gated, read_yml
+from formats.pickles import TensorRef
 from formats.scattered import Scattered, spread
 from formats.spec import ModelSpec, differences
-from formats.storage import Fragment
+from formats.storage import Fragment, read_into
 from formats.torchfile import TorchFile, read_torch
 
 NAME = "neox"
@@ -89,12 +90,17 @@ STATE = ("optimizer", "lr_scheduler", "random_rng_state")
 
 def detect(path: Path) -> bool:
     """Whether a folder is DeepSpeed's, with the names of NeoX."""
-    places = [path] if deepspeed.holds(path) else [path / name for name in deepspeed.tags(path)]
-    for place in places[-1:]:
+    places = [path] if deepspeed.holds(path) else deepspeed.likely(path)
+    for place in places:
         layers = [one for one in sorted(place.iterdir()) if deepspeed.LAYER.fullmatch(one.name)]
         models = [one for one in sorted(place.iterdir()) if deepspeed.MODEL.fullmatch(one.name)]
         for file in [*layers[:1], *models[:1]]:
-            value = read_torch(file).value
+            try:
+                value = read_torch(file).value
+            except SourceError:  # which `read` will tell
+                return bool(layers) or (place / "configs").is_dir()
+            if isinstance(value, Mapping) and "args" in value and value.get("module") is None:
+                return True  # of a pipeline, which needs its layers
             held = value.get("module", value) if isinstance(value, Mapping) else None
             if isinstance(held, Mapping) and any(re.match(r"(?:sequential\.0\.)?word_emb", str(key)) for key in held):
                 return True
@@ -118,6 +124,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     run, tag = deepspeed.locate(path, settings.tag)
     models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
     found, tp = _tensors(tag, models)
+    _require_own_seeds(models, tp)
     layered = any(file.startswith("layer_") for file in found)
     model = _describe(run, tag, models, found, tp, settings)
     wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=layered))
@@ -156,7 +163,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     topology = {"tp": tp} | ({"pp": len(models) // tp} if layered else {})
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     left, notes = tuple(dropped), tuple(model.notes)
-    return Checkpoint(run, tag, NAME, model.spec, pieces, left, files, topology, model.assets, extra, twins, notes)
+    moments = settings.weights in ("exp_avg", "exp_avg_sq")
+    proof = read(path, replace(settings, weights="fp32-master")) if moments else None
+    return Checkpoint(
+        run, tag, NAME, model.spec, pieces, left, files, topology, model.assets, extra, twins, notes, proof
+    )
 
 
 def _describe(
@@ -194,6 +205,13 @@ def _describe(
         raise SourceError(
             f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"
         )
+    unit = _unit(config, models[0], tp, padded)
+    if spec.vocab is not None and spec.vocab <= padded - unit and "vocab" not in settings.values:
+        raise RefusedError(
+            f"a vocabulary of {spec.vocab} would have been padded to {-(-spec.vocab // unit) * unit} rows, {tag} holds "
+            f"{padded}: rows of tokens would be lost",
+            f"give the tokenizer of this model, or insist with --set vocab={spec.vocab}",
+        )
     if base:
         _require_same_config(spec, base, settings, where)
     qkv, notes = "mha", list[str]()
@@ -210,6 +228,8 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
         SourceError: a file is missing, or of another topology.
     """
     layers = {path.name: path for path in sorted(tag.iterdir()) if deepspeed.LAYER.fullmatch(path.name)}
+    if not layers and models[0].value.get("module") is None:
+        raise SourceError(f"{tag} is a pipeline's, and lacks its layer_*-model_* files", "copy them from their nodes")
     for rank, file in models.items():
         if not isinstance(file.value, Mapping):
             raise SourceError(f"{file.path} holds no model states")
@@ -225,6 +245,12 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
     if not layers:
         found = {file.path.name: _strip(zero_partitions.module(file), file.path) for file in models.values()}
         return found, len(models)
+    whole_models = [file.path.name for file in models.values() if file.value.get("module") is not None]
+    if whole_models:
+        raise SourceError(
+            f"{tag} holds the layers of a pipeline, and a whole module in {whole_models[0]}: files of two saves",
+            "remove those that are older",
+        )
     found, ranks = {}, set()
     for name, path in layers.items():
         file = read_torch(path)
@@ -239,6 +265,31 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
     if len(models) % tp:
         raise SourceError(f"{tag} holds layers of {tp} tensor parallel ranks, but {len(models)} mp_rank files")
     return found, tp
+
+
+def _require_own_seeds(models: Mapping[int, TorchFile], tp: int) -> None:
+    """The random state of each rank begins with its seed, a common number plus its tensor parallel rank (mpu/random.py).
+
+    Raises:
+        SourceError: the seeds are those of other ranks: files were mixed up.
+    """
+    seeds = []
+    for file in models.values():
+        states = file.value.get("rng_tracker_states")
+        ref = states.get("model-parallel-rng") if isinstance(states, Mapping) else None
+        if not isinstance(ref, TensorRef) or ref.dtype != "U8" or not ref.shape or ref.shape[0] < 8:
+            return
+        fragment, raw = file.fragment(ref, "model-parallel-rng"), bytearray(8)
+        with file.path.open("rb") as opened:
+            read_into(opened.fileno(), memoryview(raw), fragment.offset, file.path)
+        seeds.append(int.from_bytes(raw, "little"))
+    expected = [min(seeds) + rank % tp for rank in models]
+    if sorted(seeds) == sorted(expected) and seeds != expected:
+        rank = next(rank for rank, seed in zip(models, seeds, strict=True) if seed != min(seeds) + rank % tp)
+        raise SourceError(
+            f"{models[rank].path} was saved by tensor parallel rank {seeds[rank] - min(seeds)}: files are mixed up",
+            "copy the files of all ranks again, each under its own name",
+        )
 
 
 def _strip(tensors: Mapping[str, Fragment], path: Path) -> dict[str, Fragment]:
@@ -288,6 +339,14 @@ def _require_same_model(models: Mapping[int, TorchFile], config: Mapping[str, An
             raise SourceError(
                 f"{file.path} was saved with model_parallel_size {short(said['model_parallel_size'])}, {tp} ranks are there"
             )
+
+
+def _unit(config: Mapping[str, Any], model: TorchFile, tp: int, padded: int) -> int:
+    """What the vocabulary was padded to a multiple of."""
+    args = model.value.get("args")
+    noted = args.get("make_vocab_size_divisible_by") if isinstance(args, Mapping) else None
+    multiple = noted or config.get("make_vocab_size_divisible_by", 128)
+    return multiple * tp if type(multiple) is int and multiple > 0 and padded % (multiple * tp) == 0 else padded
 
 
 def _require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, where: str) -> None:

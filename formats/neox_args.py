@@ -46,6 +46,9 @@ NEOX_ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys that change what the model computes, and the values that have a Hugging Face counterpart here."""
 
+BOOLEANS = (
+    "no_weight_tying", "gpt_j_residual", "bias_gelu_fusion", "yarn", "use_bias_in_attn_linear", "use_bias_in_mlp",
+)  # fmt: skip
 ABSENT = {"pos_emb": "learned"}
 """What NeoX takes when such a key is absent, where that is not the first value above."""
 
@@ -78,11 +81,18 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
             raise SourceError(f"{path} holds no map of settings")
         for name, value in held.items():
             key = str(name).replace("-", "_")
-            if key in merged and merged[key] != value:
+            if key in merged and not _same(merged[key], value):
                 said = f"{path} says {key} = {short(value)}, another file {short(merged[key])}"
                 raise SourceError(said, "name the right yml with --config")
             merged[key] = value
     return merged
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except RecursionError:  # a list that holds itself
+        return False
 
 
 def from_neox(
@@ -109,6 +119,9 @@ def from_neox(
         SourceError: a setting is missing.
         UnsupportedError: the model computes something that has no counterpart in transformers.
     """
+    for name in BOOLEANS:
+        if not isinstance(config.get(name, False), bool):
+            raise SourceError(f"{where} says {name} = {short(config[name])}, which is neither true nor false")
     for name, allowed in NEOX_ONLY.items():
         value = config.get(name, ABSENT.get(name, allowed[0]))
         if value not in allowed or isinstance(value, bool) is not isinstance(allowed[0], bool):
@@ -145,7 +158,7 @@ def is_gated(config: Mapping[str, Any]) -> bool:
 
 def _epsilon(config: Mapping[str, Any], where: str) -> Any:
     norm = config.get("norm", "layernorm")
-    if norm not in NORMS:
+    if not isinstance(norm, str) or norm not in NORMS:
         raise UnsupportedError(f"{where}: norm = {short(norm)} is not supported, only {', '.join(NORMS)}")
     return number(config.get(NORMS[norm], EPSILONS[NORMS[norm]]))
 
@@ -161,7 +174,15 @@ def _family(config: Mapping[str, Any], biases: bool, gqa: bool, where: str) -> d
     rms = NORMS.get(norm) == "rms_norm_epsilon"
     if rms and is_gated(config) and not biases and not parallel and fraction == 1.0:
         return {"family": "mistral" if config.get("sliding_window_width") else "llama"}
-    if not rms and activation == "gelu" and config.get("mlp_type", "regular") == "regular" and biases and not gqa:
+    real(fraction, "rotary_fraction", where)
+    if (
+        not rms
+        and activation == "gelu"
+        and fraction <= 1
+        and config.get("mlp_type", "regular") == "regular"
+        and biases
+        and not gqa
+    ):
         fused = config.get("bias_gelu_fusion", False)  # which is the approximation with tanh, activations.py:83
         return {
             "family": "gpt_neox",
@@ -214,8 +235,8 @@ def _yarn(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         "factor": factor,
         "original_max_position_embeddings": original,
         "attention_factor": 0.1 * scale * math.log(factor) + 1,
-        "beta_fast": float(number(config.get("yarn_beta_fast", 32.0))),
-        "beta_slow": float(number(config.get("yarn_beta_slow", 1.0))),
+        "beta_fast": real(number(config.get("yarn_beta_fast", 32.0)), "yarn_beta_fast", where),
+        "beta_slow": real(number(config.get("yarn_beta_slow", 1.0)), "yarn_beta_slow", where),
     }
 
 

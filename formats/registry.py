@@ -42,8 +42,10 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "
             raise SourceError(f"{path} does not exist", "a model of the Hub has to be downloaded first")
         if not path.is_dir():
             raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
+        tag = settings.tag if settings else None
+        place = path / tag if tag and Path(tag).name == tag and (path / tag).is_dir() else path
         for name in [first, *FORMATS] if first else FORMATS:
-            if module(name).detect(path):
+            if module(name).detect(place) or (place != path and module(name).detect(path)):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())
                 return checkpoint
         entries = sorted(entry.name for entry in path.iterdir())

@@ -199,6 +199,9 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
         raise SourceError(f"{where}: {spec.heads} heads do not divide into {spec.kv_heads} key/value groups")
     if spec.sliding_window is not None and not family_named(spec.family).window:
         raise UnsupportedError(f"{where}: a {spec.family} has no sliding window")
+    foreign = [name for name in CHOICES if values.get(name) is not None and name not in family_named(spec.family).keys]
+    if foreign:
+        raise UnsupportedError(f"{where}: a {spec.family} leaves no choice of {foreign[0]}")
     if spec.head_dim % 2:
         raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, so it cannot be rotary")
     return spec

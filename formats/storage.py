@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -72,9 +73,12 @@ def file_size(path: Path) -> int:
         SourceError: there is no such file.
     """
     try:
-        return path.stat().st_size
+        about = path.stat()
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(about.st_mode):
+        raise SourceError(f"{path} is no regular file")
+    return about.st_size
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from formats.checkpoint import OutputFile
 from formats.errors import SourceError, short
 from formats.layout import Placed, Slot
 from formats.pickles import Namespace, StorageRef, TensorRef, keeps
-from formats.storage import DTYPES, read_into
 from formats.torchfile import TorchFile, plan_archive, read_torch
+from formats.zero_partitions import number
 
 LATEST = "latest_universal"
 VERSION = 0.2
@@ -130,21 +130,10 @@ def groups_of(file: TorchFile) -> tuple[list[dict[str, Any]], list[float]]:
         held = file.value["optimizer_state_dict"]
         inner = held["base_optimizer_state"] if "base_optimizer_state" in held else held["optimizer_state_dict"]
         groups = [dict(group) for group in inner["param_groups"]]
-        steps = [_number(file, inner["state"][index].get("step")) for index in range(len(inner["state"]))]
+        steps = [number(file, inner["state"][index].get("step")) for index in range(len(inner["state"]))]
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         raise SourceError(f"{file.path} holds no optimizer state of a version that is known") from None
     return groups, steps
-
-
-def _number(file: TorchFile, value: Any) -> float:
-    if not isinstance(value, TensorRef):
-        return float(value)
-    fragment = file.fragment(value, "step")
-    raw = bytearray(DTYPES[fragment.dtype])
-    with file.path.open("rb") as opened:
-        read_into(opened.fileno(), memoryview(raw), fragment.offset, file.path)
-    kinds = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32}
-    return float(np.frombuffer(raw, kinds[fragment.dtype])[0])
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

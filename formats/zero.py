@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 from formats import deepspeed, huggingface, universal, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import SourceError, UnsupportedError, short
 from formats.fsdp import STEPS, WRAPPERS
 from formats.layout import Cut, Placed, match
 from formats.scattered import Piece, Scattered, scattered, spread, whole_part
@@ -74,7 +75,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     topology = {"dp": held.get("dp_world_size", 1)}
     extra = {"folder": tag.name, "iteration": held.get("global_steps")}
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
-    return Checkpoint(run, tag, NAME, spec, pieces, tuple(dropped), files, topology, config, extra, twins, tuple(notes))
+    proof = None
+    if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not (third or whole):
+        proof = read(path, replace(settings, weights="fp32-master"))
+    left = tuple(dropped)
+    return Checkpoint(run, tag, NAME, spec, pieces, left, files, topology, config, extra, twins, tuple(notes), proof)
 
 
 def _models(tag: Path) -> list[TorchFile]:
@@ -86,7 +91,13 @@ def _models(tag: Path) -> list[TorchFile]:
     """
     if universal.is_universal(tag):
         return [_file(path) for path in sorted(tag.iterdir()) if deepspeed.is_model(path.name)][:1]
-    shards = {int(name[1]): path for path in tag.iterdir() if (name := deepspeed.MODEL_OF_STAGE_3.fullmatch(path.name))}
+    shards: dict[int, Path] = {}
+    for path in sorted(tag.iterdir()):
+        name = deepspeed.MODEL_OF_STAGE_3.fullmatch(path.name)
+        if name and int(name[2]):
+            raise UnsupportedError(f"{path} is of a second model parallel rank, whose layout is not known")
+        if name and shards.setdefault(int(name[1]), path) is not path:
+            raise SourceError(f"{tag} holds two files of rank {int(name[1])}: {shards[int(name[1])].name}, {path.name}")
     if not shards:
         files = deepspeed.model_files(tag)
         if len(files) > 1:
@@ -94,12 +105,17 @@ def _models(tag: Path) -> list[TorchFile]:
                 f"{tag} holds {len(files)} model parallel ranks of a model whose layout is not known",
                 "GPT-NeoX is; a model that only DeepSpeed's own tensor parallelism cuts has to be gathered by it",
             )
-        return [_file(files[0])]
+        return [_require_alone(_file(files[0]))]
     if any(deepspeed.MODEL.fullmatch(path.name) for path in tag.iterdir()):
         raise SourceError(f"{tag} holds model files of stage 3 and of another stage", "remove those that are older")
     opened = {rank: _file(path) for rank, path in sorted(shards.items())}
     world = opened[min(opened)].value.get("dp_world_size")
     count = world if isinstance(world, int) else max(opened) + 1
+    if count > deepspeed.MOST_RANKS:
+        raise SourceError(f"{opened[min(opened)].path} claims {count} data parallel ranks")
+    saves = {short(one.value.get("global_steps")) for one in opened.values()}
+    if len(saves) > 1:
+        raise SourceError(f"{tag} holds model files of the steps {', '.join(sorted(saves))}", "take those of one save")
     lost = sorted(set(range(count)) - set(opened))
     if lost or len(opened) > count:
         names = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in lost[:4])
@@ -108,7 +124,17 @@ def _models(tag: Path) -> list[TorchFile]:
             + (f"; it lacks {names}" if lost else ""),
             "copy them from their nodes" if lost else "remove the files of another run",
         )
-    return list(opened.values())
+    return [_require_alone(one) for one in opened.values()]
+
+
+def _require_alone(file: TorchFile) -> TorchFile:
+    """A model of one model parallel rank."""
+    world = file.value.get("mp_world_size", 1)
+    if world not in (1, None):
+        raise UnsupportedError(
+            f"{file.path} is one of {short(world)} model parallel ranks of a model whose layout is not known"
+        )
+    return file
 
 
 def _file(path: Path) -> TorchFile:
@@ -139,6 +165,7 @@ def _states(
         found = dict(zero_partitions.whole(first, state, _trained(first, modules)))
     else:
         partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
+        _require_same_stage(first, partitions)
         if partitions[0].stage == 3 and len(partitions) != len(models):
             raise SourceError(f"{tag} holds {len(models)} model files and {len(partitions)} files of optimizer states")
         found = dict(zero_partitions.load(partitions, zero_partitions.param_shapes(first), state))
@@ -157,6 +184,10 @@ def _universal(tag: Path, model: TorchFile, state: str) -> Iterator[tuple[str, S
         shape = shapes.get(name, fragment.shape)
         if prod(shape) != prod(fragment.shape):
             raise SourceError(f"{file.path} holds {prod(fragment.shape)} elements, its model has {list(shape)}")
+        if shape != fragment.shape and len(fragment.shape) != 1:
+            raise SourceError(f"{file.path} holds {list(fragment.shape)}, its model has {list(shape)}")
+        if state == "fp32" and fragment.dtype != "F32":
+            raise SourceError(f"{file.path} holds {fragment.dtype}, a master is F32")
         part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
         yield name, scattered(name, shape, fragment.dtype, [Piece(part, fragment)])
 
@@ -171,7 +202,21 @@ def trained(tag: Path, state: str) -> Iterator[tuple[str, Scattered]]:
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
     partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
+    _require_same_stage(first, partitions)
     return zero_partitions.load(partitions, zero_partitions.param_shapes(first), state)
+
+
+def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.Partition]) -> None:
+    third = bool(deepspeed.MODEL_OF_STAGE_3.fullmatch(model.path.name))
+    if third is not (partitions[0].stage == 3):
+        other = "is" if third else "is not"
+        raise SourceError(f"{partitions[0].path} is of stage {partitions[0].stage}, {model.path} {other} of stage 3")
+
+
+def computed_with(tag: Path) -> dict[str, Fragment]:
+    """The tensors that the model computes with, by DeepSpeed's name; none in stage 3."""
+    first = _models(tag)[0]
+    return {} if deepspeed.MODEL_OF_STAGE_3.fullmatch(first.path.name) else zero_partitions.module(first)
 
 
 def _trained(file: TorchFile, modules: Mapping[str, Fragment]) -> dict[str, Fragment]:

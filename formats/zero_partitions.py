@@ -13,6 +13,7 @@ the stored masters is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ran
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,9 +24,10 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.layout import Cut
 from formats.pickles import Opaque, TensorRef
 from formats.scattered import Piece, Scattered, scattered, whole_part
-from formats.storage import DTYPES, Fragment
+from formats.storage import DTYPES, Fragment, read_into
 from formats.torchfile import TorchFile, read_torch
 
+MOST_RANKS = 1 << 20
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 """What there is of each parameter: the float32 master, and Adam's moments."""
 OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -48,6 +50,7 @@ class Partition:
         ranks: how many ranks share each group, as the file says.
         groups: its part of each group, by state.
         gaps: elements of padding behind each parameter of each group.
+        steps: how many steps Adam has made in each group, as far as it says.
     """
 
     path: Path
@@ -55,6 +58,7 @@ class Partition:
     ranks: tuple[int, ...]
     groups: Mapping[str, tuple[Flat, ...]]
     gaps: tuple[tuple[int, ...], ...]
+    steps: tuple[float, ...] = ()
 
 
 def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partition]:
@@ -74,6 +78,8 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
         raise SourceError(f"{folder} holds no optimizer states of mp_rank_{mp:02d}", "--weights module needs none")
     partitions = {rank: _partition(read_torch(path), states) for rank, path in found.items()}
     wanted = max([max(found) + 1, *(n for one in partitions.values() for n in one.ranks)])
+    if wanted > MOST_RANKS:
+        raise SourceError(f"{folder} claims {wanted} data parallel ranks", "a file is damaged, or has another's name")
     lost = sorted(set(range(wanted)) - set(found))
     if lost:
         names = ", ".join(map(str, lost[:8])) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
@@ -81,6 +87,7 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
             f"{folder} lacks the optimizer states of data parallel ranks {names} of {wanted} for mp_rank_{mp:02d}",
             "copy them from their nodes, or take --weights module",
         )
+    _require_same_save(list(partitions.values()))
     for one in partitions.values():
         if {n for n in one.ranks if n != wanted}:
             raise SourceError(
@@ -88,6 +95,22 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
                 "remove those that are older than the others",
             )
     return [partitions[rank] for rank in sorted(partitions)]
+
+
+def _require_same_save(partitions: Sequence[Partition]) -> None:
+    """All ranks have made the same number of steps, in the same stage.
+
+    Raises:
+        SourceError: one has not.
+    """
+    first = partitions[0]
+    for one in partitions[1:]:
+        for what, ours, others in (("stage", one.stage, first.stage), ("step", one.steps, first.steps)):
+            if ours != others:
+                raise SourceError(
+                    f"{one.path} is of {what} {ours}, {first.path} of {others}: files of different saves",
+                    "copy the files of one save from all nodes",
+                )
 
 
 _DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
@@ -127,7 +150,20 @@ def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> P
     if not all(type(n) is int and n > 0 for n in ranks) or not all(type(n) is int and n >= 0 for n in paddings):
         raise ValueError
     gaps = tuple(tuple(group) for group in held.get("param_alignment_paddings") or ())
-    return Partition(file.path, stage, ranks, groups, gaps)
+    inner = [moments["state"][index] for index in sorted(moments["state"])]
+    steps = tuple(number(file, one["step"]) for one in inner if isinstance(one, Mapping) and "step" in one)
+    return Partition(file.path, stage, ranks, groups, gaps, steps)
+
+
+def number(file: TorchFile, value: Any) -> float:
+    """A number, or that of a tensor with one element."""
+    if not isinstance(value, TensorRef):
+        return float(value)
+    fragment = file.fragment(value, "a number")
+    raw = bytearray(DTYPES[fragment.dtype])
+    with file.path.open("rb") as opened:
+        read_into(opened.fileno(), memoryview(raw), fragment.offset, file.path)
+    return float(struct.unpack({"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}[fragment.dtype], raw)[0])
 
 
 def _fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
@@ -291,22 +327,15 @@ def module(file: TorchFile) -> dict[str, Fragment]:
 def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
     """The states of stage 0, which keeps them whole, in the order of its groups and without a name.
 
-    Each takes the first parameter of its shape that is left. That masters are those of the parameters that they are
-    given to, the comparison with the module proves; of moments nothing would, so that no two groups may share a shape.
+    Each takes the first parameter of its shape that is left. That this is right, the comparison of the masters with the
+    module proves, also where moments are asked for.
 
     Raises:
         SourceError: there are none, or they fit no parameter.
-        UnsupportedError: nothing tells which parameter a moment belongs to.
+        UnsupportedError: there are no masters, so that nothing would tell which parameter a moment belongs to.
     """
     try:
         groups = _whole_groups(file, state)
-        shapes = [{ref.shape for ref in group} for group in groups]
-        doubled = {shape for shape in set[tuple[int, ...]]().union(*shapes) if sum(shape in one for one in shapes) > 1}
-        if state != "fp32" and doubled:
-            raise UnsupportedError(
-                f"{file.path}: two groups of parameters hold tensors of the shape {list(min(doubled))}, and stage 0 "
-                f"does not say which {state} belongs to which"
-            )
         left = dict(modules)
         for ref in (ref for group in groups for ref in group):
             name = next(name for name, one in left.items() if one.shape == ref.shape)
@@ -326,4 +355,6 @@ def _whole_groups(file: TorchFile, state: str) -> list[list[TensorRef]]:
     inner = held["optimizer_state_dict"] if masters is not None else held
     if state == "fp32":
         return [list(group) for group in masters or ()]
+    if masters is None:
+        raise UnsupportedError(f"{file.path} is of stage 0 in float32, which does not say whose {state} is whose")
     return [[inner["state"][number][state] for number in group["params"]] for group in inner["param_groups"]]

@@ -55,6 +55,8 @@ def neox2hf(src: Path, out: Path, tokenizer: Path | None, **options: Any) -> Non
     from converters.convert import plan_huggingface
 
     found = _tokenizer(src, tokenizer, options)
+    if found and found.size > (options["vocab_size"] or found.size):
+        raise UsageError(f"the tokenizer has {found.size} tokens, --vocab-size says {options['vocab_size']}")
     if found and options["vocab_size"] is None:
         options["vocab_size"] = found.size
     source = opened(src, options, "neox")

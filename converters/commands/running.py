@@ -25,7 +25,8 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
     from converters.convert import Request
     from converters.engine import Limits
 
-    replicas = options["replicas"] or ("mean" if source.format == "neox" else "verify")
+    usual = "verify" if source.format != "neox" else "drift" if source.proof is None else "mean"
+    replicas = options["replicas"] or usual
     limits = Limits(options["threads"], options["memory"], replicas)
     cast = None if options["dtype"] == "keep" else options["dtype"]
     return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])

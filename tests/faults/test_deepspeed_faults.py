@@ -110,6 +110,74 @@ def test_optimizer_states_that_are_not_there(neox, told):
     told(run, 3, "holds no optimizer states of mp_rank_00", "--weights module", flags=("--weights", "fp32-master"))
 
 
+def test_the_files_of_two_ranks_swapped(neox, told):
+    """Nothing but the seed in each file's random state tells."""
+    run, tag = neox("llama-mha-tp2")
+    one, two = (tag / f"mp_rank_{rank:02d}_model_states.pt" for rank in (0, 1))
+    held = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(held)
+    told(run, 3, "mp_rank_00_model_states.pt was saved by tensor parallel rank 1")
+
+
+def test_layers_of_another_save_beside_a_whole_module(neox, told):
+    run, tag = neox("neox-parallel-tp2")
+    for path in (GOLDEN / "neox-pp2-tp2").glob("*/layer_*"):
+        shutil.copy(path, tag)
+    told(run, 3, "layers of a pipeline, and a whole module", "older")
+
+
+def test_all_layers_are_missing(neox, told):
+    run, tag = neox("llama-gqa-pp2-tp2")
+    for path in tag.glob("layer_*"):
+        path.unlink()
+    told(run, 3, "lacks its layer_*-model_* files")
+
+
+def test_a_rank_twice(neox, convert, tmp_path):
+    run, tag = neox("llama-mha-tp2")
+    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_0_model_states.pt")
+    refused(convert("neox2hf", run, tmp_path / "out"), 3, "holds two files of rank 0")
+
+
+def test_a_rank_that_no_run_has(neox, convert, tmp_path):
+    run, tag = neox("llama-mha-tp2")
+    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_9999999999_model_states.pt")
+    refused(convert("neox2hf", run, tmp_path / "out"), 3, "a rank that no run has")
+
+
+def test_a_pipe_is_not_waited_for(neox, convert, tmp_path):
+    import os
+
+    run, tag = neox("llama-mha-tp2")
+    (tag / "mp_rank_01_model_states.pt").unlink()
+    os.mkfifo(tag / "mp_rank_01_model_states.pt")
+    refused(convert("neox2hf", run, tmp_path / "out"), 3, "is no regular file")
+
+
+def test_a_copy_that_did_not_drift_there(neox, told):
+    """The norm of another model: too far away for a mean that nobody asked for."""
+    import torch
+
+    run, tag = neox("llama-mha-tp2")
+    path = tag / "mp_rank_01_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["module"]["sequential.5.norm.scale"].mul_(-3)
+    torch.save(state, path)
+    told(run, 6, "too far for a norm that drifted", "--replicas mean")
+
+
+def test_a_norm_that_is_no_number(neox, told):
+    import torch
+
+    run, tag = neox("llama-mha-tp2")
+    path = tag / "mp_rank_01_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["module"]["sequential.5.norm.scale"].fill_(float("nan"))
+    torch.save(state, path)
+    told(run, 6, "final_norm are up to inf apart")
+
+
 # --- tags ------------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +185,17 @@ def test_latest_names_what_is_not_there(neox, told):
     run, _ = neox("llama-mha-tp2")
     (run / "latest").write_text("global_step423858")
     told(run, 3, "latest names global_step423858, which is not in", "present: global_step6")
+
+
+def test_a_newer_save_that_never_finished(neox, convert, tmp_path):
+    """The tag that is read decides, not the last one in the folder."""
+    run, _ = neox("llama-mha-tp2")
+    (run / "global_step8").mkdir()
+    (run / "global_step8" / "mp_rank_00_model_states.pt").touch()
+    flags = ["--vocab-size", 101, "-q"]
+    assert convert("neox2hf", run, tmp_path / "latest", *flags).code == 0
+    (run / "latest").unlink()
+    assert convert("neox2hf", run, tmp_path / "named", *flags, "--tag", "global_step6").code == 0
 
 
 def test_no_latest(neox, told):
@@ -164,6 +243,9 @@ def test_the_yml_of_another_model(neox, told, name):
     told(run, 3, f"says {name} = 8", "another model")
 
 
+YARN = {"yarn": True, "yarn_original_max_position_embeddings": 8, "yarn_factor": 2}
+
+
 @pytest.mark.parametrize(
     ("settings", "code", "part"),
     [
@@ -176,6 +258,16 @@ def test_the_yml_of_another_model(neox, told, name):
         ({"pos_emb": None}, 4, "pos_emb = 'learned'"),
         ({"use_qk_layernorm": True}, 4, "use_qk_layernorm"),
         ({"num_kv_heads": 2}, 3, "query_key_value"),
+        ({"gpt_j_residual": "false"}, 3, "neither true nor false"),
+        ({"no_weight_tying": "false"}, 3, "neither true nor false"),
+        ({"norm": ["rmsnorm"]}, 4, "norm = "),
+        ({"rotary_pct": 2}, 4, "no class with"),
+        ({"attention_config": {"a": 1}}, 4, "attention of the kind"),
+        (
+            {"yarn": True, "yarn_original_max_position_embeddings": 8, "yarn_factor": 2, "yarn_beta_fast": "x"},
+            3,
+            "beta",
+        ),
         ({"attention_config": [[["sparse_fixed"], 2]]}, 4, "sparse_fixed"),
         ({"max_position_embeddings": None}, 3, "max_positions"),
         ({"rms_norm_epsilon": "small"}, 3, "norm_epsilon"),
@@ -241,6 +333,25 @@ def test_an_explosion_of_aliases(neox, convert, tmp_path):
     (tmp_path / "bad.yml").write_text("\n".join([*lines, "attention_config: *a11"]))
     ran = convert("neox2hf", run, tmp_path / "out", "--config", tmp_path / "bad.yml", "--vocab-size", 101)
     assert ran.code in (3, 4)
+
+
+def test_a_vocabulary_that_is_too_small(neox, told):
+    """100 would have been padded to 100 on two ranks, not to 102."""
+    run, _ = neox("llama-mha-tp2")
+    told(run, 5, "would have been padded to 100 rows", "rows of tokens would be lost", flags=("--vocab-size", "100"))
+
+
+def test_the_config_of_another_model(model, neox, convert, tmp_path):
+    run, _ = neox("llama-mha-tp2")
+    ran = convert("neox2hf", run, tmp_path / "out", "--config", model("llama"))
+    assert ran.code in (3, 5), ran.err
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_choices_that_a_family_does_not_leave(neox, convert, tmp_path):
+    run, _ = neox("llama-mha-tp2")
+    ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--set", "parallel_residual=true")
+    refused(ran, 4, "leaves no choice of parallel_residual")
 
 
 def test_a_vocabulary_that_is_too_large(neox, told):

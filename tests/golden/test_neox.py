@@ -205,7 +205,7 @@ def test_a_vocabulary_that_nothing_tells_is_asked_for(convert, run, tmp_path):
 def test_every_line_of_the_tables_was_written_by_neox():
     seen: dict[str, set[tuple[str, str]]] = {"llama": set(), "gpt_neox": set()}
     for case in CASES:
-        held = open_checkpoint(case, Settings(vocab_size=101, gqa_layout=flags(case)[3]))
+        held = open_checkpoint(case, Settings(vocab_size=int(flags(case)[1]), gqa_layout=flags(case)[3]))
         for placed in held.tensors:
             spelling = placed.slot.rule.spellings[placed.slot.keys.index(placed.key)]
             key = re.sub(r"^\d+\.(?=norm)", "{norm}.", re.sub(r"^\d+\.(?=final)", "{head}.", spelling))

@@ -86,6 +86,10 @@ def test_every_kind_comes_back(made, convert, tmp_path, world, kind):
     for weights, state in STATES.items():
         if kind == "zero0-fp32" and state == "fp32":
             continue  # whose module is in float32, and has no master
+        if kind == "zero0-fp32":
+            ran = convert("zero2hf", folder, tmp_path / state, *flags(made(world), kind), "--weights", weights)
+            refused(ran, 4, f"does not say whose {state} is whose")
+            continue
         ran = convert("zero2hf", folder, tmp_path / state, *flags(made(world), kind), "--weights", weights)
         assert ran.code == 0, ran.err
         assert differences(tmp_path / state, truth, state) == []
@@ -147,6 +151,107 @@ def test_zero_to_fp32_gives_the_same_tensors(made, convert, tmp_path):
         for key, tensor in theirs.items():
             same = torch.equal(bits(tensor), bits(ours[key].to(tensor.dtype)))
             assert same, (kind, key)
+
+
+@pytest.fixture
+def swapped(made, tmp_path) -> Callable[[str], Path]:
+    """`swapped(kind)`: a checkpoint whose two partitions have each other's names."""
+    import shutil
+
+    def make_one(kind: str) -> Path:
+        folder = shutil.copytree(made(TWO) / kind, tmp_path / f"swapped-{kind}")
+        one, two = sorted(folder.glob("*/*optim_states.pt"))
+        held = one.read_bytes()
+        one.write_bytes(two.read_bytes())
+        two.write_bytes(held)
+        return folder
+
+    return make_one
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "bf16-optimizer"])
+@pytest.mark.parametrize("weights", STATES)
+def test_partitions_of_two_ranks_swapped(made, convert, tmp_path, swapped, kind, weights):
+    """Moments are proved by the masters beside them."""
+    ran = convert("zero2hf", swapped(kind), tmp_path / "out", "--config", made(TWO) / "hf", "--weights", weights)
+    refused(ran, 6, "are not the rounded float32 masters")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "bf16-optimizer"])
+def test_a_universal_checkpoint_of_swapped_partitions(convert, tmp_path, swapped, kind):
+    refused(convert("zero2universal", swapped(kind), tmp_path / "out"), 6, "are not the rounded float32 masters")
+
+
+def test_stage_0_with_its_groups_in_another_order(made, convert, tmp_path):
+    """Nothing in the file tells; the masters, compared with the module, do."""
+    import shutil
+
+    import torch
+
+    folder = shutil.copytree(made(TWO) / "zero0", tmp_path / "zero0")
+    path = next(folder.glob("*/mp_rank_00_model_states.pt"))
+    state = torch.load(path, weights_only=False)
+    inner = state["optimizer"]["optimizer_state_dict"]
+    group, masters = inner["param_groups"][0], state["optimizer"]["fp32_groups"][0]
+    order = sorted(range(len(masters)), reverse=True)
+    state["optimizer"]["fp32_groups"][0] = [masters[index] for index in order]
+    group["params"] = [group["params"][index] for index in order]
+    torch.save(state, path)
+    for weights in STATES:
+        ran = convert("zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf", "--weights", weights)
+        refused(ran, 6, "are not the rounded float32 masters")
+
+
+def test_files_of_two_saves(made, convert, tmp_path):
+    """A rank of another stage, and one that has made another number of steps."""
+    import shutil
+
+    import torch
+
+    def optimizers(folder: Path) -> list[Path]:
+        return sorted(folder.glob("*/*optim_states.pt"))
+
+    mixed = shutil.copytree(made(TWO) / "zero3", tmp_path / "mixed")
+    shutil.copy(optimizers(made(TWO) / "zero2")[1], optimizers(mixed)[1])
+    refused(convert("zero2hf", mixed, tmp_path / "out", "--config", made(TWO) / "hf"), 3, "of different saves")
+    older = shutil.copytree(made(TWO) / "zero3", tmp_path / "older")
+    state = torch.load(optimizers(older)[1], weights_only=False)
+    for one in state["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+        one["step"] -= 1
+    torch.save(state, optimizers(older)[1])
+    refused(convert("zero2hf", older, tmp_path / "out", "--config", made(TWO) / "hf"), 3, "is of step", "one save")
+    refused(convert("zero2universal", older, tmp_path / "out"), 3, "is of step")
+
+
+@pytest.mark.parametrize("count", [10**9, 2**62])
+def test_a_number_that_would_fill_the_memory(made, convert, tmp_path, count):
+    import shutil
+
+    import torch
+
+    folder = shutil.copytree(made(TWO) / "zero2", tmp_path / "many")
+    for path in folder.glob("*/*optim_states.pt"):
+        state = torch.load(path, weights_only=False)
+        state["optimizer_state_dict"]["partition_count"] = [count, count]
+        torch.save(state, path)
+    ran = convert("zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf", "--weights", "fp32-master")
+    refused(ran, 3, f"claims {count} data parallel ranks")
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+def test_one_of_several_model_parallel_ranks(made, convert, tmp_path, kind):
+    import shutil
+
+    import torch
+
+    folder = shutil.copytree(made(TWO) / kind, tmp_path / kind)
+    for path in folder.glob("*/*model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        state["mp_world_size"] = 2
+        torch.save(state, path)
+    refused(convert("zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf"), 4, "2 model parallel ranks")
+    refused(convert("zero2universal", folder, tmp_path / "out"), 4, "2 model parallel ranks")
 
 
 def test_masters_that_are_not_the_modules_are_refused(made, convert, tmp_path):

@@ -132,22 +132,14 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise SourceError(f"{tag} lacks {', '.join(lost[:4])}{more}", "copy the files of all ranks into one folder")
-    parts: dict[tuple[str, str], Scattered] = {}
+    pieces, dropped = _place(model, wanted, found, {}, tp, tag)
     twins: tuple[Placed, ...] = ()
     if settings.weights not in (None, "module"):
         state = settings.weights.replace("fp32-master", "fp32")
         parts = _masters(tag, models, tp, state, layered=layered)
-        if state == "fp32" and model.qkv != "grouped":  # whose thirds no single place of the module holds
-            twins = tuple(match(wanted, found, DROPS, tag)[0])
-        found = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
-    if model.qkv == "grouped":
-        found, parts = neox_gqa.split(model.spec, found, parts, tp)
-    placed, dropped = match(wanted, found, DROPS, tag)
-    pieces = tuple(
-        piece
-        for one in placed
-        for piece in (spread(one, parts[one.slot.file, one.key]) if (one.slot.file, one.key) in parts else [one])
-    )
+        twins = pieces if state == "fp32" else ()
+        whole = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
+        pieces, dropped = _place(model, wanted, whole, parts, tp, tag)
     held = models[0].value
     extra = {
         "folder": tag.name,
@@ -162,12 +154,32 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     }
     topology = {"tp": tp} | ({"pp": len(models) // tp} if layered else {})
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
-    left, notes = tuple(dropped), tuple(model.notes)
+    notes = tuple(model.notes)
     moments = settings.weights in ("exp_avg", "exp_avg_sq")
     proof = read(path, replace(settings, weights="fp32-master")) if moments else None
     return Checkpoint(
-        run, tag, NAME, model.spec, pieces, left, files, topology, model.assets, extra, twins, notes, proof
+        run, tag, NAME, model.spec, pieces, dropped, files, topology, model.assets, extra, twins, notes, proof
     )
+
+
+def _place(
+    model: _Model,
+    wanted: Iterable[Slot],
+    found: Mapping[str, Mapping[str, Fragment]],
+    parts: Mapping[tuple[str, str], Scattered],
+    tp: int,
+    tag: Path,
+) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
+    """Where each tensor of the layout lies, given those of each file, and those of them that lie in parts."""
+    if model.qkv == "grouped":
+        found, parts = neox_gqa.split(model.spec, found, parts, tp)
+    placed, dropped = match(wanted, found, DROPS, tag)
+    pieces = (
+        piece
+        for one in placed
+        for piece in (spread(one, parts[one.slot.file, one.key]) if (one.slot.file, one.key) in parts else [one])
+    )
+    return tuple(pieces), tuple(dropped)
 
 
 def _describe(

@@ -63,7 +63,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tensors = dict(_universal(tag, models[0], WEIGHTS[wanted]))
     else:
         tensors = dict(_states(tag, models, modules, WEIGHTS[wanted]))
-    tensors |= {alias: tensors[owner] for alias, owner in _shared(models) if owner in tensors}
+    missing = [(alias, owner) for alias, owner in _shared(models) if owner in tensors and alias not in tensors]
+    tensors |= {alias: tensors[owner] for alias, owner in missing}
     keys = _keys(tensors, tag)
     config = _config_folder(path, run, tag, settings)
     spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, settings)

@@ -114,6 +114,22 @@ def test_the_two_orders_of_query_key_and_value_are_never_guessed(convert, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["llama-grouped-tp2", "llama-gqa-tp2"])
+def test_masters_are_compared_in_either_order(convert, tmp_path, name):
+    """One bit of a key in the module, which its master does not have."""
+    import shutil
+
+    import torch
+
+    run = shutil.copytree(HERE / name, tmp_path / name)
+    path = next(run.glob("*/mp_rank_01_model_states.pt"))
+    state = torch.load(path, weights_only=False)
+    state["module"]["sequential.3.attention.query_key_value.weight"][9, 5] += 1
+    torch.save(state, path)
+    ran = convert("neox2hf", run, tmp_path / "out", *flags(run), "--weights", "fp32-master")
+    refused(ran, 6, "1 of ", "are not the rounded float32 masters")
+
+
 def test_the_wrong_order_would_show(convert, tmp_path):
     """What the shapes cannot tell: the peers' silent error, and why it is asked for."""
     case = HERE / "llama-grouped-tp2"

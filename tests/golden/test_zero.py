@@ -254,6 +254,23 @@ def test_one_of_several_model_parallel_ranks(made, convert, tmp_path, kind):
     refused(convert("zero2universal", folder, tmp_path / "out"), 4, "2 model parallel ranks")
 
 
+def test_two_names_of_one_parameter_that_hold_different_weights(made, convert, tmp_path):
+    """What the file holds under a name counts, not what it says of its owner."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file
+
+    folder = shutil.copytree(made(TWO) / "zero2", tmp_path / "zero2")
+    path = next(folder.glob("*/mp_rank_00_model_states.pt"))
+    state = torch.load(path, weights_only=False)
+    state["shared_params"] = {"lm_head.weight": "model.embed_tokens.weight"}
+    torch.save(state, path)
+    assert convert("zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf").code == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(bits(found["lm_head.weight"]), bits(state["module"]["lm_head.weight"]))
+
+
 def test_masters_that_are_not_the_modules_are_refused(made, convert, tmp_path):
     """Round-robin gradients without their order, as DeepSpeed's own tools read them, would look like this."""
     import shutil

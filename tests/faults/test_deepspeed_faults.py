@@ -138,12 +138,14 @@ def test_a_rank_twice(neox, convert, tmp_path):
     run, tag = neox("llama-mha-tp2")
     shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_0_model_states.pt")
     refused(convert("neox2hf", run, tmp_path / "out"), 3, "holds two files of rank 0")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_rank_that_no_run_has(neox, convert, tmp_path):
     run, tag = neox("llama-mha-tp2")
     shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_9999999999_model_states.pt")
     refused(convert("neox2hf", run, tmp_path / "out"), 3, "a rank that no run has")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_pipe_is_not_waited_for(neox, convert, tmp_path):
@@ -153,6 +155,7 @@ def test_a_pipe_is_not_waited_for(neox, convert, tmp_path):
     (tag / "mp_rank_01_model_states.pt").unlink()
     os.mkfifo(tag / "mp_rank_01_model_states.pt")
     refused(convert("neox2hf", run, tmp_path / "out"), 3, "is no regular file")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_copy_that_did_not_drift_there(neox, told):
@@ -279,6 +282,7 @@ def test_settings_that_do_not_fit(neox, convert, tmp_path, settings, code, part)
     changed(tag, **settings)
     ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--gqa-layout", "blocked")
     refused(ran, code, part)
+    assert not (tmp_path / "out").exists()
 
 
 def test_numbers_without_a_point(neox, convert, tmp_path):
@@ -325,6 +329,7 @@ def test_yml_that_is_none(neox, convert, tmp_path, text):
     (tmp_path / "bad.yml").write_text(text)
     ran = convert("neox2hf", run, tmp_path / "out", "--config", tmp_path / "bad.yml", "--vocab-size", 101)
     refused(ran, 3, "bad.yml")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_explosion_of_aliases(neox, convert, tmp_path):
@@ -352,6 +357,7 @@ def test_choices_that_a_family_does_not_leave(neox, convert, tmp_path):
     run, _ = neox("llama-mha-tp2")
     ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--set", "parallel_residual=true")
     refused(ran, 4, "leaves no choice of parallel_residual")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_vocabulary_that_is_too_large(neox, told):

@@ -1,0 +1,82 @@
+"""What both commands, `convert` and `train`, have in common: help in sections, and one sentence for every error."""
+
+from __future__ import annotations
+
+import gc
+import re
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import click
+
+from formats.errors import VitruvianError
+
+EXIT_CODES = """\b
+Exit codes:
+  0 done     3 source unreadable   6 verification failed       75 interrupted,
+  1 a bug    4 not supported       7 output exists, no space      run it again
+  2 usage    5 plan refused        8 network                      to go on"""
+
+
+class Sections(click.Group):
+    """A group whose help lists its commands in sections."""
+
+    def __init__(self, *args: Any, sections: Mapping[str, Iterable[click.Command]], **kwargs: Any) -> None:
+        super().__init__(
+            *args,
+            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+            epilog=EXIT_CODES,
+            **kwargs,
+        )
+        self.sections = sections
+        for commands in sections.values():
+            for command in commands:
+                self.add_command(command)
+
+    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections."""
+        for title, commands in self.sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(str(command.name), command.get_short_help_str(80)) for command in commands])
+
+
+def _printable(text: str) -> str:
+    """A message without anything that a terminal would obey: names in it come from files."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def run(group: click.Group, program: str) -> None:
+    """Run a command line: one sentence and a hint for every error, and its exit code."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `convert … | head` ends quietly
+    gc.set_threshold(100_000)  # headers are many small objects and no cycles: collecting them early finds nothing
+    verbose = any(re.fullmatch("-vv+", word) for word in sys.argv[1:])
+    try:
+        group.main(standalone_mode=False)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except click.Abort:
+        click.echo("error: interrupted", err=True)
+        sys.exit(75)
+    except VitruvianError as error:
+        if verbose:
+            raise
+        click.echo(f"error: {_printable(str(error))}", err=True)
+        if error.hint:
+            click.echo(f"hint: {_printable(error.hint)}", err=True)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        if verbose:
+            raise
+        click.echo(f"error: {_printable(str(error.filename or 'output'))}: {error.strerror}", err=True)
+        sys.exit(7)
+    except Exception as error:  # the last resort, which says that it is a bug
+        if verbose:
+            raise
+        click.echo(f"bug: {type(error).__name__}: {error}", err=True)
+        click.echo(f"hint: run `{program} -vv …` again and report what it prints", err=True)
+        sys.exit(1)

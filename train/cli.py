@@ -1,0 +1,22 @@
+"""The command `train`. Nothing heavy is imported before a command needs it: help answers at once."""
+
+from __future__ import annotations
+
+import click
+
+from converters.entry import Sections, run
+
+SECTIONS: dict[str, tuple[click.Command, ...]] = {}
+
+
+@click.group(cls=Sections, sections=SECTIONS)
+@click.version_option(package_name="vitruvian", message="vitruvian %(version)s")
+@click.option("-v", "--verbose", count=True, help="-vv shows the traceback of an error.")
+def cli(verbose: int) -> None:
+    """Data and supervised fine-tuning: every token counted, every mask shown, every row reproducible."""
+    del verbose  # `run` looks for it, because errors are caught there
+
+
+def main() -> None:
+    """Entry point."""
+    run(cli, "train")

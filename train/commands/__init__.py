@@ -1,0 +1,1 @@
+"""The commands of `train`, one file a concern."""

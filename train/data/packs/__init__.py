@@ -1,0 +1,1 @@
+"""Data packs of a pre-training: phases cut into slices, slices merged, tokens counted."""

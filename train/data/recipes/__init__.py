@@ -1,0 +1,1 @@
+"""Recipes that come along: which public data is taken, and what of it."""

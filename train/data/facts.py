@@ -1,0 +1,88 @@
+"""What a pair of token files does not tell of itself: `PREFIX.json`, and the loss mask of a chat template, `PREFIX.mask`.
+
+Both are ours and optional: files of other programs have neither, other programs do not look for them.
+The mask has one byte for each token of the `.bin`: 1 where the token, as a label, belongs to a reply.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from formats.errors import RefusedError, SourceError, short
+
+
+@dataclass(frozen=True)
+class Facts:
+    """How token files were made.
+
+    Attributes:
+        tokenizer: BLAKE3 of the tokenizer's file, in hexadecimal digits.
+        vocabulary: how many tokens it has.
+        control: name of each role that has a control token, such as user, and its id.
+        eod: the token that ends a document, None if nothing was appended.
+        template: BLAKE3 of the chat template, None if none was used.
+        counts: documents, tokens, and what was dropped for which reason.
+    """
+
+    tokenizer: str
+    vocabulary: int
+    control: Mapping[str, int]
+    eod: int | None
+    template: str | None = None
+    counts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def encoding(self) -> tuple[Any, ...]:
+        """What must be equal wherever two files become one."""
+        return self.tokenizer, self.vocabulary, dict(self.control), self.eod, self.template
+
+
+def facts_path(prefix: Path) -> Path:
+    """Where the facts about a prefix lie."""
+    return prefix.with_name(prefix.name + ".json")
+
+
+def mask_path(prefix: Path) -> Path:
+    """Where the loss mask of a prefix lies."""
+    return prefix.with_name(prefix.name + ".mask")
+
+
+def read_facts(prefix: Path) -> Facts | None:
+    """The facts about a prefix, None if there is no such file.
+
+    Raises:
+        SourceError: the file is damaged.
+    """
+    path = facts_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        return Facts(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise SourceError(f"{path} does not tell how the tokens were made: {short(str(error))}") from None
+
+
+def facts_text(facts: Facts) -> str:
+    """The content of the file."""
+    return json.dumps(asdict(facts), indent=1, ensure_ascii=False) + "\n"
+
+
+def common_facts(prefixes: Sequence[Path], counts: Mapping[str, Any]) -> Facts | None:
+    """The facts about a file that is made of several, None unless all have some.
+
+    Raises:
+        RefusedError: two were made with different tokenizers, control tokens or templates.
+    """
+    known = [(prefix, facts) for prefix in prefixes if (facts := read_facts(prefix)) is not None]
+    for prefix, facts in known[1:]:
+        if facts.encoding != known[0][1].encoding:
+            raise RefusedError(
+                f"{known[0][0]} and {prefix} were tokenized differently: {known[0][1].encoding} and {facts.encoding}"
+            )
+    if len(known) < len(prefixes) or not known:
+        return None
+    return Facts(*known[0][1].encoding, counts=counts)

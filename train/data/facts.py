@@ -1,4 +1,4 @@
-"""What a pair of token files does not tell of itself: `PREFIX.json`, and the loss mask of a chat template, `PREFIX.mask`.
+"""What token files do not tell of themselves: `PREFIX.json`, and `PREFIX.mask`, the loss mask of a chat template.
 
 Both are ours and optional: files of other programs have neither, other programs do not look for them.
 The mask has one byte for each token of the `.bin`: 1 where the token, as a label, belongs to a reply.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,4 +85,4 @@ def common_facts(prefixes: Sequence[Path], counts: Mapping[str, Any]) -> Facts |
             )
     if len(known) < len(prefixes) or not known:
         return None
-    return Facts(*known[0][1].encoding, counts=counts)
+    return replace(known[0][1], counts=counts)

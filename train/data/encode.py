@@ -1,0 +1,245 @@
+"""Records to token ids, and for chat templates the mask of what is trained.
+
+Without a chat template a turn is its role's control token, the content, and the control token again; every content is
+encoded by itself. That is what the users of GPT-NeoX train on: SentencePiece gives each content its own prefix.
+
+With a chat template the text of a dialogue is encoded as transformers does (`apply_chat_template`), except that what
+the template wrote and what a turn says are kept apart: a content that spells a control token stays text.
+
+Facts: the users' preprocess_sft.py (tilde-nlp/llm-gpt-neox 374a5c6, `Encoder.encode`); transformers 5.23.0
+tokenization_utils_base.py, `apply_chat_template`: a token belongs to a generation block if any of its characters does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import RefusedError, SourceError
+from train.data.records import Malformed, Record
+from train.data.vocabulary import Fast, Vocabulary
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+REPLY, LAST_REPLY = 1, 2
+"""Bits of a mask: the token belongs to a reply, to the last reply."""
+PROBES = ("a", " a", "a ", "\n", "\n\nHello", "don't  stop", "ā", "2+2=4.", " \t x \n")
+"""Texts on which a tokenizer shows whether it looks past a control token."""
+
+
+class Encoded(NamedTuple):
+    """Documents as tokens.
+
+    Attributes:
+        ids: the tokens of all documents, int32.
+        sizes: tokens of each document.
+        mask: one byte for each token, bits `REPLY` and `LAST_REPLY`; None where the tokens tell it themselves.
+        refused: place and reason of records that became no document.
+    """
+
+    ids: NDArray[np.int32]
+    sizes: list[int]
+    mask: NDArray[np.uint8] | None
+    refused: list[tuple[int, str]]
+
+
+Encoder = Callable[[Sequence[Record]], Encoded]
+
+
+def control_encoder(vocabulary: Vocabulary, control: Mapping[str, int], eod: int | None) -> Encoder:
+    """The function that encodes dialogues with control tokens.
+
+    Args:
+        vocabulary: the tokenizer.
+        control: role to the id of its token.
+        eod: what ends a document, None for nothing.
+    """
+    marks = {role: (number,) for role, number in control.items()}
+    end = () if eod is None else (eod,)
+
+    def encode(records: Sequence[Record]) -> Encoded:
+        encoded = iter(vocabulary.encode([text for record in records for text in record.contents]))
+        pieces: list[Sequence[int]] = []
+        sizes, refused = [], []
+        for place, record in enumerate(records):
+            size = len(end)
+            if record.roles:
+                for role in record.roles:
+                    mark, ids = marks[role], next(encoded)
+                    pieces += (mark, ids, mark)
+                    size += len(ids) + 2
+            else:
+                ids = next(encoded)
+                pieces.append(ids)
+                size += len(ids)
+            if size == len(end):
+                refused.append((place, "tokens"))
+                continue
+            pieces.append(end)
+            sizes.append(size)
+        return Encoded(np.fromiter(chain.from_iterable(pieces), np.int32, sum(sizes)), sizes, None, refused)
+
+    return encode
+
+
+@dataclass(frozen=True)
+class TemplateEncoder:
+    """Encodes dialogues with a chat template.
+
+    Attributes:
+        vocabulary: the tokenizer.
+        template: the text of the chat template.
+        eod: what ends a document that the template does not end with it, None for nothing.
+    """
+
+    vocabulary: Fast
+    template: str
+    eod: int | None
+    separable: bool = field(init=False)
+    special: re.Pattern[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = sorted((name for name, special in self.vocabulary.added.items() if special), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, names)) or "(?!)"
+        object.__setattr__(self, "special", re.compile(f"({pattern})"))
+        object.__setattr__(self, "separable", all(map(self._separable, names[:64])))
+
+    def __call__(self, records: Sequence[Record]) -> Encoded:
+        """Encode records; those that the template refuses become no document."""
+        ids: list[Sequence[int]] = []
+        masks: list[NDArray[np.uint8]] = []
+        refused: list[tuple[int, str]] = []
+        for place, record in enumerate(records):
+            try:
+                found, mask = self._document(record)
+            except Malformed as reason:
+                refused.append((place, reason.reason))
+                continue
+            if not found:
+                refused.append((place, "tokens"))
+                continue
+            if self.eod is not None and found[-1] != self.eod:
+                found, mask = [*found, self.eod], np.append(mask, np.uint8(REPLY | LAST_REPLY))
+            ids.append(found)
+            masks.append(mask)
+        sizes = [len(mask) for mask in masks]
+        flat = np.fromiter(chain.from_iterable(ids), np.int32, sum(sizes))
+        return Encoded(flat, sizes, np.concatenate(masks) if masks else np.empty(0, np.uint8), refused)
+
+    def _document(self, record: Record) -> tuple[list[int], NDArray[np.uint8]]:
+        """Tokens and mask of one record."""
+        if not record.roles:
+            ids = self.vocabulary.encode([record.contents[0]])[0]
+            return ids, np.full(len(ids), REPLY | LAST_REPLY, np.uint8)
+        spelled = [self.special.search(text) for text in record.contents]
+        if not any(spelled):
+            text, spans = self._render(record.roles, record.contents)
+            found = self.vocabulary.marking.encode(text, add_special_tokens=False)
+            return found.ids, _masked(np.array(found.offsets).reshape(-1, 2), spans)
+        if not self.separable:
+            raise Malformed("literal")
+        return self._apart(record)
+
+    def _apart(self, record: Record) -> tuple[list[int], NDArray[np.uint8]]:
+        """A record whose contents spell control tokens: what the template wrote is told apart by rendering a disguise.
+
+        The first character of what is spelled is replaced by one that occurs nowhere, and put back behind the template.
+        """
+        whole = "".join(record.contents)
+        hidden = {first: _unused(whole, number) for number, first in enumerate(sorted(self._firsts))}
+        disguised = [self.special.sub(lambda one: hidden[one[0][0]] + one[0][1:], text) for text in record.contents]
+        text, spans = self._render(record.roles, disguised)
+        shown = {ord(there): first for first, there in hidden.items()}
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        position = 0
+        for number, part in enumerate(self.special.split(text)):
+            if number % 2:
+                ids.append(self.vocabulary.ids[part])
+                offsets.append((position, position + len(part)))
+            elif part:
+                real = part.translate(shown)
+                found = self.vocabulary.plain.encode(real, add_special_tokens=False)
+                ids += found.ids
+                offsets += [(position + low, position + high) for low, high in found.offsets]
+            position += len(part)
+        return ids, _masked(np.array(offsets).reshape(-1, 2), spans)
+
+    @property
+    def _firsts(self) -> set[str]:
+        return {name[0] for name, special in self.vocabulary.added.items() if special and name}
+
+    def _render(self, roles: Sequence[str], contents: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+        from converters.publish.sandbox import render
+
+        named = self.vocabulary.named
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+        try:
+            return render(self.template, messages, bos_token=named.get("bos"), eos_token=named.get("eos"))
+        except SourceError:
+            raise Malformed("template") from None
+
+    def _separable(self, name: str) -> bool:
+        """Whether text beside a special token is encoded as if it were alone."""
+        number = self.vocabulary.ids[name]
+        inside = self.vocabulary.marking.encode_batch([name + text + name for text in PROBES], add_special_tokens=False)
+        alone = self.vocabulary.encode(list(PROBES))
+        return all(one.ids == [number, *ids, number] for one, ids in zip(inside, alone, strict=True))
+
+
+def _unused(text: str, number: int) -> str:
+    """A character of the private use area that a text does not have; another one for each number below 64."""
+    for point in range(0xE000 + number, 0xF8FF, 64):
+        if chr(point) not in text:
+            return chr(point)
+    raise Malformed("literal")
+
+
+def _masked(offsets: NDArray[Any], spans: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:
+    """The mask of tokens: which overlap a span, which the last one.
+
+    Args:
+        offsets: first and last character of each token, int[n, 2].
+        spans: generation blocks, in characters.
+    """
+    mask = np.zeros(len(offsets), np.uint8)
+    low, high = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    for number, (begin, stop) in enumerate(spans, 1):
+        if begin < stop:
+            mask[(low < stop) & (high > begin)] |= REPLY | (LAST_REPLY if number == len(spans) else 0)
+    return mask
+
+
+def check_template(vocabulary: Fast, template: str) -> str:
+    """See that a chat template can be trained with: replies are marked, and end with a token of their own.
+
+    Returns:
+        The token that ends a reply.
+
+    Raises:
+        RefusedError: it cannot; the message says why.
+    """
+    from converters.publish.chat import probe
+
+    named = vocabulary.named
+    seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
+    strange = [token for token in seen.markers() if vocabulary.id_of(token) is None]
+    if strange:
+        raise RefusedError(
+            f"the chat template writes {', '.join(strange)}, which {vocabulary.path} does not have as special tokens",
+            "give the tokenizer the template's tokens: convert assets OUT --from BASE --chat-template NAME",
+        )
+    ending = seen.terminator({*vocabulary.added, *seen.markers(), *named.values()})
+    faults = seen.faults(ending)
+    if ending is None:
+        faults.append("the chat template ends a reply with no special token, so that a model would never stop")
+    if faults:
+        raise RefusedError(faults[0], "templates that can be trained: --chat-template chatml, llama3 or control")
+    return str(ending)

@@ -1,0 +1,205 @@
+"""Records: what a line of training data says, as turns of roles, or why it cannot be used.
+
+A record is never repaired. Whatever is wrong with it has one of the names in `REASONS`, under which it is counted.
+
+    {"text": "<<<|user|>>>…<<<|user|>>><<<|assistant|>>>…<<<|assistant|>>>"}    control-text: a marker on both sides
+    {"conversations": [{"role": "user", "content": "…"}, …]}                    conversations ("messages" too)
+    {"conversations": [{"from": "human", "value": "…"}, …]}                     sharegpt
+    {"text": "…"}                                                               text, trained as a whole
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+MARKER = re.compile(r"<<<\|([^|<>]*)\|>>>")
+FIELDS = ("conversations", "messages")
+SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+REASONS: Mapping[str, str] = {
+    "json": "the line is no JSON",
+    "object": "the line is no JSON object",
+    "long": "the line is longer than 64 MiB",
+    "field": "the field is missing",
+    "type": "the field has the wrong type",
+    "empty": "there is no text",
+    "no marker": "a dialogue without markers",
+    "marker": "a marker <<<|…|>>> in plain text",
+    "odd": "a marker that opens a turn and no marker that closes it",
+    "pair": "a turn that another role's marker closes",
+    "outside": "text outside turns: the text itself may hold a marker",
+    "empty turn": "a turn without text",
+    "role": "a role that has no control token",
+    "no reply": "no turn of the assistant",
+    "keys": "turns with from and value: --format sharegpt reads them",
+    "template": "the chat template refuses the turns",
+    "literal": "the text holds a control token, and the tokenizer cannot keep the two apart",
+    "tokens": "nothing is left after tokenization",
+}
+
+
+class Record(NamedTuple):
+    """A dialogue, or a text without roles.
+
+    Attributes:
+        roles: who speaks, for each turn; empty for plain text.
+        contents: what is said, for each turn; one text if there are no roles.
+    """
+
+    roles: Sequence[str]
+    contents: Sequence[str]
+
+
+class Malformed(Exception):
+    """A record that cannot be used; `reason` is a key of `REASONS`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(REASONS[reason])
+        self.reason = reason
+
+
+Reader = Callable[[Any], Record]
+
+
+def reader(form: str, roles: Sequence[str], key: str = "text") -> Reader:
+    """The function that reads records of a format.
+
+    Args:
+        form: one of `FORMS`.
+        roles: roles that have a control token; empty if a chat template judges roles.
+        key: the field that holds text.
+
+    Returns:
+        A function that takes a JSON value and gives its record, or raises Malformed.
+    """
+    known = frozenset(roles)
+    turns = _conversation(known)
+    shared = _sharegpt(known)
+
+    def control_text(value: Any) -> Record:
+        return _dialogue(_field(value, key, str), known)
+
+    def text(value: Any) -> Record:
+        found = _field(value, key, str)
+        if MARKER.search(found):
+            raise Malformed("marker")
+        return _plain(found)
+
+    def mixed(value: Any) -> Record:
+        if isinstance(value, dict) and not any(name in value for name in FIELDS):
+            found = _field(value, key, str)
+            return _dialogue(found, known) if MARKER.search(found) else _plain(found)
+        return turns(value)
+
+    def conversations(value: Any) -> Record:
+        if isinstance(value, dict) and key in value and not any(name in value for name in FIELDS):
+            return text(value)
+        return turns(value)
+
+    return {
+        "control-text": control_text,
+        "conversations": conversations,
+        "sharegpt": shared,
+        "text": text,
+        "mixed": mixed,
+    }[form]
+
+
+FORMS = ("control-text", "conversations", "sharegpt", "text", "mixed")
+"""conversations takes plain text rows too; mixed also takes dialogues with markers."""
+
+
+def form_of(value: Any, key: str = "text") -> str:
+    """The format that a record has: what `--format auto` makes of the first one."""
+    if isinstance(value, dict) and any(name in value for name in FIELDS):
+        return "conversations"
+    text = value.get(key) if isinstance(value, dict) else None
+    return "control-text" if isinstance(text, str) and MARKER.search(text) else "text"
+
+
+def _field(value: Any, key: str, kind: type) -> Any:
+    if not isinstance(value, dict):
+        raise Malformed("object")
+    if key not in value:
+        raise Malformed("field")
+    if not isinstance(value[key], kind):
+        raise Malformed("type")
+    return value[key]
+
+
+def _plain(text: str) -> Record:
+    if not text.strip():
+        raise Malformed("empty")
+    return Record((), (text,))
+
+
+def _dialogue(text: str, known: frozenset[str]) -> Record:
+    """A text with markers. Splitting gives: outside, opener, content, closer, outside, opener, …."""
+    parts = MARKER.split(text)
+    openers, contents, closers = parts[1::4], parts[2::4], parts[3::4]
+    if openers != closers:
+        raise Malformed(_unbalanced(parts))
+    if not openers:
+        raise Malformed("no marker" if text.strip() else "empty")
+    if "".join(parts[::4]).strip():
+        raise Malformed("outside")
+    return _checked(openers, contents, known)
+
+
+def _unbalanced(parts: Sequence[str]) -> str:
+    return "odd" if len(parts) % 4 != 1 else "pair"
+
+
+def _checked(roles: Sequence[str], contents: Sequence[str], known: frozenset[str]) -> Record:
+    if known and not known.issuperset(roles):
+        raise Malformed("role")
+    if "" in contents or any(map(str.isspace, contents)):
+        raise Malformed("empty turn")
+    if "assistant" not in roles:
+        raise Malformed("no reply")
+    return Record(roles, contents)
+
+
+def _turns(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, dict):
+        raise Malformed("object")
+    name = next((name for name in FIELDS if name in value), None)
+    if name is None:
+        raise Malformed("field")
+    turns = value[name]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise Malformed("type")
+    if not turns:
+        raise Malformed("empty")
+    return turns
+
+
+def _conversation(known: frozenset[str]) -> Reader:
+    def read(value: Any) -> Record:
+        turns = _turns(value)
+        roles: list[Any] = [turn.get("role") for turn in turns]
+        contents: list[Any] = [turn.get("content") for turn in turns]
+        if None in roles or None in contents:
+            raise Malformed("keys" if "from" in turns[0] and "value" in turns[0] else "field")
+        if not all(isinstance(one, str) for one in (*roles, *contents)):
+            raise Malformed("type")
+        return _checked(roles, contents, known)
+
+    return read
+
+
+def _sharegpt(known: frozenset[str]) -> Reader:
+    def read(value: Any) -> Record:
+        turns = _turns(value)
+        speakers: list[Any] = [turn.get("from") for turn in turns]
+        contents: list[Any] = [turn.get("value") for turn in turns]
+        if None in speakers or None in contents:
+            raise Malformed("field")
+        if not all(isinstance(one, str) for one in (*speakers, *contents)):
+            raise Malformed("type")
+        if not SHAREGPT.keys() >= set(speakers):
+            raise Malformed("role")
+        return _checked([SHAREGPT[one] for one in speakers], contents, known)
+
+    return read

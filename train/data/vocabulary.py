@@ -1,0 +1,215 @@
+"""Tokenizers as tokenization needs them: ids of plain text, and control tokens by name.
+
+`encode` never turns text into a control token, whatever the text spells: that would let a document speak as a user.
+
+Facts: sentencepiece 0.2.3 (`piece_to_id` of a missing piece is the id of what is unknown, without a word; a piece of
+the type USER_DEFINED is found in any text, one of the type CONTROL never), tokenizers 0.23.3 (`encode_special_tokens`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+from formats.errors import SourceError, UsageError, short
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+"""ModelProto.SentencePiece.Type"""
+EOD = "<|endoftext|>"
+"""What ends a document for GPT-NeoX (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
+ROLES = ("user", "assistant", "system")
+
+
+class Vocabulary(Protocol):
+    """A tokenizer.
+
+    Attributes:
+        path: its file.
+        digest: BLAKE3 of the file.
+        size: how many tokens there are.
+        unusable: ids that cannot mean anything at the end of a document: unknown and padding.
+    """
+
+    path: Path
+    digest: str
+    size: int
+    unusable: dict[int, str]
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name, None if there is none."""
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of texts, each by itself, without control tokens."""
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The name of each id."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+
+def open_vocabulary(path: Path, control: Iterable[str] = ()) -> Vocabulary:
+    """Load a tokenizer: a SentencePiece `.model`, a `tokenizer.json`, or a folder that holds one.
+
+    Args:
+        path: the file or folder.
+        control: tokens that are control tokens, also where the model itself would find them in a text. Those of the
+            form <|name|> always are.
+
+    Raises:
+        SourceError: it is neither, or damaged.
+    """
+    if path.is_dir():
+        held = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
+        if not held:
+            raise SourceError(f"{path} holds neither a tokenizer.json nor a tokenizer.model")
+        path = held[0]
+    if not path.is_file():
+        raise SourceError(f"{path} is no tokenizer", "name a .model of SentencePiece, a tokenizer.json, or its folder")
+    return Fast(path) if path.suffix == ".json" else SentencePiece(path, control)
+
+
+class SentencePiece:
+    """A model of SentencePiece, run by its own library."""
+
+    def __init__(self, path: Path, control: Iterable[str] = ()) -> None:
+        from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+        from converters.publish.chat import MARKER
+
+        raw = path.read_bytes()
+        proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+        self.model = SentencePieceProcessor()
+        try:
+            proto.ParseFromString(raw)
+            wanted = set(control)
+            for piece in proto.pieces:
+                if piece.type == USER_DEFINED and (piece.piece in wanted or MARKER.fullmatch(piece.piece)):
+                    piece.type = CONTROL
+            proto.DiscardUnknownFields()  # among them a self-test with the types before
+            self.model.LoadFromSerializedProto(proto.SerializeToString())
+        except Exception as error:  # noqa: BLE001  # protobuf and the library raise nothing narrower in common
+            raise SourceError(f"{path} is no SentencePiece model, or cut off: {short(str(error))}") from None
+        self.path, self.digest = path, blake3(raw).hexdigest()
+        self.size = self.model.get_piece_size()
+        kinds = (UNKNOWN, CONTROL, USER_DEFINED)
+        self.control = {piece.piece: number for number, piece in enumerate(proto.pieces) if piece.type in kinds}
+        pads = {self.model.pad_id(), self.control.get("<|pad|>", -1)} - {-1}
+        self.unusable = dict.fromkeys(pads, "padding") | {self.model.unk_id(): "unknown"}
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a control token."""
+        return self.control.get(token)
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of texts; each gets the prefix that the model gives to a text."""
+        found: list[list[int]] = self.model.encode(texts, num_threads=1)
+        return found
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The name of each id."""
+        return [self.model.id_to_piece(int(one)) if one < self.size else f"<{one}?>" for one in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        text: str = self.model.decode([int(one) for one in ids if one < self.size])
+        return text
+
+
+class Fast:
+    """A fast tokenizer of Hugging Face, run by its own library."""
+
+    def __init__(self, path: Path) -> None:
+        from converters.publish.vocabulary import read_vocabulary
+
+        raw = path.read_bytes()
+        self.path, self.digest = path, blake3(raw).hexdigest()
+        known = read_vocabulary(raw, str(path))
+        self.size, self.ids, self.added = known.length, known.ids, known.added
+        self.marking = known.tokenizer
+        """The tokenizer that finds control tokens in a text: for what a chat template has written."""
+        self.plain = read_vocabulary(raw, str(path)).tokenizer
+        self.plain.encode_special_tokens = True
+        self.unusable = {
+            self.ids[token]: {"unk": "unknown", "pad": "padding"}[role]
+            for role, token in self.named.items()
+            if role in ("unk", "pad") and token in self.ids and token != self.named.get("eos")
+        }
+
+    @cached_property
+    def named(self) -> Mapping[str, str]:
+        """The tokens that `tokenizer_config.json` beside the file calls bos, eos, pad and unk."""
+        path = self.path.with_name("tokenizer_config.json")
+        try:
+            config: Any = json.loads(path.read_bytes()) if path.is_file() else {}
+        except ValueError as error:
+            raise SourceError(f"{path} is no JSON: {error}") from None
+        found = {role: config.get(f"{role}_token") for role in ("bos", "eos", "pad", "unk")}
+        named = {role: token["content"] if isinstance(token, dict) else token for role, token in found.items()}
+        return {role: token for role, token in named.items() if isinstance(token, str)}
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a special token."""
+        return self.ids.get(token) if self.added.get(token) else None
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of texts, without what the tokenizer puts around a text."""
+        return [one.ids for one in self.plain.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The name of each id."""
+        return [self.plain.id_to_token(int(one)) or f"<{one}?>" for one in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens included."""
+        return self.plain.decode([int(one) for one in ids], skip_special_tokens=False)
+
+
+def control_ids(vocabulary: Vocabulary, told: Mapping[str, int]) -> dict[str, int]:
+    """The ids of the roles' control tokens, such as `<|user|>`.
+
+    Args:
+        vocabulary: the tokenizer.
+        told: ids that the user gave, checked against the tokenizer.
+
+    Returns:
+        Role to id: of those told, else of those that the tokenizer has.
+
+    Raises:
+        UsageError: an id is not that of the token.
+    """
+    for role, number in told.items():
+        held = vocabulary.id_of(f"<|{role}|>")
+        if held != number:
+            have = f"has it as {held}" if held is not None else "has no such token"
+            raise UsageError(f"<|{role}|> is said to be {number}, {vocabulary.path} {have}", "leave the ids out")
+    found = {role: vocabulary.id_of(f"<|{role}|>") for role in (told or ROLES)}
+    return {role: number for role, number in found.items() if number is not None}
+
+
+def eod_id(vocabulary: Vocabulary, token: str | None) -> int:
+    """The id of the token that ends a document.
+
+    Args:
+        vocabulary: the tokenizer.
+        token: its name; None takes what GPT-NeoX takes, and what the tokenizer calls eos where there is no such token.
+
+    Raises:
+        UsageError: there is no such token, or it means unknown or padding.
+    """
+    eos = vocabulary.named.get("eos") if isinstance(vocabulary, Fast) else None
+    name = token or (EOD if vocabulary.id_of(EOD) is not None or eos is None else eos)
+    found = vocabulary.id_of(name)
+    if found is None:
+        raise UsageError(
+            f"{vocabulary.path} has no control token {name}, which would silently become the unknown token",
+            "name the token that ends a document, such as --eod '</s>'",
+        )
+    if found in vocabulary.unusable:
+        raise UsageError(f"{name} is the {vocabulary.unusable[found]} token of {vocabulary.path}, id {found}")
+    return found

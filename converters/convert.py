@@ -9,19 +9,16 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from converters import assets, digest
 from converters.blocks import Files
 from converters.checksums import Checksums, crc_of
+from converters.durable import stoppable, sync_folder
 from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, fingerprint, open_journal
 from converters.plan import Job, Plan, cast_dtype, make_plan
@@ -233,7 +230,7 @@ def run(plan: Plan, request: Request, drifted: Callable[[Job, float], object] = 
         _prove(plan.source.proof, request)
     mark = fingerprint(plan, request.limits.replicas)
     opened = open_journal(request.staging, mark, target.files, force=request.force, every=request.commit_seconds)
-    with _signals() as stopped, opened as journal:
+    with stoppable() as stopped, opened as journal:
         try:
             _write(plan, target, request, journal, stopped, drifted)
         except (RefusedError, UnsupportedError, VerificationError):
@@ -341,23 +338,6 @@ def _check_space(target: Target, request: Request) -> None:
         raise OutputError(f"{request.out} needs {size(needed - held)}, {place} has {size(free)} free")
 
 
-@contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and SIGINT let the running jobs finish. Yields a function that says whether one came."""
-    came = threading.Event()
-
-    def note(_: int, __: FrameType | None) -> None:
-        came.set()
-
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
-    try:
-        yield came.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _finish_files(files: tuple[OutputFile, ...], known: Checksums | None, threads: int) -> None:
     """Write what is no tensor, with the checksums that a zip archive needs, and force each file to disk."""
 
@@ -430,12 +410,3 @@ def publish(request: Request) -> None:
     request.root.rename(request.place)
     sync_folder(request.place.parent)
     shutil.rmtree(request.staging)
-
-
-def sync_folder(path: Path) -> None:
-    """Force the names in a folder to disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

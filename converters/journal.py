@@ -6,8 +6,6 @@ name and its digest. Lines are written after the data that they speak of was for
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -19,6 +17,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from converters.blocks import Files
+from converters.durable import lock, write_all
 from converters.plan import Job, Plan
 from formats.checkpoint import OutputFile
 from formats.errors import OutputError
@@ -95,7 +94,7 @@ def open_journal(
         if not (staging / JOURNAL).is_file() and any(staging.iterdir()):
             raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
         handle = os.open(staging / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _lock(handle, staging)
+        lock(handle, staging)
         head, finished, length = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
         if head not in ("", fingerprint) and not force:
             raise OutputError(
@@ -121,22 +120,6 @@ def open_journal(
         yield Journal(handle, finished, every)
     finally:
         os.close(handle)
-
-
-def write_all(handle: int, content: bytes) -> None:
-    """Append all of it: a full disk can cut a write short."""
-    while content:
-        content = content[os.write(handle, content) :]
-
-
-def _lock(handle: int, staging: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OutputError(f"another process is writing {staging}") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
-            raise
 
 
 def _entries(content: bytes) -> tuple[str, dict[str, str], int]:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from converters.archives import amend
 from converters.blocks import Files
-from converters.convert import Request, check_paths, publish, sync_folder
+from converters.convert import Request, check_paths, publish
 from converters.digest import MANIFEST
+from converters.durable import sync_folder
 from converters.engine import Limits, digest_of, execute
 from converters.journal import JOURNAL
 from converters.plan import Job, Part, Plan, make_plan

@@ -113,7 +113,7 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
 
 def publish(out: Path, work: Work) -> None:
     """Put the files in their places, each in one step."""
-    from converters.convert import sync_folder
+    from converters.durable import sync_folder
 
     for name, path in work.staged.items():
         (out / name).parent.mkdir(exist_ok=True)

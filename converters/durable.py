@@ -1,0 +1,72 @@
+"""What keeps work safe while it is interrupted: signals that wait, one process a folder, and names forced to disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from formats.errors import OutputError
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and SIGINT let the running jobs finish. Yields a function that says whether one came."""
+    came = threading.Event()
+
+    def note(_: int, __: FrameType | None) -> None:
+        came.set()
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
+    try:
+        yield came.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def lock(handle: int, staging: Path) -> None:
+    """Be the only process that works in a folder, as long as the handle of a file in it is open.
+
+    Raises:
+        OutputError: another one does.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(f"another process is writing {staging}") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
+            raise
+
+
+def write_all(handle: int, content: bytes) -> None:
+    """Append all of it: a full disk can cut a write short."""
+    while content:
+        content = content[os.write(handle, content) :]
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file in one step: it is there as a whole, or as it was before."""
+    staged = path.with_name(path.name + ".tmp")
+    with staged.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    staged.rename(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Force the names in a folder to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import click
 
 from converters.entry import Sections, run
+from train.commands import tokenize
 
-SECTIONS: dict[str, tuple[click.Command, ...]] = {}
+SECTIONS: dict[str, tuple[click.Command, ...]] = {
+    "Data": (tokenize.tokenize,),
+}
 
 
 @click.group(cls=Sections, sections=SECTIONS)

@@ -80,7 +80,7 @@ def control_encoder(vocabulary: Vocabulary, control: Mapping[str, int], eod: int
                 pieces.append(ids)
                 size += len(ids)
             if size == len(end):
-                refused.append((place, "tokens"))
+                refused.append((place, "nothing"))
                 continue
             pieces.append(end)
             sizes.append(size)
@@ -123,7 +123,7 @@ class TemplateEncoder:
                 refused.append((place, reason.reason))
                 continue
             if not found:
-                refused.append((place, "tokens"))
+                refused.append((place, "nothing"))
                 continue
             if self.eod is not None and found[-1] != self.eod:
                 found, mask = [*found, self.eod], np.append(mask, np.uint8(REPLY | LAST_REPLY))

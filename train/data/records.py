@@ -35,7 +35,7 @@ REASONS: Mapping[str, str] = {
     "keys": "turns with from and value: --format sharegpt reads them",
     "template": "the chat template refuses the turns",
     "literal": "the text holds a control token, and the tokenizer cannot keep the two apart",
-    "tokens": "nothing is left after tokenization",
+    "nothing": "nothing is left after tokenization",
 }
 
 

@@ -8,11 +8,10 @@ the type USER_DEFINED is found in any text, one of the type CONTROL never), toke
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -135,23 +134,22 @@ class Fast:
         """The tokenizer that finds control tokens in a text: for what a chat template has written."""
         self.plain = read_vocabulary(raw, str(path)).tokenizer
         self.plain.encode_special_tokens = True
-        self.unusable = {
-            self.ids[token]: {"unk": "unknown", "pad": "padding"}[role]
-            for role, token in self.named.items()
-            if role in ("unk", "pad") and token in self.ids and token != self.named.get("eos")
-        }
+        unknown = [known.tokenizer.token_to_id(token) for token in ("<unk>", "[UNK]")]
+        pad = self.named.get("pad", "")
+        padding = [self.ids[pad]] if pad in self.ids and pad != self.named.get("eos") else []
+        self.unusable = dict.fromkeys(padding, "padding") | {one: "unknown" for one in unknown if one is not None}
+
+    @cached_property
+    def beside(self) -> Mapping[str, Path]:
+        """The files beside the tokenizer's: name to path."""
+        return {path.name: path for path in self.path.parent.iterdir() if path.is_file()}
 
     @cached_property
     def named(self) -> Mapping[str, str]:
-        """The tokens that `tokenizer_config.json` beside the file calls bos, eos, pad and unk."""
-        path = self.path.with_name("tokenizer_config.json")
-        try:
-            config: Any = json.loads(path.read_bytes()) if path.is_file() else {}
-        except ValueError as error:
-            raise SourceError(f"{path} is no JSON: {error}") from None
-        found = {role: config.get(f"{role}_token") for role in ("bos", "eos", "pad", "unk")}
-        named = {role: token["content"] if isinstance(token, dict) else token for role, token in found.items()}
-        return {role: token for role, token in named.items() if isinstance(token, str)}
+        """The tokens that the files beside it call bos, eos and pad."""
+        from converters.publish.small_files import named_tokens
+
+        return named_tokens(self.beside)
 
     def id_of(self, token: str) -> int | None:
         """The id of a special token."""

@@ -1,0 +1,217 @@
+"""`train tokenize`: the flags that users of GPT-NeoX know, and a few more."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from converters.commands.options import as_json, together
+from formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from train.data.inputs import Range
+    from train.data.workers import Job
+
+KINDS = {
+    "SPMTokenizer": ".model",
+    "SentencePieceTokenizer": ".model",
+    "HFTokenizer": ".json",
+    "HuggingFaceTokenizer": ".json",
+}
+"""Names of GPT-NeoX and Megatron, and the file that each reads."""
+FILE = click.Path(path_type=Path)
+
+unused = together(
+    click.option("--dataset-impl", type=click.Choice(["mmap"]), hidden=True),
+    click.option("--num-docs", type=int, hidden=True),
+    click.option("--log-interval", type=int, hidden=True),
+)
+"""Flags of the users' tool that change nothing here: `mmap` is what is written, and progress needs no count."""
+
+
+@click.command()
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    required=True,
+    metavar="FILE[,FILE…]",
+    help="JSON lines (.gz and .zst too), parquet, or .txt with a document on each line.",
+)
+@click.option(
+    "--vocab-file",
+    "--tokenizer",
+    "tokenizer",
+    required=True,
+    type=FILE,
+    metavar="FILE",
+    help="SentencePiece .model, tokenizer.json, or the folder of one.",
+)
+@click.option("--tokenizer-type", type=click.Choice(list(KINDS)), help="[default: what the file is]")
+@click.option(
+    "--output-prefix", "prefix", required=True, type=FILE, metavar="P", help="Writes P_text_document.bin and .idx."
+)
+@click.option("--append-eod", is_flag=True, help="End each document with the end-of-document token.")
+@click.option("--eod", metavar="TOKEN", help="That token.  [default: <|endoftext|>, or the tokenizer's eos]")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
+    default="auto",
+    show_default=True,
+    help="What the records are; auto looks at the first.",
+)
+@click.option(
+    "--chat-template",
+    "template",
+    metavar="NAME|FILE",
+    help="control, chatml, llama3, or a jinja file.  [default: the tokenizer's, for conversations]",
+)
+@click.option("--control-tokens", metavar="ROLE=ID,…", help="Ids to check, such as user=7,assistant=8.")
+@click.option(
+    "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."
+)
+@click.option("--workers", type=click.IntRange(1, 1024), help="Processes.  [default: all cores]")
+@click.option("--strict", is_flag=True, help="One malformed record is an error.")
+@click.option(
+    "--max-drop-rate",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="Share of records that may be malformed.",
+)
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would be done, and write nothing.")
+@click.option("--force", is_flag=True, help="Replace the output.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@as_json
+@unused
+def tokenize(**options: Any) -> None:
+    """Text or dialogues to token files for Megatron and GPT-NeoX, on all cores.
+
+    A turn is its role's control token, the text, and the token again (<|user|>…<|user|>); with a chat template it is
+    what the template writes. A malformed record is dropped and counted. A killed run goes on when it is run again.
+    """
+    from train.data.inputs import ranges
+    from train.data.tokenize import Request, tokenize
+
+    parts = ranges(_paths(options["inputs"]))
+    job = make_job(options, parts)
+    prefix = options["prefix"]
+    out = prefix.with_name(f"{prefix.name}_{job.key}_document")
+    if not out.parent.is_dir():
+        raise UsageError(f"the folder {out.parent} of --output-prefix is not there", f"mkdir -p {out.parent}")
+    workers = options["workers"] or len(os.sched_getaffinity(0))
+    if not options["quiet"] or options["dry_run"]:
+        for line in _decisions(job, parts, out, workers):
+            click.echo(line, err=True)
+    if options["dry_run"]:
+        return
+    request = Request(
+        job, parts, out, workers, options["force"], options["max_drop_rate"], options["strict"],
+        options["quiet"] or options["as_json"],
+    )  # fmt: skip
+    facts = tokenize(request)
+    _report(out, facts.counts, options["as_json"])
+
+
+def _paths(inputs: Sequence[str]) -> list[Path]:
+    """Files of --input, which may be comma lists; `~` is the home folder."""
+    found = []
+    for value in inputs:
+        names = [value] if Path(value).expanduser().exists() else value.split(",")
+        found += [Path(name).expanduser() for name in names if name]
+    return found
+
+
+def make_job(options: Mapping[str, Any], parts: Sequence[Range]) -> Job:
+    """What the options ask for, checked against the tokenizer."""
+    from train.data.encode import check_template
+    from train.data.inputs import first_value
+    from train.data.records import form_of
+    from train.data.vocabulary import Fast, control_ids, eod_id, open_vocabulary
+    from train.data.workers import Job
+
+    path, kind = options["tokenizer"], options["tokenizer_type"]
+    vocabulary = open_vocabulary(path, [options["eod"]] if options["eod"] else [])
+    if kind and (KINDS[kind] == ".json") != isinstance(vocabulary, Fast):
+        raise UsageError(f"{path} is no file for {kind}", "leave --tokenizer-type out: the file tells")
+    key = options["key"]
+    form = form_of(first_value(parts, key), key) if options["form"] == "auto" else options["form"]
+    control = control_ids(vocabulary, _told(options["control_tokens"]))
+    template = _template(options["template"], vocabulary, form, control)
+    if template is not None and isinstance(vocabulary, Fast):
+        check_template(vocabulary, template)
+    elif form != "text" and not {"user", "assistant"} <= control.keys():
+        raise UsageError(
+            f"{vocabulary.path} has no control tokens <|user|> and <|assistant|> for dialogues",
+            "name a template: --chat-template chatml, llama3 or a file",
+        )
+    eod = eod_id(vocabulary, options["eod"]) if options["append_eod"] else None
+    token = vocabulary.pieces([eod])[0] if eod is not None else None
+    return Job(vocabulary.path, vocabulary.digest, vocabulary.size, form, key, control, eod, token, template)
+
+
+def _told(text: str | None) -> dict[str, int]:
+    try:
+        pairs = [one.split("=") for one in (text or "").split(",") if one]
+        return {role.strip(): int(number) for role, number in pairs}
+    except ValueError:
+        raise UsageError(f"--control-tokens {text} is no list such as user=7,assistant=8") from None
+
+
+def _template(named: str | None, vocabulary: Any, form: str, control: Mapping[str, int]) -> str | None:
+    """The chat template to use: the named one, or for conversations the one that the tokenizer's folder has."""
+    from converters.publish.chat import load_template
+    from converters.publish.small_files import held_template
+    from train.data.vocabulary import Fast
+
+    if form in ("text", "control-text"):
+        if named is not None:
+            raise UsageError(f"--chat-template has no use for records of the format {form}", "leave it out")
+        return None
+    if isinstance(vocabulary, Fast):
+        if named is not None:
+            return load_template(named)
+        return held_template(vocabulary.beside)
+    if named in (None, "control") and control:
+        return None  # control tokens are that template, and SentencePiece itself gives the ids
+    raise UsageError(
+        f"the chat template {named} needs a fast tokenizer, {vocabulary.path} is a SentencePiece model",
+        f"convert tokenizer {vocabulary.path} FOLDER, then --tokenizer FOLDER",
+    )
+
+
+def _decisions(job: Job, parts: Sequence[Range], out: Path, workers: int) -> list[str]:
+    """What was found out, one line each."""
+    from converters.report import size
+    from train.data.indexed import best_dtype
+
+    files = {part.path for part in parts}
+    nbytes = sum(path.stat().st_size for path in files)
+    control = ", ".join(f"<|{role}|> {number}" for role, number in job.control.items())
+    turns = "a chat template" if job.template is not None else control or "none"
+    end = "nothing is appended" if job.eod is None else f"each ends with {job.eod_token} {job.eod}"
+    return [
+        f"input      {len(files)} file{'s' * (len(files) > 1)}, {size(nbytes)}, {job.form}",
+        f"tokenizer  {job.tokenizer}, {job.vocabulary} tokens, {best_dtype(job.vocabulary)}",
+        f"turns      {turns if job.form != 'text' else 'none'}",
+        f"documents  {end}",
+        f"output     {out}.bin, {workers} worker{'s' * (workers > 1)}",
+    ]
+
+
+def _report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
+    from train.data.records import REASONS
+
+    if as_json:
+        click.echo(json.dumps({"output": str(out)} | dict(counts)))
+        return
+    dropped = {reason: number for reason, number in counts.items() if reason in REASONS}
+    click.echo(f"{out}: {counts['documents']} documents, {counts['tokens']} tokens, {sum(dropped.values())} dropped")
+    for reason, number in sorted(dropped.items(), key=lambda pair: -pair[1]):
+        click.echo(f"  {number} dropped: {REASONS[reason]}", err=True)

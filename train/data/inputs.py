@@ -1,0 +1,176 @@
+"""Input files in ranges, each of which is read by itself: a range is what a worker does and what a resumed run skips.
+
+JSON lines and plain text (a line is a document) are cut at bytes: a range has the lines that begin in it. Parquet is
+cut at row groups; a compressed file is one range.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.errors import SourceError, UnsupportedError, UsageError
+from train.data.records import Malformed
+
+RANGE = 4 << 20
+"""Bytes of a range."""
+LONGEST = 64 << 20
+"""Bytes of the longest line that is read; a longer one is a file of another kind."""
+BOM = b"\xef\xbb\xbf"
+
+
+class Range(NamedTuple):
+    """A part of an input file: bytes, or row groups; `stop` is -1 for a whole compressed file."""
+
+    path: Path
+    begin: int
+    stop: int
+
+
+def ranges(paths: Iterable[Path]) -> list[Range]:
+    """Cut input files.
+
+    Raises:
+        SourceError: a file is missing, empty, or one JSON value instead of lines.
+        UsageError: nobody knows how to read it, or there is none.
+    """
+    found: list[Range] = []
+    for path in paths:
+        if not path.is_file():
+            raise SourceError(f"{path} is no file" if path.exists() else f"{path} is not there")
+        nbytes = path.stat().st_size
+        if not nbytes:
+            raise SourceError(f"{path} is empty")
+        kind = _kind(path)
+        if kind == "parquet":
+            found += [Range(path, group, group + 1) for group in range(_parquet(path).num_row_groups)]
+        elif path.suffix in (".gz", ".zst"):
+            found.append(Range(path, 0, -1))
+        else:
+            if kind == "json":
+                _require_lines(path)
+            found += [Range(path, low, min(low + RANGE, nbytes)) for low in range(0, nbytes, RANGE)]
+    if not found:
+        raise UsageError("there is nothing to read: no input was named, or only parquet files without rows")
+    return found
+
+
+def _kind(path: Path) -> str:
+    suffixes = [one for one in path.suffixes if one not in (".gz", ".zst")]
+    last = suffixes[-1] if suffixes else ""
+    if last == ".parquet":
+        return "parquet"
+    if last in (".txt", ".text"):
+        return "text"
+    if last in (".csv", ".tsv"):
+        raise UsageError(f"{path} is a table", "make records of it: train fetch, with a recipe that names its columns")
+    return "json"
+
+
+def _require_lines(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(4096).removeprefix(BOM).lstrip()
+    if head.startswith(b"["):
+        raise SourceError(f"{path} is one JSON array, not a record on each line", f"jq -c '.[]' {path} > lines.jsonl")
+    if head.startswith((b"{\n", b"{\r\n")):
+        raise SourceError(f"{path} is one JSON object over several lines", f"jq -c . {path} > lines.jsonl")
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UsageError(f"{path} is parquet, which needs pyarrow", "pip install 'vitruvian[data]'") from None
+    try:
+        return ParquetFile(path)
+    except (ArrowException, OSError) as error:
+        raise SourceError(f"{path} is no parquet file: {error}") from None
+
+
+def values(part: Range, key: str) -> Iterator[Any]:
+    """The JSON value of each line or row of a range, in order: None for a blank one, Malformed for what is none."""
+    kind = _kind(part.path)
+    if kind == "parquet":
+        yield from _parquet(part.path).read_row_group(part.begin).to_pylist()
+        return
+    load = _loader(kind, key)
+    for line in _lines(part):
+        if len(line) > LONGEST:
+            yield Malformed("long")
+        else:
+            yield load(line) if line and not line.isspace() else None
+
+
+def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
+    from orjson import JSONDecodeError, loads
+
+    def value(line: bytes) -> Any:
+        try:
+            return loads(line)
+        except JSONDecodeError:
+            return Malformed("json")
+
+    def text(line: bytes) -> Any:
+        try:
+            return {key: line.rstrip(b"\r").decode()}
+        except UnicodeDecodeError:
+            return Malformed("json")
+
+    return value if kind == "json" else text
+
+
+def _lines(part: Range) -> Iterator[bytes]:
+    """The lines that begin in a range, without their ends. One that is too long comes cut."""
+    if part.stop < 0:
+        with _decompressed(part.path) as file:
+            yield from _streamed(file)
+        return
+    with part.path.open("rb") as file:
+        file.seek(max(0, part.begin - 1))
+        block = file.read(part.stop - max(0, part.begin - 1))
+        if not part.begin:
+            block = block.removeprefix(BOM)
+        else:
+            cut = block.find(b"\n")
+            if cut < 0:
+                return
+            block = block[cut + 1 :]
+        if not block:
+            return
+        lines = block.split(b"\n")
+        last = lines.pop()
+        yield from lines
+        if last:
+            yield last + file.readline(LONGEST + 1 - len(last)).rstrip(b"\n")
+
+
+def _streamed(file: io.BufferedReader) -> Iterator[bytes]:
+    first = True
+    while line := file.readline(LONGEST + 2):
+        if first:
+            line, first = line.removeprefix(BOM), False
+        yield line.rstrip(b"\n")
+        while len(line) > LONGEST and not line.endswith(b"\n"):  # the rest of a line that is too long
+            line = file.readline(LONGEST + 2)
+            if not line:
+                return
+
+
+def _decompressed(path: Path) -> io.BufferedReader:
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(path))
+    try:
+        from zstandard import ZstdDecompressor
+    except ImportError:
+        raise UnsupportedError(f"{path} is compressed with zstd", "pip install 'vitruvian[zstd]'") from None
+    return io.BufferedReader(ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True))
+
+
+def first_value(parts: Sequence[Range], key: str) -> Any:
+    """The first value that is one, None if the first range has none."""
+    found = (value for value in values(parts[0], key) if value is not None and not isinstance(value, Malformed))
+    return next(found, None)

@@ -1,0 +1,261 @@
+"""Text to token files, on all cores, in constant memory, and resumable.
+
+Workers take ranges of the input and leave the tokens of each as small files. One writer, this process, appends them in
+the order of the input to `PREFIX_KEY_document.partial/` and notes how far it is. A killed run goes on from the last
+note: what lies behind it is cut off, so that the final bytes are those of a run that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from converters.durable import lock, stoppable, sync_folder, write_file
+from converters.report import Progress
+from formats.errors import Interrupted, OutputError, RefusedError, SourceError
+from train.data.facts import Facts, facts_path, facts_text, mask_path
+from train.data.indexed import best_dtype, bin_path, idx_path, write_index
+from train.data.inputs import Range
+from train.data.records import REASONS
+from train.data.workers import EXAMPLES, Job, Part, Workers
+
+STREAMS = ("bin", "sizes", "mask")
+"""What is appended to: tokens, int32 sizes of documents, and the loss mask of a chat template."""
+EVERY = 5.0
+"""Seconds between two notes of how far the work is."""
+AHEAD = 4
+"""Ranges that each worker may be ahead of the writer."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        job: how records become tokens.
+        parts: the input.
+        prefix: path of the output without `.bin`.
+        workers: processes.
+        force: replace an output that is there.
+        most_dropped: share of records that may be dropped.
+        strict: whether one dropped record is an error.
+        quiet: no progress.
+    """
+
+    job: Job
+    parts: Sequence[Range]
+    prefix: Path
+    workers: int
+    force: bool = False
+    most_dropped: float = 0.1
+    strict: bool = False
+    quiet: bool = False
+
+    @property
+    def staging(self) -> Path:
+        """Where the work is done."""
+        return self.prefix.with_name(self.prefix.name + ".partial")
+
+    @property
+    def fingerprint(self) -> str:
+        """What makes it the same work: inputs, their sizes and times, the tokenizer's content, and every setting."""
+        files = sorted({part.path for part in self.parts})
+        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        facts = [stats, [(str(part.path), part.begin, part.stop) for part in self.parts], self.job.identity]
+        return blake3(json.dumps(facts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Done:
+    """How far the work is.
+
+    Attributes:
+        fingerprint: of the request.
+        ranges: how many are appended.
+        lengths: bytes of each stream that belong to them.
+        lines: lines of the file that the last range was of.
+        counts: documents, tokens, kinds and dropped records by reason.
+        examples: reason to some places, `FILE:LINE`.
+    """
+
+    fingerprint: str
+    ranges: int
+    lengths: dict[str, int]
+    lines: int
+    counts: dict[str, int]
+    examples: dict[str, list[str]]
+
+
+def tokenize(request: Request) -> Facts:
+    """Make token files.
+
+    Returns:
+        What is known of them; `counts` has documents, tokens, and dropped records by reason.
+
+    Raises:
+        OutputError: the output is there, or cannot be written.
+        RefusedError: too many records are malformed.
+        SourceError: no document is left.
+        Interrupted: a signal came; the same call goes on.
+    """
+    _check_free(request)
+    staging = request.staging
+    staging.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        handle = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        stack.callback(os.close, handle)
+        lock(handle, staging)
+        done = _resumed(request)
+        stopped = stack.enter_context(stoppable())
+        done = _append_all(request, done, stopped)
+        _judge(request, done)
+        return _publish(request, done)
+
+
+def _check_free(request: Request) -> None:
+    taken = [path for path in _finals(request.prefix).values() if path.exists()]
+    if taken and not request.force:
+        raise OutputError(f"{taken[0]} exists", "choose another --output-prefix, or replace it with --force")
+
+
+def _finals(prefix: Path) -> dict[str, Path]:
+    return {"bin": bin_path(prefix), "mask": mask_path(prefix), "json": facts_path(prefix), "idx": idx_path(prefix)}
+
+
+def _resumed(request: Request) -> Done:
+    """How far an earlier run came, with everything behind that cut off."""
+    path, fresh = request.staging / "done.json", Done(request.fingerprint, 0, dict.fromkeys(STREAMS, 0), 0, {}, {})
+    done = fresh
+    if path.is_file():
+        done = Done(**json.loads(path.read_bytes()))
+        if done.fingerprint != request.fingerprint:
+            if not request.force:
+                raise OutputError(
+                    f"{request.staging} holds the beginnings of other work (or the input has changed since)",
+                    f"remove {request.staging}, or start over with --force",
+                )
+            done = fresh
+    for stream in STREAMS:
+        with (request.staging / stream).open("ab") as file:
+            file.truncate(done.lengths[stream])
+    shutil.rmtree(request.staging / "parts", ignore_errors=True)
+    (request.staging / "parts").mkdir()
+    return done
+
+
+def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Done:
+    """Let workers encode the ranges that are left, and append them in order."""
+    parts, staging = request.parts, request.staging
+    nbytes = [part.stop - part.begin if part.stop > part.begin + 1 else part.path.stat().st_size for part in parts]
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress("tokenizing", sum(nbytes), request.quiet))
+        progress.advance(sum(nbytes[: done.ranges]))
+        workers = stack.enter_context(Workers(request.job, min(request.workers, len(parts) - done.ranges)))
+        files = {stream: stack.enter_context((staging / stream).open("ab")) for stream in STREAMS}
+        waiting: deque[Future[Part]] = deque()
+        asked, noted = done.ranges, monotonic()
+        while done.ranges < len(parts):
+            while asked < len(parts) and len(waiting) < AHEAD * request.workers and not stopped():
+                waiting.append(workers.submit(parts[asked], staging / "parts" / str(asked)))
+                asked += 1
+            if not waiting:
+                _note(request, done, files)
+                raise Interrupted(
+                    f"stopped behind {done.ranges} of {len(parts)} ranges", "run the same command again to go on"
+                )
+            part = waiting.popleft().result()
+            for stream in STREAMS:
+                _move(staging / "parts" / f"{done.ranges}.{stream}", files[stream])
+            done = _counted(done, part, parts)
+            progress.advance(nbytes[done.ranges - 1])
+            if monotonic() - noted > EVERY:
+                _note(request, done, files)
+                noted = monotonic()
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    return done
+
+
+def _move(path: Path, file: Any) -> None:
+    """Append a small file to a stream, and remove it."""
+    if path.exists():
+        with path.open("rb") as part:
+            shutil.copyfileobj(part, file, 1 << 20)
+        path.unlink()
+
+
+def _counted(done: Done, part: Part, parts: Sequence[Range]) -> Done:
+    """The account with one more range in it."""
+    place = parts[done.ranges]
+    lines = 0 if done.ranges and parts[done.ranges - 1].path != place.path else done.lines
+    counts = Counter(done.counts) + Counter(part.counts)
+    examples = {reason: list(found) for reason, found in done.examples.items()}
+    for number, reason in part.examples:
+        shown = examples.setdefault(reason, [])
+        if len(shown) < EXAMPLES:
+            shown.append(f"{place.path}:{lines + number + 1}")
+    lengths = {stream: done.lengths[stream] + part.lengths[stream] for stream in STREAMS}
+    return replace(
+        done, ranges=done.ranges + 1, lengths=lengths, lines=lines + part.lines, counts=dict(counts), examples=examples
+    )
+
+
+def _note(request: Request, done: Done, files: dict[str, Any]) -> None:
+    """Force to disk what is appended, then the note that says so."""
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+    write_file(request.staging / "done.json", json.dumps(asdict(done)).encode())
+
+
+def _judge(request: Request, done: Done) -> None:
+    """Refuse a result that nobody wants: nothing, or with too much dropped."""
+    kept = done.counts.get("documents", 0)
+    dropped = {reason: number for reason, number in done.counts.items() if reason in REASONS}
+    lost = sum(dropped.values())
+    worst = max(dropped, key=lambda reason: dropped[reason], default="")
+    shown = f", most of them because of {REASONS[worst]} ({done.examples[worst][0]})" if worst else ""
+    hint = "train lint names each of them; --format tells what the records are"
+    if not kept:
+        shutil.rmtree(request.staging)
+        raise SourceError(f"none of {lost} records became a document{shown}", hint if lost else "")
+    if lost and request.strict:
+        raise RefusedError(f"{lost} of {kept + lost} records are malformed{shown}", f"{hint}; --strict refuses them")
+    if lost > request.most_dropped * (kept + lost):
+        raise RefusedError(
+            f"{lost} of {kept + lost} records are malformed, a larger share than {request.most_dropped:g}{shown}",
+            f"{hint}; --max-drop-rate is the share that may be dropped",
+        )
+
+
+def _publish(request: Request, done: Done) -> Facts:
+    """Write the index and the facts, and put all files in their places, the index last."""
+    job, staging, finals = request.job, request.staging, _finals(request.prefix)
+    sizes = np.memmap(staging / "sizes", "<i4", "r")
+    counts = {"documents": len(sizes), "tokens": done.counts["tokens"]} | {
+        reason: number for reason, number in done.counts.items() if reason in REASONS
+    }
+    facts = Facts(job.digest, job.vocabulary, dict(job.control), job.eod, job.template_digest, counts)
+    write_index(staging / "idx", best_dtype(job.vocabulary), sizes)
+    write_file(staging / "json", facts_text(facts).encode())
+    finals["idx"].unlink(missing_ok=True)  # an old index never speaks of new tokens
+    if job.template is None:
+        finals.pop("mask").unlink(missing_ok=True)
+    for name, path in finals.items():
+        (staging / name).rename(path)
+    sync_folder(request.prefix.parent)
+    shutil.rmtree(staging)
+    return facts

@@ -1,0 +1,221 @@
+"""Processes that turn ranges of the input into tokens.
+
+Each has a pipe to this process and ends when the pipe does, also if this process is killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+
+from formats.errors import SourceError, VitruvianError
+from train.data.encode import Encoder, TemplateEncoder, control_encoder
+from train.data.indexed import best_dtype
+from train.data.inputs import Range, values
+from train.data.records import Malformed, Record, reader
+from train.data.vocabulary import Fast, open_vocabulary
+
+BATCH = 1 << 20
+"""Characters that are encoded at a time."""
+EXAMPLES = 5
+"""Dropped records of a batch whose lines are told."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """How records become tokens.
+
+    Attributes:
+        tokenizer: its file.
+        digest: BLAKE3 of that file.
+        vocabulary: how many tokens it has.
+        form: the format of the records, one of `records.FORMS`.
+        key: the field that holds text.
+        control: role to the id of its control token.
+        eod: what ends a document, None for nothing.
+        eod_token: its name.
+        template: the text of a chat template, None for control tokens.
+    """
+
+    tokenizer: Path
+    digest: str
+    vocabulary: int
+    form: str
+    key: str
+    control: dict[str, int]
+    eod: int | None
+    eod_token: str | None
+    template: str | None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes it the same job, whatever the tokenizer's file is called."""
+        return asdict(self) | {"tokenizer": ""}
+
+    @property
+    def template_digest(self) -> str | None:
+        """BLAKE3 of the chat template."""
+        return None if self.template is None else blake3(self.template.encode()).hexdigest()
+
+
+class Part(NamedTuple):
+    """What became of a range.
+
+    Attributes:
+        lines: how many it has.
+        counts: documents, tokens, and dropped records by reason.
+        lengths: bytes of each file that was written.
+        examples: (line in the range from 0, reason) of the first dropped records.
+    """
+
+    lines: int
+    counts: dict[str, int]
+    lengths: dict[str, int]
+    examples: list[tuple[int, str]]
+
+
+def encoder(job: Job) -> Encoder:
+    """The function that encodes records for a job."""
+    vocabulary = open_vocabulary(job.tokenizer, [job.eod_token] if job.eod_token else [])
+    if job.template is None:
+        return control_encoder(vocabulary, job.control, job.eod)
+    assert isinstance(vocabulary, Fast)  # the command has seen to it
+    return TemplateEncoder(vocabulary, job.template, job.eod)
+
+
+def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
+    """Encode a range and leave its tokens in `OUT.bin`, `OUT.sizes` and, with a chat template, `OUT.mask`."""
+    dtype, lines = best_dtype(job.vocabulary), 0
+    counts, lengths = Counter[str](), Counter[str](bin=0, sizes=0, mask=0)
+    examples: list[tuple[int, str]] = []
+    with ExitStack() as stack:
+        tokens, sizes, masks = (stack.enter_context(Path(f"{out}.{name}").open("wb")) for name in lengths)
+        for batch in _batches(job, part):
+            encoded = encode(batch.records)
+            dropped = batch.dropped + [(batch.numbers[place], reason) for place, reason in encoded.refused]
+            examples += sorted(dropped)[:EXAMPLES]
+            counts.update(reason for _, reason in dropped)
+            counts.update(documents=len(encoded.sizes), tokens=len(encoded.ids))
+            lengths["bin"] += tokens.write(encoded.ids.astype(dtype).data)
+            lengths["sizes"] += sizes.write(np.array(encoded.sizes, "<i4").data)
+            if encoded.mask is not None:
+                lengths["mask"] += masks.write(encoded.mask.data)
+            lines = batch.lines
+    return Part(lines, dict(counts), dict(lengths), examples)
+
+
+class _Batch(NamedTuple):
+    """Records to encode at a time: each with its line, the lines dropped among them, and the lines read so far."""
+
+    records: list[Record]
+    numbers: list[int]
+    dropped: list[tuple[int, str]]
+    lines: int
+
+
+def _batches(job: Job, part: Range) -> Iterator[_Batch]:
+    read = reader(job.form, () if job.template else tuple(job.control), job.key)
+    records: list[Record] = []
+    numbers: list[int] = []
+    dropped: list[tuple[int, str]] = []
+    held, number = 0, -1
+    for number, value in enumerate(values(part, job.key)):
+        if value is None:
+            continue
+        try:
+            if isinstance(value, Malformed):
+                raise value
+            record = read(value)
+        except Malformed as error:
+            dropped.append((number, error.reason))
+            continue
+        records.append(record)
+        numbers.append(number)
+        held += sum(map(len, record.contents))
+        if held >= BATCH:
+            yield _Batch(records, numbers, dropped, number + 1)
+            records, numbers, dropped, held = [], [], [], 0
+    yield _Batch(records, numbers, dropped, number + 1)
+
+
+def _work(pipe: Connection, job: Job) -> None:
+    """What a process does: take ranges from the pipe until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the writer hears it, and asks for nothing more
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        encode = encoder(job)
+        while True:
+            part, out = pipe.recv()
+            try:
+                pipe.send(encode_range(job, encode, part, out))
+            except (VitruvianError, OSError) as error:
+                pipe.send(error)
+    except (EOFError, BrokenPipeError):
+        return
+
+
+class Workers:
+    """Processes that encode ranges, each driven by a thread of this process."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.idle: SimpleQueue[Connection] = SimpleQueue()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for _ in range(number):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, job), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+            self.idle.put(ours)
+        self.threads = ThreadPoolExecutor(max(1, number))
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def submit(self, part: Range, out: Path) -> Future[Part]:
+        """Encode a range as soon as a process is idle."""
+        return self.threads.submit(self._ask, part, out)
+
+    def _ask(self, part: Range, out: Path) -> Part:
+        pipe = self.idle.get()
+        try:
+            pipe.send((part, out))
+            answer = pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise SourceError(
+                f"a worker died on {part.path}, bytes {part.begin} to {part.stop}: killed, or out of memory",
+                "run the same command again with fewer --workers",
+            ) from None
+        finally:
+            self.idle.put(pipe)
+        if isinstance(answer, BaseException):
+            raise answer
+        found: Part = answer
+        return found
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.threads.shutdown(cancel_futures=True)
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join()

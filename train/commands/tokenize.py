@@ -14,7 +14,7 @@ from converters.commands.options import as_json, together
 from formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from train.data.inputs import Range
+    from train.data.inputs import Ranges
     from train.data.workers import Job
 
 KINDS = {
@@ -128,7 +128,7 @@ def _paths(inputs: Sequence[str]) -> list[Path]:
     return found
 
 
-def make_job(options: Mapping[str, Any], parts: Sequence[Range]) -> Job:
+def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     """What the options ask for, checked against the tokenizer."""
     from train.data.encode import check_template
     from train.data.inputs import first_value
@@ -186,18 +186,16 @@ def _template(named: str | None, vocabulary: Any, form: str, control: Mapping[st
     )
 
 
-def _decisions(job: Job, parts: Sequence[Range], out: Path, workers: int) -> list[str]:
+def _decisions(job: Job, parts: Ranges, out: Path, workers: int) -> list[str]:
     """What was found out, one line each."""
     from converters.report import size
     from train.data.indexed import best_dtype
 
-    files = {part.path for part in parts}
-    nbytes = sum(path.stat().st_size for path in files)
     control = ", ".join(f"<|{role}|> {number}" for role, number in job.control.items())
     turns = "a chat template" if job.template is not None else control or "none"
     end = "nothing is appended" if job.eod is None else f"each ends with {job.eod_token} {job.eod}"
     return [
-        f"input      {len(files)} file{'s' * (len(files) > 1)}, {size(nbytes)}, {job.form}",
+        f"input      {len(parts.files)} file{'s' * (len(parts.files) > 1)}, {size(parts.nbytes)}, {job.form}",
         f"tokenizer  {job.tokenizer}, {job.vocabulary} tokens, {best_dtype(job.vocabulary)}",
         f"turns      {turns if job.form != 'text' else 'none'}",
         f"documents  {end}",

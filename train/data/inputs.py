@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from formats.errors import SourceError, UnsupportedError, UsageError
 from train.data.records import Malformed
 
-RANGE = 4 << 20
+RANGE = 1 << 20
 """Bytes of a range."""
+PACKED = (".gz", ".zst")
 LONGEST = 64 << 20
 """Bytes of the longest line that is read; a longer one is a file of another kind."""
 BOM = b"\xef\xbb\xbf"
@@ -30,15 +33,65 @@ class Range(NamedTuple):
     stop: int
 
 
-def ranges(paths: Iterable[Path]) -> list[Range]:
+class Ranges(Sequence[Range]):
+    """All ranges of some files, made when they are asked for: a terabyte is a million of them.
+
+    Attributes:
+        files: path to how many ranges it has.
+    """
+
+    def __init__(self, files: Mapping[Path, int]) -> None:
+        self.files = files
+        self.ends = list(accumulate(files.values()))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    @overload
+    def __getitem__(self, place: int) -> Range: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Range]: ...
+    def __getitem__(self, place: int | slice) -> Range | list[Range]:
+        """A range, or several."""
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        if not 0 <= place < len(self):
+            raise IndexError(place)
+        file = bisect_right(self.ends, place)
+        path = list(self.files)[file]
+        number = place - (self.ends[file] - self.files[path])
+        return Range(path, number, number + 1) if _kind(path) == "parquet" else _cut(path, number)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def size(self, part: Range) -> int:
+        """Bytes of a range; those of a row group are taken for equal."""
+        whole = part.path.stat().st_size
+        if part.stop < 0:
+            return whole
+        return whole // self.files[part.path] if _kind(part.path) == "parquet" else part.stop - part.begin
+
+
+def _cut(path: Path, number: int) -> Range:
+    if path.suffix in PACKED:
+        return Range(path, 0, -1)
+    return Range(path, number * RANGE, min((number + 1) * RANGE, path.stat().st_size))
+
+
+def ranges(paths: Iterable[Path]) -> Ranges:
     """Cut input files.
 
     Raises:
         SourceError: a file is missing, empty, or one JSON value instead of lines.
-        UsageError: nobody knows how to read it, or there is none.
+        UsageError: nobody knows how to read it, it was named twice, or there is none.
     """
-    found: list[Range] = []
+    found: dict[Path, int] = {}
     for path in paths:
+        if path in found:
+            raise UsageError(f"{path} is named twice")
         if not path.is_file():
             raise SourceError(f"{path} is no file" if path.exists() else f"{path} is not there")
         nbytes = path.stat().st_size
@@ -46,20 +99,20 @@ def ranges(paths: Iterable[Path]) -> list[Range]:
             raise SourceError(f"{path} is empty")
         kind = _kind(path)
         if kind == "parquet":
-            found += [Range(path, group, group + 1) for group in range(_parquet(path).num_row_groups)]
-        elif path.suffix in (".gz", ".zst"):
-            found.append(Range(path, 0, -1))
+            found[path] = _parquet(path).num_row_groups
+        elif path.suffix in PACKED:
+            found[path] = 1
         else:
             if kind == "json":
                 _require_lines(path)
-            found += [Range(path, low, min(low + RANGE, nbytes)) for low in range(0, nbytes, RANGE)]
-    if not found:
+            found[path] = -(-nbytes // RANGE)
+    if not sum(found.values()):
         raise UsageError("there is nothing to read: no input was named, or only parquet files without rows")
-    return found
+    return Ranges(found)
 
 
 def _kind(path: Path) -> str:
-    suffixes = [one for one in path.suffixes if one not in (".gz", ".zst")]
+    suffixes = [one for one in path.suffixes if one not in PACKED]
     last = suffixes[-1] if suffixes else ""
     if last == ".parquet":
         return "parquet"

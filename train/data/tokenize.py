@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +27,7 @@ from converters.report import Progress
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError
 from train.data.facts import Facts, facts_path, facts_text, mask_path
 from train.data.indexed import best_dtype, bin_path, idx_path, write_index
-from train.data.inputs import Range
+from train.data.inputs import Ranges
 from train.data.records import REASONS
 from train.data.workers import EXAMPLES, Job, Part, Workers
 
@@ -55,7 +55,7 @@ class Request:
     """
 
     job: Job
-    parts: Sequence[Range]
+    parts: Ranges
     prefix: Path
     workers: int
     force: bool = False
@@ -71,9 +71,11 @@ class Request:
     @property
     def fingerprint(self) -> str:
         """What makes it the same work: inputs, their sizes and times, the tokenizer's content, and every setting."""
-        files = sorted({part.path for part in self.parts})
-        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        facts = [stats, [(str(part.path), part.begin, part.stop) for part in self.parts], self.job.identity]
+        stats = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns, number)
+            for path, number in self.parts.files.items()
+        ]
+        facts = [stats, self.job.identity]
         return blake3(json.dumps(facts).encode()).hexdigest()
 
 
@@ -158,10 +160,9 @@ def _resumed(request: Request) -> Done:
 def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Done:
     """Let workers encode the ranges that are left, and append them in order."""
     parts, staging = request.parts, request.staging
-    nbytes = [part.stop - part.begin if part.stop > part.begin + 1 else part.path.stat().st_size for part in parts]
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress("tokenizing", sum(nbytes), request.quiet))
-        progress.advance(sum(nbytes[: done.ranges]))
+        progress = stack.enter_context(Progress("tokenizing", parts.nbytes, request.quiet))
+        progress.advance(sum(parts.size(parts[number]) for number in range(done.ranges)))
         workers = stack.enter_context(Workers(request.job, min(request.workers, len(parts) - done.ranges)))
         files = {stream: stack.enter_context((staging / stream).open("ab")) for stream in STREAMS}
         waiting: deque[Future[Part]] = deque()
@@ -179,7 +180,7 @@ def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Do
             for stream in STREAMS:
                 _move(staging / "parts" / f"{done.ranges}.{stream}", files[stream])
             done = _counted(done, part, parts)
-            progress.advance(nbytes[done.ranges - 1])
+            progress.advance(parts.size(parts[done.ranges - 1]))
             if monotonic() - noted > EVERY:
                 _note(request, done, files)
                 noted = monotonic()
@@ -197,7 +198,7 @@ def _move(path: Path, file: Any) -> None:
         path.unlink()
 
 
-def _counted(done: Done, part: Part, parts: Sequence[Range]) -> Done:
+def _counted(done: Done, part: Part, parts: Ranges) -> Done:
     """The account with one more range in it."""
     place = parts[done.ranges]
     lines = 0 if done.ranges and parts[done.ranges - 1].path != place.path else done.lines

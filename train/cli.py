@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 
 from converters.entry import Sections, run
-from train.commands import tokenize
+from train.commands import look, pack, tokenize
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
-    "Data": (tokenize.tokenize,),
+    "Data": (look.lint, tokenize.tokenize, look.show, look.count, pack.pack),
 }
 
 

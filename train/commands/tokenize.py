@@ -12,6 +12,7 @@ import click
 
 from converters.commands.options import as_json, together
 from formats.errors import UsageError
+from train.commands.look import told
 
 if TYPE_CHECKING:
     from train.data.inputs import Ranges
@@ -142,7 +143,7 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
         raise UsageError(f"{path} is no file for {kind}", "leave --tokenizer-type out: the file tells")
     key = options["key"]
     form = form_of(first_value(parts, key), key) if options["form"] == "auto" else options["form"]
-    control = control_ids(vocabulary, _told(options["control_tokens"]))
+    control = control_ids(vocabulary, told(options["control_tokens"]))
     template = _template(options["template"], vocabulary, form, control)
     if template is not None and isinstance(vocabulary, Fast):
         check_template(vocabulary, template)
@@ -154,14 +155,6 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     eod = eod_id(vocabulary, options["eod"]) if options["append_eod"] else None
     token = vocabulary.pieces([eod])[0] if eod is not None else None
     return Job(vocabulary.path, vocabulary.digest, vocabulary.size, form, key, control, eod, token, template)
-
-
-def _told(text: str | None) -> dict[str, int]:
-    try:
-        pairs = [one.split("=") for one in (text or "").split(",") if one]
-        return {role.strip(): int(number) for role, number in pairs}
-    except ValueError:
-        raise UsageError(f"--control-tokens {text} is no list such as user=7,assistant=8") from None
 
 
 def _template(named: str | None, vocabulary: Any, form: str, control: Mapping[str, int]) -> str | None:

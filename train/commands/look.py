@@ -1,0 +1,196 @@
+"""`train lint`, `show` and `count`: what data is, before and after tokenization."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from converters.commands.options import as_json
+from formats.errors import OutputError, VerificationError
+
+if TYPE_CHECKING:
+    from train.data.counts import Counts
+    from train.data.lint import Findings
+
+FILE = click.Path(path_type=Path)
+LOSS = click.option("--loss", type=click.Choice(["assistant", "last_turn", "all"]), default="assistant",
+                    show_default=True, help="What is trained: every reply, the last one, or all tokens.")  # fmt: skip
+control_tokens = click.option(
+    "--control-tokens", metavar="ROLE=ID,…", help="Ids of control tokens, such as user=7,assistant=8.  [default: found]"
+)
+
+
+def told(text: str | None) -> dict[str, int]:
+    """The ids of --control-tokens."""
+    from formats.errors import UsageError
+
+    try:
+        pairs = [one.split("=") for one in (text or "").split(",") if one]
+        return {role.strip(): int(number) for role, number in pairs}
+    except ValueError:
+        raise UsageError(f"--control-tokens {text} is no list such as user=7,assistant=8") from None
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=FILE)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
+    default="auto",
+    show_default=True,
+    help="What the records are; auto looks at the first of each file.",
+)
+@click.option(
+    "--vocab-file",
+    "--tokenizer",
+    "tokenizer",
+    type=FILE,
+    metavar="FILE",
+    help="Check roles against this tokenizer, and lengths with --seq-length.",
+)
+@click.option("--seq-length", type=click.IntRange(1), metavar="N", help="Tokens of a row, to find what is longer.")
+@click.option(
+    "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."
+)
+@as_json
+def lint(**options: Any) -> None:
+    """Find records that would be dropped: collisions of markers, odd pairs, empty turns, unknown roles.
+
+    Exits with 6 if there are any.
+    """  # fmt: skip
+    from train.data.encode import control_encoder
+    from train.data.lint import NOTES
+    from train.data.lint import lint as check
+    from train.data.vocabulary import ROLES, control_ids, open_vocabulary
+
+    roles, encode = list(ROLES), None
+    if options["tokenizer"]:
+        vocabulary = open_vocabulary(options["tokenizer"])
+        control = control_ids(vocabulary, {})
+        roles = list(control)
+        encode = control_encoder(vocabulary, control, None) if control else None
+    longest = options["seq_length"] and options["seq_length"] + 1
+    found = check(
+        options["files"], form=options["form"], roles=roles, key=options["key"], encode=encode, longest=longest
+    )
+    bad = sum(number for finding, number in found.counts.items() if finding not in NOTES)
+    if options["as_json"]:
+        record = {"records": found.records, "malformed": bad, "formats": found.forms}
+        click.echo(json.dumps(record | {"findings": dict(found.counts), "places": found.places}))
+    else:
+        _report(found)
+    if bad:
+        raise VerificationError(
+            f"{bad} of {found.records} records are malformed", "train tokenize drops and counts them"
+        )
+
+
+def _report(found: Findings) -> None:
+    from train.data.lint import NOTES
+    from train.data.records import REASONS
+
+    for path, form in found.forms.items():
+        click.echo(f"{path}: {form}")
+    click.echo(f"{found.records} records")
+    for finding, number in found.counts.most_common():
+        said = REASONS[finding] if finding in REASONS else NOTES[finding]
+        places = ", ".join(found.places[finding])
+        click.echo(f"  {number}  {said}: {places}" + (", …" if number > len(found.places[finding]) else ""))
+
+
+@click.command()
+@click.argument("prefix", type=FILE)
+@click.argument("out", required=False, type=FILE)
+@click.option("--seq-length", type=click.IntRange(1), metavar="N", help="Tokens of a row, to count what is longer.")
+@click.option("--force", is_flag=True, help="Replace OUT.")
+@as_json
+def count(prefix: Path, out: Path | None, seq_length: int | None, force: bool, as_json: bool) -> None:
+    """Tokens of each document, from the index alone: sums, quantiles, a histogram.
+
+    OUT gets one number a line, in the order of the documents.
+    """
+    from train.data.counts import count as counted
+    from train.data.counts import write_counts
+    from train.data.indexed import open_indexed
+
+    indexed = open_indexed(prefix, tokens=False)
+    found = counted(indexed, None if seq_length is None else seq_length + 1)
+    if out is not None:
+        if out.exists() and not force:
+            raise OutputError(f"{out} exists", "choose another OUT, or replace it with --force")
+        write_counts(indexed, out)
+    if as_json:
+        click.echo(json.dumps(_record(found)))
+        return
+    for line in _counted(found, seq_length):
+        click.echo(line)
+
+
+def _record(found: Counts) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(found)
+
+
+def _counted(found: Counts, seq_length: int | None) -> list[str]:
+    mean = found.tokens / found.documents if found.documents else 0.0
+    lines = [
+        f"{found.documents} documents, {found.tokens} tokens, {found.shortest} to {found.longest}, mean {mean:.1f}",
+        "quantiles  " + ", ".join(f"{share} {tokens}" for share, tokens in found.quantiles.items()),
+    ]
+    most = max((many for _, _, many in found.bars), default=1)
+    for low, high, many in found.bars:
+        lines.append(f"{low:>9} to {high:>9}  {many:>10}  {'█' * max(1, round(40 * many / most))}")
+    if seq_length is not None:
+        lines.append(f"{found.over[0]} documents with {found.over[1]} tokens are longer than {seq_length + 1}")
+    return lines
+
+
+@click.command()
+@click.argument("prefix", type=FILE)
+@click.option("--tokenizer", type=FILE, metavar="M", help="Shows text and pieces too.")
+@click.option("--first", type=click.IntRange(0), default=100, show_default=True, help="Documents to show.")
+@click.option("--document", type=click.IntRange(0), metavar="N", help="Show this one only.")
+@LOSS
+@control_tokens
+@click.option(
+    "--compat",
+    type=click.Choice(["neox", "megatron-llm"]),
+    help="Show the mask of that program, and where it differs from ours.",
+)
+@click.option("--color/--no-color", default=None, help="[default: on a terminal, unless NO_COLOR is set]")
+def show(prefix: Path, **options: Any) -> None:
+    """Documents as text, pieces and ids: trained tokens in green, masked ones grey.
+
+    Without colours trained tokens stand between » and «.
+    """  # fmt: skip
+    from train.data.documents import open_documents
+    from train.data.show import lines_of
+    from train.data.vocabulary import open_vocabulary
+
+    colour = options["color"]
+    if colour is None:
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    vocabulary = None if options["tokenizer"] is None else open_vocabulary(options["tokenizer"])
+    documents = open_documents(prefix, vocabulary, told(options["control_tokens"]))
+    for number in _numbers(options, len(documents.indexed)):
+        for line in lines_of(documents, number, vocabulary, options["loss"], options["compat"], colour):
+            click.echo(line, color=colour)
+
+
+def _numbers(options: Mapping[str, Any], held: int) -> range:
+    from formats.errors import UsageError
+
+    number = options["document"]
+    if number is None:
+        return range(min(options["first"], held))
+    if number >= held:
+        raise UsageError(f"there are {held} documents, the last is {held - 1}, not {number}")
+    return range(number, number + 1)

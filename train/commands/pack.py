@@ -1,0 +1,84 @@
+"""`train pack`: which documents share a row, decided once and offline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from converters.commands.options import as_json
+from formats.errors import UsageError
+
+FILE = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("prefix", type=FILE)
+@click.option(
+    "--seq-length", type=click.IntRange(1), required=True, metavar="N", help="Sequence length of the training."
+)
+@click.option(
+    "--algorithm",
+    type=click.Choice(["bfd", "k_bin", "overflow", "packed"]),
+    default="bfd",
+    show_default=True,
+    help="Best-fit decreasing; or as GPT-NeoX packs.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=1234, show_default=True)
+@click.option(
+    "--overlong",
+    type=click.Choice(["drop", "error", "truncate"]),
+    default="drop",
+    show_default=True,
+    help="What becomes of documents that are longer than a row.",
+)
+@click.option(
+    "--split",
+    default="1",
+    show_default=True,
+    metavar="A,B,C",
+    help="Shares of train, validation and test, such as 98,1,1.",
+)
+@click.option("--out", type=FILE, metavar="PLAN", help="Folder of the plan.  [default: PREFIX.pack]")
+@click.option("--force", is_flag=True, help="Replace a plan.")
+@click.option("-n", "--dry-run", is_flag=True, help="Pack and count, and write nothing.")
+@as_json
+def pack(prefix: Path, **options: Any) -> None:
+    """Put documents together in rows of --seq-length (and one token, the last label).
+
+    Only lengths are looked at. No document is cut or joined with another unless --algorithm packed says so: masks and
+    positions keep them apart in training.
+    """  # fmt: skip
+    from train.data.indexed import open_indexed, prefix_of
+    from train.data.plan import make_plan, write_plan
+
+    prefix = prefix_of(prefix)
+    try:
+        split = [float(share) for share in options["split"].replace("/", ",").split(",")]
+    except ValueError:
+        raise UsageError(f"--split {options['split']} is no list of shares such as 98,1,1") from None
+    plan = make_plan(
+        open_indexed(prefix), algorithm=options["algorithm"], seq_length=options["seq_length"], seed=options["seed"],
+        overlong=options["overlong"], split=split,
+    )  # fmt: skip
+    out = options["out"] or prefix.with_name(prefix.name + ".pack")
+    if not options["dry_run"]:
+        write_plan(plan, out, options["force"])
+    counts = plan.counts
+    if options["as_json"]:
+        click.echo(json.dumps({"plan": str(out), "splits": plan.splits} | dict(counts)))
+        return
+    click.echo(f"# Packed {counts['packed']} documents into {counts['rows']} documents")
+    splits = ", ".join(f"{name} {stop - begin}" for name, (begin, stop) in plan.splits.items())
+    click.echo(f"{counts['tokens']} tokens fill {100 * counts['fill']:.3f} % of rows of {plan.capacity}: {splits}")
+    if counts["overlong"]:
+        what = "cut to a row" if options["overlong"] == "truncate" else "left out"
+        if options["algorithm"] == "packed":
+            what = "cut over several rows"
+        click.echo(
+            f"{counts['overlong']} documents with {counts['overlong_tokens']} tokens are too long: {what}", err=True
+        )
+    if counts["empty"]:
+        click.echo(f"{counts['empty']} documents have no tokens: left out", err=True)

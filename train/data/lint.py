@@ -1,0 +1,114 @@
+"""What is wrong with training data before it is tokenized: every finding with its file and line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from train.data.encode import Encoder
+from train.data.inputs import ranges, values
+from train.data.records import Malformed, Reader, Record, form_of, reader
+
+NOTES = {
+    "long": "documents longer than a row",
+    "token": "contents that spell a control token; they stay text",
+    "twice": "records that stand there twice",
+}
+"""Findings that drop nothing."""
+SHOWN = 5
+"""Places that are told for each finding."""
+
+
+@dataclass
+class Findings:
+    """What was found.
+
+    Attributes:
+        records: how many there are, malformed ones included.
+        forms: the format of each file.
+        counts: finding to how often.
+        places: finding to the first places, `FILE:LINE`.
+    """
+
+    records: int = 0
+    forms: dict[str, str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+
+    def note(self, finding: str, place: str) -> None:
+        """Count a finding."""
+        self.counts[finding] += 1
+        shown = self.places.setdefault(finding, [])
+        if len(shown) < SHOWN:
+            shown.append(place)
+
+
+def lint(
+    paths: Iterable[Path],
+    *,
+    form: str = "auto",
+    roles: Sequence[str],
+    key: str = "text",
+    encode: Encoder | None = None,
+    longest: int | None = None,
+) -> Findings:
+    """Read files and tell what tokenization would drop, and what else is strange.
+
+    Args:
+        paths: the files.
+        form: one of `records.FORMS`, or auto.
+        roles: those that have a control token; empty if a chat template judges them.
+        key: the field that holds text.
+        encode: tokenization, to count tokens.
+        longest: tokens of the longest document that fits a row.
+    """
+    found = Findings()
+    seen: set[int] = set()
+    for path in paths:
+        read: Reader | None = None
+        for number, value in _numbered(path, key):
+            place = f"{path}:{number + 1}"
+            found.records += 1
+            try:
+                if isinstance(value, Malformed):
+                    raise value
+                if read is None:
+                    found.forms[str(path)] = form_of(value, key) if form == "auto" else form
+                    read = reader(found.forms[str(path)], roles, key)
+                record = read(value)
+            except Malformed as error:
+                found.note(error.reason, place)
+                continue
+            for note in _notes(record, roles, seen, encode, longest):
+                found.note(note, place)
+    return found
+
+
+def _numbered(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+    """Values of a file that are not blank, with their line from 0."""
+    number = 0
+    for part in ranges([path]):
+        for value in values(part, key):
+            if value is not None:
+                yield number, value
+            number += 1
+
+
+def _notes(
+    record: Record, roles: Sequence[str], seen: set[int], encode: Encoder | None, longest: int | None
+) -> Iterator[str]:
+    if any(f"<|{role}|>" in text for role in roles for text in record.contents):
+        yield "token"
+    known = hash((tuple(record.roles), tuple(record.contents)))
+    if known in seen:
+        yield "twice"
+    seen.add(known)
+    if encode is not None and longest is not None:
+        encoded = encode([record])
+        if encoded.refused:
+            yield encoded.refused[0][1]
+        elif encoded.sizes[0] > longest:
+            yield "long"

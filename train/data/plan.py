@@ -1,0 +1,269 @@
+"""A pack plan: which documents share a row, made once, offline, and mapped by every rank of a training.
+
+A plan is a folder:
+
+    plan.json        what it was made from and how: hashes, algorithm, capacity, seed, splits, counts
+    documents.npy    int32[p]: document of each piece, in the order of the rows
+    rows.npy         int64[r + 1]: first piece of each row
+    pieces.npy       int32[p, 2]: first token and tokens of each piece; only where documents are cut
+
+The tokens themselves stay where they are. A plan knows the files that it was made from, and is refused for any others.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from converters.durable import sync_folder, write_file
+from formats.errors import OutputError, RefusedError, SourceError, UnsupportedError, UsageError, short
+from train.data.facts import mask_path
+from train.data.indexed import Indexed, bin_path, idx_path
+from train.data.k_bin import k_bin
+from train.data.packing import Lengths, Rows, best_fit, concatenated, next_fit
+
+ALGORITHMS: Mapping[str, Callable[[Lengths, int, int], Rows]] = {
+    "bfd": best_fit,
+    "k_bin": k_bin,
+    "overflow": next_fit,
+    "packed": concatenated,
+}
+SPLITS = ("train", "validation", "test")
+RECORD = ("made_from", "algorithm", "capacity", "seed", "splits", "counts")
+"""Attributes that stand in `plan.json`."""
+SAMPLED = 256
+"""Places at which the content of a large file is hashed, 4 KiB each."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan on disk.
+
+    Attributes:
+        made_from: hashes of the token files.
+        algorithm: a key of `ALGORITHMS`.
+        capacity: tokens of a row: the sequence length and one, because the last is a label only.
+        seed: of the packer.
+        splits: name to first row and the row behind the last.
+        counts: documents, rows, tokens, fill, and what was left out.
+        documents: document of each piece.
+        rows: first piece of each row.
+        pieces: first token and tokens of each piece; None if all documents are whole.
+    """
+
+    made_from: Mapping[str, str]
+    algorithm: str
+    capacity: int
+    seed: int
+    splits: Mapping[str, tuple[int, int]]
+    counts: Mapping[str, Any]
+    documents: NDArray[np.int32] = field(repr=False)
+    rows: NDArray[np.int64] = field(repr=False)
+    pieces: NDArray[np.int32] | None = field(repr=False, default=None)
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+    def row(self, number: int, sizes: NDArray[Any]) -> list[tuple[int, int, int]]:
+        """The pieces of a row: document, first token in it, and how many.
+
+        Args:
+            number: of the row.
+            sizes: tokens of each document.
+        """
+        begin, stop = int(self.rows[number]), int(self.rows[number + 1])
+        documents = self.documents[begin:stop].tolist()
+        if self.pieces is None:
+            return [(document, 0, int(sizes[document])) for document in documents]
+        cuts = self.pieces[begin:stop].tolist()
+        return [(document, low, many) for document, (low, many) in zip(documents, cuts, strict=True)]
+
+
+def document_sizes(indexed: Indexed) -> NDArray[np.int32]:
+    """Tokens of each document, where a sequence is a document.
+
+    The merge of GPT-NeoX, and Megatron-LLM, leave the list of documents empty, or that of the first file.
+
+    Raises:
+        UnsupportedError: documents have several sequences.
+    """
+    marks = indexed.documents
+    if len(marks) > 1 and len(marks) != len(indexed) + 1 and int(marks[-1]) == len(indexed):
+        raise UnsupportedError(
+            f"{indexed.prefix} has {len(indexed)} sequences in {len(marks) - 1} documents, sentences of each by itself",
+            "tokenize without splitting sentences",
+        )
+    return np.array(indexed.sizes)
+
+
+def make_plan(
+    indexed: Indexed,
+    *,
+    algorithm: str,
+    seq_length: int,
+    seed: int,
+    overlong: str = "drop",
+    split: Sequence[float] = (1.0,),
+) -> Plan:
+    """Pack the documents of a file.
+
+    Args:
+        indexed: the file.
+        algorithm: a key of `ALGORITHMS`.
+        seq_length: tokens that a training step sees of a row; the row has one more, the last label.
+        seed: of the packer.
+        overlong: what becomes of documents that are longer than a row: drop, error or truncate.
+        split: shares of train, validation and test, which are consecutive documents.
+
+    Raises:
+        RefusedError: a document is too long and that is an error, or nothing is left.
+        UsageError: the algorithm cannot do what is asked.
+    """
+    sizes, capacity = document_sizes(indexed), seq_length + 1
+    if algorithm == "k_bin" and len([share for share in split if share]) > 1:
+        raise UsageError(
+            "k_bin packs all documents whatever the split says, so that validation data would be trained",
+            "pack with bfd, or tokenize validation data into a file of its own",
+        )
+    long, empty = sizes > capacity, sizes == 0
+    if overlong == "error" and long.any():
+        first = int(np.argmax(long))
+        raise RefusedError(
+            f"{int(long.sum())} of {len(sizes)} documents are longer than {capacity} tokens, such as document {first} "
+            f"with {int(sizes[first])}",
+            "--overlong drop leaves them out, --overlong truncate cuts them",
+        )
+    cut = algorithm == "packed"
+    usable = ~empty if cut or overlong == "truncate" else ~(empty | long)
+    fitting = sizes if cut else np.minimum(sizes, capacity)
+    parts: list[Rows] = []
+    splits, begin = {}, 0
+    for name, (low, high) in zip(SPLITS, _bounds(len(sizes), split), strict=False):
+        chosen = (np.flatnonzero(usable[low:high]) + low).astype(np.int32)
+        if not len(chosen):
+            continue
+        found = ALGORITHMS[algorithm](fitting[chosen], capacity, seed)
+        parts.append(found._replace(documents=chosen[found.documents]))
+        splits[name] = (begin, begin + len(found.offsets) - 1)
+        begin = splits[name][1]
+    if not parts:
+        raise RefusedError(f"none of {len(sizes)} documents of {indexed.prefix} fits a row of {capacity} tokens")
+    documents, rows = _joined(parts)
+    pieces = None
+    if cut:
+        pieces = np.concatenate([np.stack([part.begins, part.lengths], 1) for part in parts])  # type: ignore[list-item]
+    elif overlong == "truncate" and long.any():
+        pieces = np.stack([np.zeros(len(documents), np.int32), fitting[documents]], 1)
+    kept = int(pieces[:, 1].sum(dtype=np.int64)) if pieces is not None else int(sizes[documents].sum(dtype=np.int64))
+    counts = {
+        "documents": len(sizes),
+        "packed": int(usable.sum()),
+        "rows": len(rows) - 1,
+        "tokens": kept,
+        "fill": round(kept / ((len(rows) - 1) * capacity), 6),
+        "empty": int(empty.sum()),
+        "overlong": int(long.sum()),
+        "overlong_tokens": int(sizes[long].sum(dtype=np.int64)),
+    }
+    made_from = hashes(indexed.prefix)
+    return Plan(made_from, algorithm, capacity, seed, splits, counts, documents, rows, pieces)
+
+
+def _joined(parts: Sequence[Rows]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """The rows of several splits behind each other."""
+    documents = np.concatenate([part.documents for part in parts])
+    ends = np.cumsum([0, *(len(part.documents) for part in parts)])
+    rows = [part.offsets[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
+    return documents, np.concatenate([*rows, ends[-1:]]).astype(np.int64)
+
+
+def _bounds(number: int, split: Sequence[float]) -> list[tuple[int, int]]:
+    """First and last document of each split, as Megatron and GPT-NeoX cut them (`get_train_valid_test_split_`)."""
+    total = sum(split)
+    if not total or min(split) < 0 or len(split) > len(SPLITS):
+        raise UsageError(f"a split is up to three shares such as 98,1,1, not {','.join(map(str, split))}")
+    ends = [0]
+    for share in split:
+        ends.append(ends[-1] + round(share / total * number))
+    over = ends[-1] - number
+    ends = [0, *(end - over for end in ends[1:])]
+    return list(pairwise(ends))
+
+
+def hashes(prefix: Path) -> dict[str, str]:
+    """BLAKE3 of the index, and of samples of what is too large to be read as a whole."""
+    index = blake3(max_threads=blake3.AUTO).update_mmap(idx_path(prefix)).hexdigest()
+    found = {"idx": index, "bin": _sampled(bin_path(prefix))}
+    return found | ({"mask": _sampled(mask_path(prefix))} if mask_path(prefix).is_file() else {})
+
+
+def _sampled(path: Path) -> str:
+    nbytes = path.stat().st_size
+    hashed = blake3(str(nbytes).encode())
+    with path.open("rb") as file:
+        for place in range(SAMPLED):
+            file.seek(max(0, nbytes - 4096) * place // (SAMPLED - 1))
+            hashed.update(file.read(4096))
+    return hashed.hexdigest()
+
+
+def write_plan(plan: Plan, out: Path, force: bool = False) -> None:
+    """Write a plan, in one step.
+
+    Raises:
+        OutputError: there is something else.
+    """
+    if out.exists() and not (force and (out / "plan.json").is_file()):
+        hint = "--force replaces a plan" if (out / "plan.json").is_file() else "choose another --out"
+        raise OutputError(f"{out} exists", hint)
+    staging = out.with_name(out.name + ".partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    np.save(staging / "documents.npy", plan.documents)
+    np.save(staging / "rows.npy", plan.rows)
+    if plan.pieces is not None:
+        np.save(staging / "pieces.npy", plan.pieces)
+    record = {name: getattr(plan, name) for name in RECORD}
+    write_file(staging / "plan.json", (json.dumps(record, indent=1) + "\n").encode())
+    sync_folder(staging)
+    if out.exists():
+        shutil.rmtree(out)
+    staging.rename(out)
+    sync_folder(out.parent)
+
+
+def open_plan(path: Path, prefix: Path) -> Plan:
+    """Map a plan, for the files that it was made from.
+
+    Raises:
+        SourceError: it is no plan, or damaged.
+        RefusedError: the token files are not those that it was made from.
+    """
+    try:
+        record = json.loads((path / "plan.json").read_bytes())
+        arrays = {
+            name: np.load(path / f"{name}.npy", mmap_mode="r")
+            for name in ("documents", "rows", "pieces")
+            if name != "pieces" or (path / "pieces.npy").is_file()
+        }
+        plan = Plan(**record, **arrays)
+    except (OSError, ValueError, TypeError) as error:
+        raise SourceError(f"{path} is no pack plan: {short(str(error))}", "make one with train pack") from None
+    if len(plan.rows) != plan.counts["rows"] + 1 or int(plan.rows[-1]) != len(plan.documents):
+        raise SourceError(f"{path} is damaged: {len(plan.rows) - 1} rows of {plan.counts['rows']}")
+    found = hashes(prefix)
+    changed = sorted(name for name in {*found, *plan.made_from} if found.get(name) != plan.made_from.get(name))
+    if changed:
+        raise RefusedError(
+            f"{path} was made from other files than {prefix}: .{', .'.join(changed)} differ", "pack again: train pack"
+        )
+    return plan

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from formats import deepspeed, huggingface, universal, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
@@ -193,18 +194,34 @@ def _universal(tag: Path, model: TorchFile, state: str) -> Iterator[tuple[str, S
         yield name, scattered(name, shape, fragment.dtype, [Piece(part, fragment)])
 
 
-def trained(tag: Path, state: str) -> Iterator[tuple[str, Scattered]]:
-    """One of `zero_partitions.STATES` of every parameter that is trained, under DeepSpeed's name.
+class Training(NamedTuple):
+    """What a training keeps of every parameter that it trains, by DeepSpeed's name; every file is read once.
+
+    Attributes:
+        states: each of `zero_partitions.STATES`.
+        module: the tensors that the model computes with; none in stage 3.
+        model: what the first model file says.
+    """
+
+    states: Mapping[str, Mapping[str, Scattered]]
+    module: Mapping[str, Fragment]
+    model: Mapping[str, Any]
+
+
+def trained(tag: Path) -> Training:
+    """Open the optimizer states of a checkpoint.
 
     Raises:
-        UnsupportedError: the checkpoint is of stage 0, which keeps no names.
+        UnsupportedError: it is of stage 0, which keeps no names.
     """
     first = _models(tag)[0]
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
-    partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
+    partitions = zero_partitions.open_partitions(tag, 0, zero_partitions.STATES)
     _require_same_stage(first, partitions)
-    return zero_partitions.load(partitions, zero_partitions.param_shapes(first), state)
+    shapes = zero_partitions.param_shapes(first)
+    states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in zero_partitions.STATES}
+    return Training(states, {} if partitions[0].stage == 3 else zero_partitions.module(first), first.value)
 
 
 def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.Partition]) -> None:
@@ -212,12 +229,6 @@ def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.P
     if third is not (partitions[0].stage == 3):
         other = "is" if third else "is not"
         raise SourceError(f"{partitions[0].path} is of stage {partitions[0].stage}, {model.path} {other} of stage 3")
-
-
-def computed_with(tag: Path) -> dict[str, Fragment]:
-    """The tensors that the model computes with, by DeepSpeed's name; none in stage 3."""
-    first = _models(tag)[0]
-    return {} if deepspeed.MODEL_OF_STAGE_3.fullmatch(first.path.name) else zero_partitions.module(first)
 
 
 def _trained(file: TorchFile, modules: Mapping[str, Fragment]) -> dict[str, Fragment]:

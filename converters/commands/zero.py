@@ -61,5 +61,5 @@ def zero2universal(src: Path, out: Path, **options: Any) -> None:
     if options["dtype"] != "keep":
         raise UsageError("a universal checkpoint holds float32 alone", "leave --dtype out")
     states = open_states(src, settings_of(options))
-    request = request_of(out, options, states[0])
+    request = request_of(out, options, states.opened[0])
     carry_out(plan_universal(states, request), request, options)

@@ -85,6 +85,30 @@ def test_what_deepspeed_makes_is_read(made, convert, tmp_path, kind):
     assert differences(tmp_path / "out", made(TWO) / f"{kind}.truth.safetensors", "fp32") == []
 
 
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "pp2-tp2"])
+def test_every_file_is_parsed_twice_at_most(made, convert, tmp_path, monkeypatch, yml, kind):
+    """Once to know what it is, once for all of masters, moments and steps."""
+    from collections import Counter
+
+    from formats import torchfile
+
+    counted: Counter[str] = Counter()
+    parse = torchfile.parse_archive
+
+    def counting(read: Any, size: int, where: str) -> Any:
+        counted[where] += 1
+        return parse(read, size, where)
+
+    monkeypatch.setattr(torchfile, "parse_archive", counting)
+    source = made(PARALLEL if "tp2" in kind else TWO) / kind
+    flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked"] if "tp2" in kind else []
+    assert convert("zero2universal", source, tmp_path / "out", *flags).code == 0
+    found = {where: count for where, count in counted.items() if where.startswith(str(source))}
+    assert set(map(Path, found)) == set(source.glob("*/*.pt"))
+    assert max(found.values()) <= 2
+    assert sum(count - 1 for count in found.values()) <= 2  # of the first rank
+
+
 def test_stage_0_has_no_names(made, convert, tmp_path):
     refused(convert("zero2universal", made(ALONE) / "zero0", tmp_path / "out"), 4, "stage 0", "no names")
 

@@ -17,7 +17,6 @@ from formats.pickles import Opaque
 from formats.scattered import Scattered, spread
 from formats.spec import ModelSpec, Verbatim
 from formats.storage import Fragment
-from formats.torchfile import read_torch
 from formats.universal import Parameter
 
 WHY = "DeepSpeed's own names"
@@ -112,10 +111,10 @@ def read_back(plan: Plan) -> Plan:
 
 def _optimizer(tag: Path) -> tuple[list[dict[str, Any]], list[float]]:
     """The parameter groups, and Adam's step in each."""
-    files = sorted(path for path in tag.iterdir() if zero_partitions.OPTIM.fullmatch(path.name))
+    files = sorted(path for path in tag.iterdir() if deepspeed.OPTIM.fullmatch(path.name))
     if not files:
         raise SourceError(f"{tag} holds no optimizer states of ZeRO", "a universal checkpoint is made of them")
-    return universal.groups_of(read_torch(files[0]))
+    return universal.groups_of(deepspeed.opened(files[0]))
 
 
 def _plain(path: Path, settings: Settings) -> States:

@@ -157,7 +157,7 @@ def read_states(path: Path, settings: Settings) -> tuple[list[Checkpoint], Mappi
 
 def _open(path: Path, settings: Settings) -> _Opened:
     run, tag = deepspeed.locate(path, settings.tag)
-    models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
+    models = {rank: deepspeed.opened(file) for rank, file in deepspeed.model_files(tag).items()}
     found, tp = _tensors(tag, models)
     neox_checks.require_own_seeds(models, tp)
     model = _describe(run, tag, models, found, tp, settings)
@@ -300,7 +300,7 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
         )
     found, ranks = {}, set()
     for name, path in layers.items():
-        file = read_torch(path)
+        file = deepspeed.opened(path)
         place = deepspeed.LAYER.fullmatch(name)
         assert place is not None
         ranks.add(int(place[2]))

@@ -24,7 +24,7 @@ from formats.fsdp import STEPS, WRAPPERS
 from formats.layout import Cut, Placed, match
 from formats.scattered import Piece, Scattered, scattered, spread, whole_part
 from formats.storage import Fragment
-from formats.torchfile import TorchFile, read_torch
+from formats.torchfile import TorchFile
 
 NAME = "zero"
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -140,7 +140,7 @@ def _require_alone(file: TorchFile) -> TorchFile:
 
 
 def _file(path: Path) -> TorchFile:
-    file = read_torch(path)
+    file = deepspeed.opened(path)
     if not isinstance(file.value, Mapping):
         raise SourceError(f"{path} holds no model states of DeepSpeed")
     return file

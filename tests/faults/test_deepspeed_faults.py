@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.dcp_tools import refused
+from tests.golden.zero_worlds import nameless, swap
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "neox"
 
@@ -54,7 +55,7 @@ def test_the_first_rank_is_missing(neox, told):
 
 def test_a_stale_file_of_another_topology(neox, told):
     run, tag = neox("llama-mha-tp2")
-    shutil.copy(tag / "mp_rank_01_model_states.pt", tag / "mp_rank_02_model_states.pt")
+    nameless(shutil.copy(tag / "mp_rank_01_model_states.pt", tag / "mp_rank_02_model_states.pt"))
     told(run, 3, "is one of 2 model parallel ranks, 3 are there", "another topology")
 
 
@@ -91,17 +92,14 @@ def test_partitions_of_another_world(neox, told):
     """A third file: the other two say that they are of two."""
     run, tag = neox("llama-tp2-dp2")
     name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-    shutil.copy(tag / name.format(1), tag / name.format(2))
+    nameless(shutil.copy(tag / name.format(1), tag / name.format(2)))
     told(run, 3, "belongs to 2 data parallel ranks, 3 are there", flags=("--weights", "fp32-master"))
 
 
 def test_partitions_of_two_ranks_swapped(neox, told):
-    """Of the same size: only the comparison with the module can tell."""
+    """Of the same size, and without their names: only the comparison with the module can tell."""
     run, tag = neox("llama-tp2-dp2")
-    one, two = (tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
-    held = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(held)
+    swap(*(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)), named=False)
     told(run, 6, "are not the rounded float32 masters", flags=("--weights", "fp32-master"))
 
 
@@ -111,13 +109,49 @@ def test_optimizer_states_that_are_not_there(neox, told):
 
 
 def test_the_files_of_two_ranks_swapped(neox, told):
-    """Nothing but the seed in each file's random state tells."""
+    """Without their names nothing but the seed in each file's random state tells."""
     run, tag = neox("llama-mha-tp2")
-    one, two = (tag / f"mp_rank_{rank:02d}_model_states.pt" for rank in (0, 1))
-    held = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(held)
+    swap(*(tag / f"mp_rank_{rank:02d}_model_states.pt" for rank in (0, 1)), named=False)
     told(run, 3, "mp_rank_00_model_states.pt was saved by tensor parallel rank 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "two", "weights"),
+    [
+        ("llama-mha-tp2", "mp_rank_00_model_states", "mp_rank_01_model_states", "module"),
+        ("llama-gqa-pp2-tp2", "layer_03-model_00-model_states", "layer_03-model_01-model_states", "module"),
+        ("llama-gqa-pp2-tp2", "layer_02-model_00-model_states", "layer_03-model_00-model_states", "module"),
+        (
+            "llama-tp2-dp2",
+            "bf16_zero_pp_rank_0_mp_rank_01_optim_states",
+            "bf16_zero_pp_rank_1_mp_rank_01_optim_states",
+            "fp32-master",
+        ),
+    ],
+)
+def test_files_that_were_renamed(neox, told, name, one, two, weights):
+    """torch.save left their names in them. Of whole layers nothing else would tell."""
+    run, tag = neox(name)
+    swap(tag / f"{one}.pt", tag / f"{two}.pt")
+    told(run, 3, f"{one}.pt was saved as '{two}': files are mixed up", flags=("--weights", weights))
+
+
+@pytest.mark.parametrize("layout", ["sequential", "pipeline"])
+def test_our_own_files_know_their_names_too(model, convert, tmp_path, told, layout):
+    assert convert("hf2neox", model("llama"), tmp_path / "run", "--tp", 2, "--layout", layout).code == 0
+    files = sorted((tmp_path / "run").glob("*/layer_03*" if layout == "pipeline" else "*/mp_rank*"))
+    swap(*files)
+    told(tmp_path / "run", 3, f"{files[0]} was saved as '{files[1].stem}'")
+
+
+def test_a_folder_may_have_any_name(neox, convert, tmp_path):
+    """And so may a file that says the same rank otherwise: NeoX 1.0 wrote no underscore before `optim`."""
+    run, tag = neox("llama-tp2-dp2")
+    for path in tag.glob("*optim_states.pt"):
+        path.rename(path.with_name(path.name.removeprefix("bf16_").replace("_optim", "optim")))
+    tag.rename(run / "_global_step_6_backup")
+    flags = ["--tag", "_global_step_6_backup", "--weights", "fp32-master", "--vocab-size", 101]
+    assert convert("neox2hf", run, tmp_path / "out", *flags, "--gqa-layout", "blocked").code == 0
 
 
 def test_layers_of_another_save_beside_a_whole_module(neox, told):

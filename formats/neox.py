@@ -261,10 +261,13 @@ def _describe(
         )
     if base:
         neox_checks.require_same_config(spec, base, settings, where)
-    qkv, notes = "mha", list[str]()
+    layered = any(file.startswith("layer_") for file in found)
+    notes = neox_checks.require_same_topology(models, config, where, tp, layered=layered)
+    qkv = "mha"
     if spec.kv_heads != spec.heads:
         said = "blocked" if known.get("gqa_layout") == "blocked" else settings.gqa_layout
-        qkv, notes = neox_gqa.choose(spec, found, tp, said, old)
+        qkv, remarks = neox_gqa.choose(spec, found, tp, said, old)
+        notes += remarks
     return _Model(spec, config, assets, padded, qkv, "separate" if old else "fused", notes)
 
 

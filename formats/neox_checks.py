@@ -54,6 +54,36 @@ def require_same_model(models: Mapping[int, TorchFile], config: Mapping[str, Any
             raise SourceError(f"{file.path} was saved with model_parallel_size {short(ranks)}, {tp} ranks are there")
 
 
+def require_same_topology(
+    models: Mapping[int, TorchFile], config: Mapping[str, Any], where: str, tp: int, *, layered: bool
+) -> list[str]:
+    """The parallel sizes of the yml are those of the files. Where each file says its own, they count.
+
+    Returns:
+        What to tell the user.
+
+    Raises:
+        SourceError: they are others, and the files do not say how many they should be.
+    """
+    notes = []
+    pp = len(models) // tp
+    for name, found in (("model_parallel_size", tp), ("pipe_parallel_size", pp)):
+        said = config.get(name, found)
+        if said == found or (name == "pipe_parallel_size" and said in (0, 1) and found == 1):
+            continue
+        difference = f"{where} says {name} = {short(said)}, the files are of {found}"
+        if not all(_says_topology(file.value, layered=layered) for file in models.values()):
+            raise SourceError(difference, "ranks are missing, or it is the yml of another run: name one with --config")
+        notes.append(f"{difference}, as they say themselves")
+    return notes
+
+
+def _says_topology(held: Mapping[str, Any], *, layered: bool) -> bool:
+    """Whether a model file says how many ranks there are. Of a pipeline NeoX notes the tensor parallel ones apart."""
+    args = held.get("args")
+    return "mp_world_size" in held and (not layered or (isinstance(args, Mapping) and "model_parallel_size" in args))
+
+
 def require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, where: str) -> None:
     """The config.json of Hugging Face that goes with a checkpoint describes the same model as its yml."""
     decided = {*settings.values, "max_positions", "vocab"}

@@ -257,12 +257,16 @@ def test_names_that_leave_the_folder(neox, told, name):
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def changed(tag: Path, **settings: object) -> Path:
-    """The run's own yml with some settings changed; None takes a key out."""
+def yaml_of(text: str) -> dict[str, object]:
     import yaml
 
+    return yaml.safe_load(text)
+
+
+def changed(tag: Path, **settings: object) -> Path:
+    """The run's own yml with some settings changed; None takes a key out."""
     path = next((tag / "configs").glob("*.yml"))
-    held = yaml.safe_load(path.read_text()) | settings
+    held = yaml_of(path.read_text()) | settings
     path.write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
     return path
 
@@ -290,7 +294,8 @@ YARN = {"yarn": True, "yarn_original_max_position_embeddings": 8, "yarn_factor":
         ({"norm": "layernorm"}, 4, "no class with"),
         ({"activation": "geglu"}, 4, "no class with"),
         ({"rotary_pct": 0.5}, 4, "no class with"),
-        ({"gpt_j_residual": True}, 4, "no class with"),
+        ({"gpt_j_residual": True, "use_bias_in_mlp": True}, 4, "no class with"),
+        ({"gpt_j_residual": True, "use_bias_in_mlp": False}, 4, "leaves the attention out of every layer"),
         ({"pos_emb": "alibi"}, 4, "pos_emb"),
         ({"pos_emb": None}, 4, "pos_emb = 'learned'"),
         ({"use_qk_layernorm": True}, 4, "use_qk_layernorm"),
@@ -344,6 +349,65 @@ def test_two_yml_that_contradict_each_other(neox, told):
     run, tag = neox("llama-mha-tp2")
     (tag / "configs" / "z.yml").write_text("num-layers: 7\n")
     told(run, 3, "num_layers", "another file")
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "first", "second"),
+    [
+        (["num_layers: 2", "rotary_pct: 1.0", "num_layers: 2"], "num_layers", 1, 3),
+        (["{", '  "rms-norm-epsilon": 3.0e-06,', '  "rms_norm_epsilon": 1.0e-05,', "}"], "rms_norm_epsilon", 2, 3),
+    ],
+    ids=["twice the same", "flow style, and spelt differently"],
+)
+def test_a_key_that_stands_twice(neox, told, tmp_path, lines, key, first, second):
+    """PyYAML keeps the last one without a word."""
+    run, _ = neox("llama-mha-tp2")
+    path = tmp_path / "run.yml"
+    path.write_text("\n".join(lines) + "\n")
+    told(run, 3, f"{path} says '{key}' twice, in lines {first} and {second}", flags=("--config", path))
+
+
+def test_two_merged_maps_are_no_key_that_stands_twice(neox, convert, tmp_path):
+    run, tag = neox("llama-mha-tp2")
+    text = next((tag / "configs").glob("*.yml")).read_text().strip()
+    anchors = "base: &base {steps: 1}\nmore: &more {num_layers: 7}\n"
+    inner = "".join(f"{key}: {json.dumps(value)}\n" for key, value in yaml_of(text).items())
+    (tmp_path / "run.yml").write_text(f"{anchors}<<: *base\n<<: *more\n{inner}")
+    assert convert("neox2hf", run, tmp_path / "out", "--config", tmp_path / "run.yml", "--vocab-size", 101).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "wrong", "right"),
+    [
+        ("llama-mha-tp2", "model_parallel_size", 8, 2),
+        ("llama-gqa-pp2-tp2", "model_parallel_size", 1, 2),
+        ("llama-gqa-pp2-tp2", "pipe_parallel_size", 4, 2),
+    ],
+)
+def test_the_yml_of_another_topology(neox, convert, told, tmp_path, name, key, wrong, right):
+    """Of the same model: the files count if they say their own number, and else it is not clear that all are there."""
+    import torch
+
+    run, tag = neox(name)
+    path = changed(tag, **{key: wrong})
+    flags = ["--vocab-size", 101, "--gqa-layout", "blocked"]
+    ran = convert("neox2hf", run, tmp_path / "told", *flags)
+    assert ran.code == 0
+    assert f"note: {path} says {key} = {wrong}, the files are of {right}, as they say themselves" in ran.err
+    for file in tag.glob("mp_rank_*_model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        del state["mp_world_size"]
+        torch.save(state, file)
+    told(run, 3, f"{path} says {key} = {wrong}, the files are of {right}", "ranks are missing")
+
+
+@pytest.mark.parametrize("said", [0, 1])
+def test_no_pipeline_is_said_in_two_ways(neox, convert, tmp_path, said):
+    run, tag = neox("llama-mha-tp2")
+    changed(tag, pipe_parallel_size=said)
+    ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101)
+    assert ran.code == 0
+    assert "pipe_parallel_size" not in ran.err
 
 
 @pytest.mark.parametrize(

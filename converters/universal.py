@@ -67,7 +67,8 @@ def plan_universal(states: States, request: Request) -> Plan:
         for one, state in zip(opened, zero_partitions.STATES, strict=True)
     ]
     ranks = len([path for path in tag.iterdir() if deepspeed.MODEL.fullmatch(path.name)]) or 1
-    small = universal.texts(parameters, groups, model, ranks)
+    frozen = _frozen(model, {one.name for one in parameters})
+    small = universal.texts(parameters, groups, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
     texts = {f"{tag.name}/{name}": content for name, content in small.items()}
     texts[universal.LATEST] = tag.name.encode()
     files = tuple(file for plan in plans if plan.target for file in plan.target.files)
@@ -75,7 +76,6 @@ def plan_universal(states: States, request: Request) -> Plan:
     jobs = tuple(_named(job, state) for plan, state in named for job in plan.jobs)
     lost = universal.left_out(model)
     notes = [f"what is no plain data stays behind: {', '.join(lost)}"] if lost else []
-    frozen = _frozen(model, {one.name for one in parameters})
     if frozen:
         notes.append(
             f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores "

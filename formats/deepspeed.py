@@ -17,6 +17,8 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.torchfile import TorchFile, read_torch
 
 LATEST = "latest"
+OURS = "vitruvian"
+"""The key under which model files of our own say what those of others do not."""
 MOST_RANKS = 1 << 20
 TRACKERS = (LATEST, "latest_universal")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -70,6 +72,11 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     present = f"present: {', '.join(here[-8:]) or 'no tag at all'}"
     if tag is None:
         tracker = next((path / name for name in TRACKERS if (path / name).is_file()), None)
+        broken = next((path / name for name in TRACKERS if (path / name).is_symlink()), None)
+        if tracker is None and broken is not None:
+            raise SourceError(
+                f"{broken} is a link to {broken.readlink()}, which is not there", f"name a tag with --tag; {present}"
+            )
         if tracker is None:
             raise SourceError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
         with tracker.open("rb") as file:

@@ -30,8 +30,6 @@ from formats.zero_partitions import Partition
 
 NAME = "neox"
 ASSETS = "huggingface"
-OURS = "vitruvian"
-"""The key under which our own files say what NeoX's do not: the true vocabulary, and the order of query, key and value."""
 FIRST_LAYER = 2
 
 LLAMA = rules("""
@@ -234,7 +232,7 @@ def _describe(
     neox_checks.require_same_model(models, config, where, tp)
     assets = next((one for one in (settings.config, run / ASSETS) if one and (one / "config.json").is_file()), None)
     base = huggingface.read_spec(assets, Settings()) if assets else None
-    known = models[0].value.get(OURS)
+    known = models[0].value.get(deepspeed.OURS)
     known = known if isinstance(known, Mapping) else {}
     vocab = settings.vocab_size or (base.vocab if base else known.get("vocab"))
     keys = {key for tensors in found.values() for key in tensors}
@@ -268,6 +266,10 @@ def _describe(
         said = "blocked" if known.get("gqa_layout") == "blocked" else settings.gqa_layout
         qkv, remarks = neox_gqa.choose(spec, found, tp, said, old)
         notes += remarks
+        if settings.gqa_layout not in ("auto", said):
+            notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: the files say that they are {said}")
+    elif settings.gqa_layout != "auto":
+        notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: no heads share keys")
     return _Model(spec, config, assets, padded, qkv, "separate" if old else "fused", notes)
 
 

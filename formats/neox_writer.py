@@ -17,7 +17,7 @@ from formats.archived import Held, archived
 from formats.checkpoint import OutputFile, Target, slot_dtype
 from formats.errors import RefusedError
 from formats.layout import Slot
-from formats.neox import OURS, slots_of
+from formats.neox import slots_of
 from formats.neox_args import dump_yml, to_neox
 from formats.pickles import TensorRef
 from formats.spec import ModelSpec
@@ -102,7 +102,7 @@ def _head(spec: ModelSpec, options: Options, padded: int) -> dict[str, Any]:
             "padded_vocab_size": padded,
             "model_parallel_size": options.tp,
         },
-        OURS: {"gqa_layout": "blocked", "vocab": spec.vocab, "family": spec.family},
+        deepspeed.OURS: {"gqa_layout": "blocked", "vocab": spec.vocab, "family": spec.family},
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.dcp_tools import refused
+from tests.faults.dcp_tools import refused, with_config
 from tests.golden.zero_worlds import nameless, swap
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "neox"
@@ -248,6 +248,39 @@ def test_a_tag_that_is_a_broken_link(neox, told):
     told(run, 3, "is a link to ../final_train_v2/global_step6, which is not there")
 
 
+def circle(path: Path) -> Path:
+    """A link to itself."""
+    path.symlink_to(path.name)
+    return path
+
+
+def test_links_in_a_circle(neox, told):
+    run, _ = neox("llama-mha-tp2")
+    (run / "latest").unlink()
+    circle(run / "latest")
+    told(run, 3, "latest is a link to latest, which is not there", "--tag", "present: global_step6")
+    (run / "latest").unlink()
+    (run / "latest").write_text("global_step7")
+    circle(run / "global_step7")
+    told(run, 3, "global_step7 is a link to global_step7, which is not there")
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"])
+def test_files_that_are_links_in_a_circle(neox, convert, tmp_path, name):
+    run, tag = neox("llama-tp2-dp2")
+    (tag / name).unlink()
+    circle(tag / name)
+    flags = ["--vocab-size", 101, "--gqa-layout", "blocked", "--weights", "fp32-master"]
+    refused(convert("neox2hf", run, tmp_path / "out", *flags), 3, f"{tag / name}: Too many levels of symbolic links")
+    refused(convert("verify", run), 3, f"{tag / name} is a link to {name}, which is not there")
+
+
+def test_an_output_that_is_a_link_in_a_circle(neox, convert, tmp_path):
+    run, _ = neox("llama-mha-tp2")
+    for out in (circle(tmp_path / "out"), tmp_path / "out" / "inner"):
+        refused(convert("neox2hf", run, out, "--vocab-size", 101), 7, f"the links in {out} lead in a circle")
+
+
 @pytest.mark.parametrize("name", ["../llama-mha-tp2", "/etc", "..", "a b", "a\nb", "x" * 300])
 def test_names_that_leave_the_folder(neox, told, name):
     run, _ = neox("llama-mha-tp2")
@@ -449,6 +482,27 @@ def test_the_config_of_another_model(model, neox, convert, tmp_path):
     ran = convert("neox2hf", run, tmp_path / "out", "--config", model("llama"))
     assert ran.code in (3, 5), ran.err
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_config_with_biases(model, neox, convert, tmp_path):
+    run, _ = neox("llama-mha-tp2")
+    config = with_config(tmp_path / "base", model("llama"), attention_bias=True)
+    ran = convert("neox2hf", run, tmp_path / "out", "--config", config)
+    refused(ran, 4, "attention_bias = True is not supported for llama")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("said", ["blocked", "grouped"])
+def test_a_layout_that_has_no_effect(model, neox, convert, tmp_path, said):
+    """Of a model whose heads share no keys, and of files that say their own."""
+    run, _ = neox("llama-mha-tp2")
+    told = convert("neox2hf", run, tmp_path / "mha", "--vocab-size", 101, "--gqa-layout", said)
+    assert told.code == 0
+    assert f"note: --gqa-layout {said} has no effect: no heads share keys" in told.err
+    convert("hf2neox", model("llama"), tmp_path / "ours")
+    told = convert("neox2hf", tmp_path / "ours", tmp_path / "gqa", "--gqa-layout", said)
+    assert told.code == 0
+    assert ("has no effect: the files say that they are blocked" in told.err) == (said == "grouped")
 
 
 def test_choices_that_a_family_does_not_leave(neox, convert, tmp_path):

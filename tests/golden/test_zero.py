@@ -293,6 +293,23 @@ def test_two_names_of_one_parameter_that_hold_different_weights(made, convert, t
     assert torch.equal(bits(found["lm_head.weight"]), bits(state["module"]["lm_head.weight"]))
 
 
+def test_a_config_with_biases_that_the_checkpoint_lacks(made, convert, tmp_path):
+    from tests.faults.dcp_tools import with_config
+
+    config = with_config(tmp_path / "base", made(TWO) / "hf", attention_bias=True)
+    ran = convert("zero2hf", made(TWO) / "zero2", tmp_path / "out", "--config", config)
+    refused(ran, 3, "says attention_bias = True", "16 of 16 biases are missing", "model.layers.0.self_attn.q_proj.bias")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("weights", STATES)
+def test_what_was_converted_equals_its_source(made, convert, tmp_path, weights):
+    source, config = made(TWO) / "zero2", ["--config", made(TWO) / "hf", "--weights", weights]
+    assert convert("zero2hf", source, tmp_path / "out", *config).code == 0
+    assert convert("verify", tmp_path / "out", source, *config).code == 0
+    assert convert("verify", tmp_path / "out", source, *config[:2]).code == 6
+
+
 def test_masters_that_are_not_the_modules_are_refused(made, convert, tmp_path):
     """Round-robin gradients without their order, as DeepSpeed's own tools read them, would look like this."""
     import shutil

@@ -100,11 +100,12 @@ def _load(path: Path) -> Any:
             if not isinstance(name, yaml.ScalarNode) or name.tag == MERGE:
                 continue
             key, line = name.value.replace("-", "_"), name.start_mark.line + 1
-            if lines.setdefault(key, line) != line:
+            if key in lines:
                 raise SourceError(
                     f"{path} says {short(key)} twice, in lines {lines[key]} and {line}",
                     "NeoX trained with the last one: remove the other, and name the file with --config",
                 )
+            lines[key] = line
         return None if node is None else loader.construct_document(node)
     finally:
         loader.dispose()

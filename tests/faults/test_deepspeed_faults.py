@@ -389,8 +389,9 @@ def test_two_yml_that_contradict_each_other(neox, told):
     [
         (["num_layers: 2", "rotary_pct: 1.0", "num_layers: 2"], "num_layers", 1, 3),
         (["{", '  "rms-norm-epsilon": 3.0e-06,', '  "rms_norm_epsilon": 1.0e-05,', "}"], "rms_norm_epsilon", 2, 3),
+        (["{num_layers: 2, num_layers: 3}"], "num_layers", 1, 1),
     ],
-    ids=["twice the same", "flow style, and spelt differently"],
+    ids=["twice the same", "flow style, and spelt differently", "in one line"],
 )
 def test_a_key_that_stands_twice(neox, told, tmp_path, lines, key, first, second):
     """PyYAML keeps the last one without a word."""

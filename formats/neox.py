@@ -131,7 +131,7 @@ class _Opened(NamedTuple):
     @property
     def layered(self) -> bool:
         """Whether it is a pipeline's."""
-        return any(file.startswith("layer_") for file in self.found)
+        return _is_layered(self.found)
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
@@ -159,8 +159,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     found, tp = _tensors(tag, models)
     neox_checks.require_own_seeds(models, tp)
     model = _describe(run, tag, models, found, tp, settings)
-    layered = any(file.startswith("layer_") for file in found)
-    wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=layered))
+    wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=_is_layered(found)))
     lost = sorted({slot.file for slot in wanted} - found.keys())
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
@@ -259,8 +258,7 @@ def _describe(
         )
     if base:
         neox_checks.require_same_config(spec, base, settings, where)
-    layered = any(file.startswith("layer_") for file in found)
-    notes = neox_checks.require_same_topology(models, config, where, tp, layered=layered)
+    notes = neox_checks.require_same_topology(models, config, where, tp, layered=_is_layered(found))
     qkv = "mha"
     if spec.kv_heads != spec.heads:
         said = "blocked" if known.get("gqa_layout") == "blocked" else settings.gqa_layout
@@ -317,6 +315,10 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
     if len(models) % tp:
         raise SourceError(f"{tag} holds layers of {tp} tensor parallel ranks, but {len(models)} mp_rank files")
     return found, tp
+
+
+def _is_layered(files: Iterable[str]) -> bool:
+    return any(file.startswith("layer_") for file in files)
 
 
 def _strip(tensors: Mapping[str, Fragment], path: Path) -> dict[str, Fragment]:

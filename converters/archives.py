@@ -36,8 +36,16 @@ class Checked:
 
 
 def archives(folder: Path) -> list[Path]:
-    """The files below a folder that may be archives."""
-    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    """The files below a folder that may be archives.
+
+    Raises:
+        SourceError: one is a link to nothing.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
+    broken = next((path for path in paths if path.is_symlink() and not path.exists()), None)
+    if broken:
+        raise SourceError(f"{broken} is a link to {broken.readlink()}, which is not there")
+    return [path for path in paths if path.is_file()]
 
 
 def check(paths: list[Path], threads: int, advance: Callable[[int], None]) -> Checked:

@@ -69,9 +69,13 @@ class Request:
         """OUT itself, links followed.
 
         Raises:
-            OutputError: it is the root, or the folder that we stand in, which no other folder can replace.
+            OutputError: it is the root, or the folder that we stand in, which no other folder can replace; or its
+                links lead in a circle.
         """
-        place = self.out.resolve()
+        try:
+            place = self.out.resolve()
+        except RuntimeError:
+            raise OutputError(f"the links in {self.out} lead in a circle", "name a new folder") from None
         if not place.name or place == Path.cwd():
             raise OutputError(f"{self.out} cannot be replaced by a checkpoint", "name a new folder")
         return place

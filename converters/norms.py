@@ -22,7 +22,7 @@ from converters.durable import sync_folder
 from converters.engine import Limits, digest_of, execute
 from converters.journal import JOURNAL
 from converters.plan import Job, Part, Plan, make_plan
-from formats import deepspeed, neox, zero_partitions
+from formats import deepspeed, neox
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import OutputError, UnsupportedError
 
@@ -65,7 +65,7 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
     out = request.root / source.home.name
     module = _norms(make_plan(source))
     jobs: list[Job] = []
-    held = any(zero_partitions.OPTIM.fullmatch(path.name) for path in source.home.iterdir())
+    held = any(deepspeed.OPTIM.fullmatch(path.name) for path in source.home.iterdir())
     if held:
         masters = _norms(make_plan(neox.read(run, replace(settings, weights="fp32-master"))))
         for name, job in masters.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from converters.convert import Request
 from converters.plan import Job, Plan, make_plan
@@ -14,16 +14,28 @@ from formats.checkpoint import Checkpoint, Settings, Target
 from formats.errors import SourceError, UnsupportedError
 from formats.layout import Slot, match
 from formats.pickles import Opaque
-from formats.scattered import spread
+from formats.scattered import Scattered, spread
 from formats.spec import ModelSpec, Verbatim
-from formats.torchfile import read_torch
+from formats.storage import Fragment
 from formats.universal import Parameter
 
 WHY = "DeepSpeed's own names"
 
 
-def open_states(path: Path, settings: Settings) -> list[Checkpoint]:
-    """Each of `zero_partitions.STATES` of every trained parameter, as a checkpoint of its own.
+class States(NamedTuple):
+    """What a universal checkpoint is made of.
+
+    Attributes:
+        opened: each of `zero_partitions.STATES` of every trained parameter, as a checkpoint of its own.
+        model: what the first model file says.
+    """
+
+    opened: list[Checkpoint]
+    model: Mapping[str, Any]
+
+
+def open_states(path: Path, settings: Settings) -> States:
+    """Open the optimizer states of a checkpoint, each file once.
 
     Raises:
         UnsupportedError: the checkpoint is of stage 0, which keeps no names.
@@ -32,24 +44,21 @@ def open_states(path: Path, settings: Settings) -> list[Checkpoint]:
         raise SourceError(f"{path} is no checkpoint of DeepSpeed", "name the folder with `latest`, or a global_stepN")
     if universal.is_universal(deepspeed.locate(path, settings.tag)[1]):
         raise UnsupportedError(f"{path} is a universal checkpoint already")
-    if not neox.detect(path):
-        return [_plain(path, settings, state) for state in zero_partitions.STATES]
-    named = {"fp32": "fp32-master"}
-    return [neox.read(path, replace(settings, weights=named.get(one, one))) for one in zero_partitions.STATES]
+    return States(*neox.read_states(path, settings)) if neox.detect(path) else _plain(path, settings)
 
 
-def plan_universal(opened: list[Checkpoint], request: Request) -> Plan:
+def plan_universal(states: States, request: Request) -> Plan:
     """A plan that writes a universal checkpoint.
 
     Args:
-        opened: what `open_states` gave.
+        states: what `open_states` gave.
         request: what the user asked for.
 
     Raises:
         UnsupportedError: the loader could not cut a tensor again.
     """
+    opened, model = states
     tag = opened[0].home
-    model = _model_values(tag)
     groups, steps = _optimizer(tag)
     parameters = list(_parameters(opened[0], steps))
     place = request.root / tag.name
@@ -58,7 +67,8 @@ def plan_universal(opened: list[Checkpoint], request: Request) -> Plan:
         for one, state in zip(opened, zero_partitions.STATES, strict=True)
     ]
     ranks = len([path for path in tag.iterdir() if deepspeed.MODEL.fullmatch(path.name)]) or 1
-    small = universal.texts(parameters, groups, model, ranks)
+    frozen = _frozen(model, {one.name for one in parameters})
+    small = universal.texts(parameters, groups, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
     texts = {f"{tag.name}/{name}": content for name, content in small.items()}
     texts[universal.LATEST] = tag.name.encode()
     files = tuple(file for plan in plans if plan.target for file in plan.target.files)
@@ -66,7 +76,6 @@ def plan_universal(opened: list[Checkpoint], request: Request) -> Plan:
     jobs = tuple(_named(job, state) for plan, state in named for job in plan.jobs)
     lost = universal.left_out(model)
     notes = [f"what is no plain data stays behind: {', '.join(lost)}"] if lost else []
-    frozen = _frozen(model, {one.name for one in parameters})
     if frozen:
         notes.append(
             f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores "
@@ -100,31 +109,31 @@ def read_back(plan: Plan) -> Plan:
 # --- the source ------------------------------------------------------------------------------------------------------
 
 
-def _model_values(tag: Path) -> Mapping[str, Any]:
-    """What the first model file says."""
-    first = next(path for path in sorted(tag.iterdir()) if deepspeed.is_model(path.name))
-    value: Mapping[str, Any] = read_torch(first).value
-    return value
-
-
 def _optimizer(tag: Path) -> tuple[list[dict[str, Any]], list[float]]:
     """The parameter groups, and Adam's step in each."""
-    files = sorted(path for path in tag.iterdir() if zero_partitions.OPTIM.fullmatch(path.name))
+    files = sorted(path for path in tag.iterdir() if deepspeed.OPTIM.fullmatch(path.name))
     if not files:
         raise SourceError(f"{tag} holds no optimizer states of ZeRO", "a universal checkpoint is made of them")
-    return universal.groups_of(read_torch(files[0]))
+    return universal.groups_of(deepspeed.opened(files[0]))
 
 
-def _plain(path: Path, settings: Settings, state: str) -> Checkpoint:
-    """One of the states of a model with names of its own."""
+def _plain(path: Path, settings: Settings) -> States:
+    """The states of a model with names of its own."""
     run, tag = deepspeed.locate(path, settings.tag)
-    tensors = dict(zero.trained(tag, state))
+    held = zero.trained(tag)
+    opened = [
+        _state(run, tag, tensors, held.module if state == "fp32" else {}) for state, tensors in held.states.items()
+    ]
+    return States(opened, held.model)
+
+
+def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mapping[str, Fragment]) -> Checkpoint:
+    """One of the states, to be compared with what is in the module."""
     spec = Verbatim("deepspeed", {name: one.shape for name, one in tensors.items()}, tied=False, vocab=None, why=WHY)
     whole = {name: one.whole for name, one in tensors.items()}
     placed, _ = match(verbatim.slots(spec), {"": whole}, (), tag)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
-    module = zero.computed_with(tag) if state == "fp32" else {}
     twins = tuple(one._replace(fragment=module[one.key]) for one in placed if one.key in module)
     return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins)
 

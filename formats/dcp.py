@@ -244,7 +244,7 @@ def _piece(entry: Entry, item: Item, fd: int) -> Piece:
     else:
         _require_known(item, entry.name)
         where = f"{item.path}: {entry.name}"
-        value, storages = parse_archive(*stream.ends(fd, item.path), where)
+        value, storages, _ = parse_archive(*stream.ends(fd, item.path), where)
         archive = TorchFile(item.path, value, storages)
     ref = archive.value
     shape = tuple(stop - start for start, stop in item.box)

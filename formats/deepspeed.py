@@ -3,6 +3,7 @@
     RUN/latest                                     the name of a tag; `latest_universal` of a universal checkpoint
     RUN/TAG/mp_rank_{mp:02d}_model_states.pt       the module and the state of one model parallel rank
     RUN/TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt    one layer of a pipeline module
+    RUN/TAG/[bf16_]zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt    a rank's part of the optimizer states
 
 Tags may be links, and have any name. Facts: deepspeed/runtime/engine.py and runtime/pipe/module.py, 0.19.8.
 """
@@ -13,13 +14,17 @@ import re
 from pathlib import Path
 
 from formats.errors import SourceError, UnsupportedError, short
+from formats.torchfile import TorchFile, read_torch
 
 LATEST = "latest"
+OURS = "vitruvian"
+"""The key under which model files of our own say what those of others do not."""
 MOST_RANKS = 1 << 20
 TRACKERS = (LATEST, "latest_universal")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 MODEL_OF_STAGE_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
 
 
@@ -67,6 +72,11 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     present = f"present: {', '.join(here[-8:]) or 'no tag at all'}"
     if tag is None:
         tracker = next((path / name for name in TRACKERS if (path / name).is_file()), None)
+        broken = next((path / name for name in TRACKERS if (path / name).is_symlink()), None)
+        if tracker is None and broken is not None:
+            raise SourceError(
+                f"{broken} is a link to {broken.readlink()}, which is not there", f"name a tag with --tag; {present}"
+            )
         if tracker is None:
             raise SourceError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
         with tracker.open("rb") as file:
@@ -83,6 +93,26 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     if not holds(path / tag):
         raise SourceError(f"{path / tag} holds no file of DeepSpeed's model states", present)
     return path, path / tag
+
+
+def opened(path: Path) -> TorchFile:
+    """Open one of the files. Swapped ones of the same size are the same model as far as sizes tell.
+
+    torch.save leaves the name of the file in it; DeepSpeed's fast writer, which gives it a stream, does not.
+
+    Raises:
+        SourceError: it was saved under the name of another rank or layer.
+    """
+    file = read_torch(path)
+    for kind in (MODEL, MODEL_OF_STAGE_3, LAYER, OPTIM):
+        now, then = kind.fullmatch(path.name), kind.fullmatch(f"{file.name}.pt")
+        if now and then and [one.lstrip("0") for one in now.groups()] != [one.lstrip("0") for one in then.groups()]:
+            raise SourceError(
+                f"{path} was saved as {short(file.name)}: files are mixed up",
+                "copy the files of all ranks again, each under its own name; a file that was renamed on purpose has to "
+                "be saved again with torch.save",
+            )
+    return file
 
 
 def model_files(tag: Path) -> dict[int, Path]:

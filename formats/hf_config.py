@@ -5,7 +5,8 @@ What has no key in the table is residue: it stays in the file that travels with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from formats.errors import SourceError, UnsupportedError, short
@@ -71,6 +72,33 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
             f"{where}: a model of the class {short(names)} has no table, only {family.architecture}",
             "correct `architectures` if its tensors are the same",
         )
+
+
+BIASES = {
+    "attention_bias": re.compile(r".*\.self_attn\.[qkvo]_proj\.weight"),
+    "mlp_bias": re.compile(r".*\.mlp\.(?:gate|up|down)_proj\.weight"),
+}
+"""Config key: the weights that then have a bias beside them (modeling_llama.py and modeling_qwen3.py, 5.23.0)."""
+
+
+def require_biases(config: Mapping[str, Any], keys: Collection[str], where: str) -> None:
+    """The biases that a config asks for are there, in a model that its family's table does not describe.
+
+    Raises:
+        SourceError: they are not: transformers would make them up.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    for name, weights in BIASES.items():
+        if not family or family.requires.get(name) is not False or config.get(name) is not True:
+            continue
+        biases = [key.removesuffix("weight") + "bias" for key in keys if weights.fullmatch(key)]
+        lost = [key for key in biases if key not in keys]
+        if lost:
+            raise SourceError(
+                f"{where} says {name} = True, and {len(lost)} of {len(biases)} biases are missing, such as {lost[0]}: "
+                "transformers would make them up",
+                "it is the config of another model",
+            )
 
 
 def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> ModelSpec:

@@ -18,7 +18,7 @@ from formats import verbatim
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import family_named
-from formats.hf_config import from_huggingface, require_class
+from formats.hf_config import from_huggingface, require_biases, require_class
 from formats.layout import Placed, Slot, match, slots
 from formats.spec import ModelSpec, Spec, Verbatim
 from formats.storage import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
@@ -116,6 +116,7 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], folder: Path, settings: Setti
         require_class(config, str(folder / "config.json"))
         return read_spec(folder, settings)
     except UnsupportedError as error:
+        require_biases(config, shapes, str(folder / "config.json"))
         return verbatim.describe(config, shapes, settings.values, str(error))
 
 

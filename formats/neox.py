@@ -12,26 +12,24 @@ wrote, with its own logits, are in the tests.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats import deepspeed, huggingface, neox_gqa, zero_partitions
+from formats import deepspeed, huggingface, neox_checks, neox_gqa, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.layout import Placed, Slot, match, rules, slots
 from formats.neox_args import from_neox, is_gated, read_yml
-from formats.pickles import TensorRef
 from formats.scattered import Scattered, spread
-from formats.spec import ModelSpec, differences
-from formats.storage import Fragment, read_into
+from formats.spec import ModelSpec
+from formats.storage import Fragment
 from formats.torchfile import TorchFile, read_torch
+from formats.zero_partitions import Partition
 
 NAME = "neox"
 ASSETS = "huggingface"
-OURS = "vitruvian"
-"""The key under which our own files say what NeoX's do not: the true vocabulary, and the order of query, key and value."""
 FIRST_LAYER = 2
 
 LLAMA = rules("""
@@ -119,61 +117,95 @@ class _Model(NamedTuple):
     notes: list[str]
 
 
+class _Opened(NamedTuple):
+    """The files of a model, opened, whatever of it is wanted."""
+
+    run: Path
+    tag: Path
+    models: Mapping[int, TorchFile]
+    found: Mapping[str, Mapping[str, Fragment]]
+    tp: int
+    model: _Model
+    wanted: list[Slot]
+
+    @property
+    def layered(self) -> bool:
+        """Whether it is a pipeline's."""
+        return _is_layered(self.found)
+
+
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: the pickles of its files, none of the weights."""
+    opened = _open(path, settings)
+    if settings.weights in (None, "module"):
+        pieces, dropped = _place(opened, opened.found, {})
+        return _checkpoint(opened, pieces, dropped)
+    state = settings.weights.replace("fp32-master", "fp32")
+    partitions = _partitions(opened, sorted({"fp32", state}))
+    proof = None if state == "fp32" else _of_state(opened, partitions, "fp32")
+    return replace(_of_state(opened, partitions, state), proof=proof)
+
+
+def read_states(path: Path, settings: Settings) -> tuple[list[Checkpoint], Mapping[str, Any]]:
+    """Each of `zero_partitions.STATES` as a checkpoint, and what the first model file says; every file is read once."""
+    opened = _open(path, settings)
+    partitions = _partitions(opened, zero_partitions.STATES)
+    return [_of_state(opened, partitions, state) for state in zero_partitions.STATES], opened.models[0].value
+
+
+def _open(path: Path, settings: Settings) -> _Opened:
     run, tag = deepspeed.locate(path, settings.tag)
-    models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
+    models = {rank: deepspeed.opened(file) for rank, file in deepspeed.model_files(tag).items()}
     found, tp = _tensors(tag, models)
-    _require_own_seeds(models, tp)
-    layered = any(file.startswith("layer_") for file in found)
+    neox_checks.require_own_seeds(models, tp)
     model = _describe(run, tag, models, found, tp, settings)
-    wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=layered))
+    wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=_is_layered(found)))
     lost = sorted({slot.file for slot in wanted} - found.keys())
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise SourceError(f"{tag} lacks {', '.join(lost[:4])}{more}", "copy the files of all ranks into one folder")
-    pieces, dropped = _place(model, wanted, found, {}, tp, tag)
-    twins: tuple[Placed, ...] = ()
-    if settings.weights not in (None, "module"):
-        state = settings.weights.replace("fp32-master", "fp32")
-        parts = _masters(tag, models, tp, state, layered=layered)
-        twins = pieces if state == "fp32" else ()
-        whole = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
-        pieces, dropped = _place(model, wanted, whole, parts, tp, tag)
-    held = models[0].value
+    return _Opened(run, tag, models, found, tp, model, wanted)
+
+
+def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
+    """What the optimizer keeps, as a checkpoint; masters are to be compared with the module."""
+    parts = _masters(opened, partitions, state)
+    whole = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
+    pieces, dropped = _place(opened, whole, parts)
+    twins = _place(opened, opened.found, {})[0] if state == "fp32" else ()
+    return _checkpoint(opened, pieces, dropped, twins)
+
+
+def _checkpoint(
+    opened: _Opened, pieces: tuple[Placed, ...], dropped: tuple[str, ...], twins: tuple[Placed, ...] = ()
+) -> Checkpoint:
+    model, held, tp = opened.model, opened.models[0].value, opened.tp
     extra = {
-        "folder": tag.name,
+        "folder": opened.tag.name,
         "iteration": held.get("iteration"),
         "padded_vocab": model.padded,
         "yml": model.config,
         "vocab_multiple": model.config.get("make_vocab_size_divisible_by", 128),
-        "layered": layered,
+        "layered": opened.layered,
         "gqa": model.qkv,
         "mlp": model.mlp,
         "state": tuple(name for name in STATE if held.get(name)),
     }
-    topology = {"tp": tp} | ({"pp": len(models) // tp} if layered else {})
+    topology = {"tp": tp} | ({"pp": len(opened.models) // tp} if opened.layered else {})
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
-    notes = tuple(model.notes)
-    moments = settings.weights in ("exp_avg", "exp_avg_sq")
-    proof = read(path, replace(settings, weights="fp32-master")) if moments else None
     return Checkpoint(
-        run, tag, NAME, model.spec, pieces, dropped, files, topology, model.assets, extra, twins, notes, proof
-    )
+        opened.run, opened.tag, NAME, model.spec, pieces, dropped, files, topology, model.assets, extra, twins,
+        tuple(model.notes),
+    )  # fmt: skip
 
 
 def _place(
-    model: _Model,
-    wanted: Iterable[Slot],
-    found: Mapping[str, Mapping[str, Fragment]],
-    parts: Mapping[tuple[str, str], Scattered],
-    tp: int,
-    tag: Path,
+    opened: _Opened, found: Mapping[str, Mapping[str, Fragment]], parts: Mapping[tuple[str, str], Scattered]
 ) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
     """Where each tensor of the layout lies, given those of each file, and those of them that lie in parts."""
-    if model.qkv == "grouped":
-        found, parts = neox_gqa.split(model.spec, found, parts, tp)
-    placed, dropped = match(wanted, found, DROPS, tag)
+    if opened.model.qkv == "grouped":
+        found, parts = neox_gqa.split(opened.model.spec, found, parts, opened.tp)
+    placed, dropped = match(opened.wanted, found, DROPS, opened.tag)
     pieces = (
         piece
         for one in placed
@@ -196,10 +228,10 @@ def _describe(
         SourceError: they do not belong together.
     """
     config, where = config_of(tag, settings.config)
-    _require_same_model(models, config, where, tp)
+    neox_checks.require_same_model(models, config, where, tp)
     assets = next((one for one in (settings.config, run / ASSETS) if one and (one / "config.json").is_file()), None)
     base = huggingface.read_spec(assets, Settings()) if assets else None
-    known = models[0].value.get(OURS)
+    known = models[0].value.get(deepspeed.OURS)
     known = known if isinstance(known, Mapping) else {}
     vocab = settings.vocab_size or (base.vocab if base else known.get("vocab"))
     keys = {key for tensors in found.values() for key in tensors}
@@ -225,11 +257,17 @@ def _describe(
             f"give the tokenizer of this model, or insist with --set vocab={spec.vocab}",
         )
     if base:
-        _require_same_config(spec, base, settings, where)
-    qkv, notes = "mha", list[str]()
+        neox_checks.require_same_config(spec, base, settings, where)
+    notes = neox_checks.require_same_topology(models, config, where, tp, layered=_is_layered(found))
+    qkv = "mha"
     if spec.kv_heads != spec.heads:
         said = "blocked" if known.get("gqa_layout") == "blocked" else settings.gqa_layout
-        qkv, notes = neox_gqa.choose(spec, found, tp, said, old)
+        qkv, remarks = neox_gqa.choose(spec, found, tp, said, old)
+        notes += remarks
+        if settings.gqa_layout not in ("auto", said):
+            notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: the files say that they are {said}")
+    elif settings.gqa_layout != "auto":
+        notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: no heads share keys")
     return _Model(spec, config, assets, padded, qkv, "separate" if old else "fused", notes)
 
 
@@ -265,7 +303,7 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
         )
     found, ranks = {}, set()
     for name, path in layers.items():
-        file = read_torch(path)
+        file = deepspeed.opened(path)
         place = deepspeed.LAYER.fullmatch(name)
         assert place is not None
         ranks.add(int(place[2]))
@@ -279,29 +317,8 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
     return found, tp
 
 
-def _require_own_seeds(models: Mapping[int, TorchFile], tp: int) -> None:
-    """The random state of each rank begins with its seed, a common number plus its tensor parallel rank (mpu/random.py).
-
-    Raises:
-        SourceError: the seeds are those of other ranks: files were mixed up.
-    """
-    seeds = []
-    for file in models.values():
-        states = file.value.get("rng_tracker_states")
-        ref = states.get("model-parallel-rng") if isinstance(states, Mapping) else None
-        if not isinstance(ref, TensorRef) or ref.dtype != "U8" or not ref.shape or ref.shape[0] < 8:
-            return
-        fragment, raw = file.fragment(ref, "model-parallel-rng"), bytearray(8)
-        with file.path.open("rb") as opened:
-            read_into(opened.fileno(), memoryview(raw), fragment.offset, file.path)
-        seeds.append(int.from_bytes(raw, "little"))
-    expected = [min(seeds) + rank % tp for rank in models]
-    if sorted(seeds) == sorted(expected) and seeds != expected:
-        rank = next(rank for rank, seed in zip(models, seeds, strict=True) if seed != min(seeds) + rank % tp)
-        raise SourceError(
-            f"{models[rank].path} was saved by tensor parallel rank {seeds[rank] - min(seeds)}: files are mixed up",
-            "copy the files of all ranks again, each under its own name",
-        )
+def _is_layered(files: Iterable[str]) -> bool:
+    return any(file.startswith("layer_") for file in files)
 
 
 def _strip(tensors: Mapping[str, Fragment], path: Path) -> dict[str, Fragment]:
@@ -336,40 +353,12 @@ def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
     return read_yml(paths), str(paths[0] if len(paths) == 1 else place)
 
 
-def _require_same_model(models: Mapping[int, TorchFile], config: Mapping[str, Any], where: str, tp: int) -> None:
-    """What NeoX noted in the weights is what the yml says."""
-    for file in models.values():
-        args = file.value.get("args")
-        said = dict(args) if isinstance(args, Mapping) else {}
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            if name in said and name in config and said[name] != config[name]:
-                raise SourceError(
-                    f"{where} says {name} = {short(config[name])}, {file.path} {short(said[name])}",
-                    "it is the yml of another model",
-                )
-        if said.get("model_parallel_size", tp) != tp:
-            raise SourceError(
-                f"{file.path} was saved with model_parallel_size {short(said['model_parallel_size'])}, {tp} ranks are there"
-            )
-
-
 def _unit(config: Mapping[str, Any], model: TorchFile, tp: int, padded: int) -> int:
     """What the vocabulary was padded to a multiple of."""
     args = model.value.get("args")
     noted = args.get("make_vocab_size_divisible_by") if isinstance(args, Mapping) else None
     multiple = noted or config.get("make_vocab_size_divisible_by", 128)
     return multiple * tp if type(multiple) is int and multiple > 0 and padded % (multiple * tp) == 0 else padded
-
-
-def _require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, where: str) -> None:
-    """The config.json of Hugging Face that goes with a checkpoint describes the same model as its yml."""
-    decided = {*settings.values, "max_positions", "vocab"}
-    wrong = [line for line in differences(spec, base) if line.partition(":")[0] not in decided]
-    if wrong:
-        raise RefusedError(
-            f"{where} and its config.json contradict each other (yml | config): {'; '.join(wrong)}",
-            "decide with --set NAME=VALUE, or give the right config with --config",
-        )
 
 
 def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:
@@ -398,21 +387,25 @@ def _file(index: int, rank: int, *, layered: bool) -> str:
     return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else f"mp_rank_{rank:02d}_model_states.pt"
 
 
+def _partitions(opened: _Opened, states: Sequence[str]) -> dict[int, list[Partition]]:
+    """The partitions of each model parallel rank."""
+    return {rank: zero_partitions.open_partitions(opened.tag, rank, states) for rank in opened.models}
+
+
 def _masters(
-    tag: Path, models: Mapping[int, TorchFile], tp: int, state: str, *, layered: bool
+    opened: _Opened, partitions: Mapping[int, list[Partition]], state: str
 ) -> dict[tuple[str, str], Scattered]:
     """What the optimizer keeps of each parameter, by the file and the key that the parameter itself has.
 
     A pipeline keeps the embedding that its first and last stage share twice: the second is a further copy.
     """
     found: dict[tuple[str, str], Scattered] = {}
-    for rank, file in models.items():
-        partitions = zero_partitions.open_partitions(tag, rank, sorted({"fp32", state}))
-        for name, one in zero_partitions.load(partitions, zero_partitions.param_shapes(file), state):
+    for rank, file in opened.models.items():
+        for name, one in zero_partitions.load(partitions[rank], zero_partitions.param_shapes(file), state):
             key = TIED.sub("0.", name.removeprefix("sequential."))
             index = key.partition(".")[0]
             if not index.isdigit():
                 raise UnsupportedError(f"{file.path}: the parameter {short(name)} is none of GPT-NeoX")
-            place = (_file(int(index), rank % tp, layered=layered), key)
+            place = (_file(int(index), rank % opened.tp, layered=opened.layered), key)
             found[place] = one._replace(copies=found[place].copies + one.copies) if place in found else one
     return found

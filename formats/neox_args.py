@@ -58,6 +58,8 @@ EPSILONS = {"rms_norm_epsilon": 1e-8, "layernorm_epsilon": 1e-5}
 DENSE = ("global", "flash")
 """Values of attention_config with plain causal attention."""
 MOST_YAML = 1 << 20
+MERGE = "tag:yaml.org,2002:merge"
+"""The key `<<`, of which a map may have several."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -65,14 +67,14 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
     """Merge yml files as NeoX does: `-` and `_` are the same in a key, and no key may be there twice.
 
     Raises:
-        SourceError: a file is no map, or two files contradict each other.
+        SourceError: a file is no map or says a key twice, or two files contradict each other.
     """
     merged: dict[str, Any] = {}
     for path in paths:
         try:
             if path.stat().st_size > MOST_YAML:
                 raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
-            held = yaml.safe_load(path.read_text())
+            held = _load(path)
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise SourceError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
         except OSError as error:
@@ -86,6 +88,27 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
                 raise SourceError(said, "name the right yml with --config")
             merged[key] = value
     return merged
+
+
+def _load(path: Path) -> Any:
+    """What a yml holds. PyYAML, and so NeoX, would take the last of two lines with one key, and say nothing."""
+    loader = yaml.SafeLoader(path.read_text())
+    try:
+        node = loader.get_single_node()
+        lines: dict[str, int] = {}
+        for name, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(name, yaml.ScalarNode) or name.tag == MERGE:
+                continue
+            key, line = name.value.replace("-", "_"), name.start_mark.line + 1
+            if key in lines:
+                raise SourceError(
+                    f"{path} says {short(key)} twice, in lines {lines[key]} and {line}",
+                    "NeoX trained with the last one: remove the other, and name the file with --config",
+                )
+            lines[key] = line
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -122,6 +145,11 @@ def from_neox(
     for name in BOOLEANS:
         if not isinstance(config.get(name, False), bool):
             raise SourceError(f"{where} says {name} = {short(config[name])}, which is neither true nor false")
+    if config.get("gpt_j_residual", False) and not config.get("use_bias_in_mlp", True):
+        raise UnsupportedError(
+            f"{where}: gpt_j_residual = True with use_bias_in_mlp = False is not supported: without a bias NeoX leaves "
+            "the attention out of every layer (transformer.py:1104-1113), which no class of transformers does"
+        )
     for name, allowed in NEOX_ONLY.items():
         value = config.get(name, ABSENT.get(name, allowed[0]))
         if value not in allowed or isinstance(value, bool) is not isinstance(allowed[0], bool):

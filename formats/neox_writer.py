@@ -7,7 +7,7 @@ engine.py:4668, 0.19.8). Optimizer states are not carried; `finetune: false` wou
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from formats.archived import Held, archived
 from formats.checkpoint import OutputFile, Target, slot_dtype
 from formats.errors import RefusedError
 from formats.layout import Slot
-from formats.neox import OURS, slots_of
+from formats.neox import slots_of
 from formats.neox_args import dump_yml, to_neox
+from formats.pickles import TensorRef
 from formats.spec import ModelSpec
 
 YML = "configs/model.yml"
@@ -67,7 +68,7 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     files = [_file(root / tag / name, held, head, layered=options.pp > 0) for name, held in by_file.items()]
     if options.pp:
         ranks = range(options.tp * options.pp)
-        files += [archived(root / tag / _name(rank), (), lambda _: {**head, "module": None}) for rank in ranks]
+        files += [_archived(root / tag / _name(rank), (), lambda _: {**head, "module": None}) for rank in ranks]
     texts = {deepspeed.LATEST: tag.encode(), f"{tag}/{YML}": dump_yml(config)}
     return Target(tuple(files), texts, {}, tag)
 
@@ -101,11 +102,16 @@ def _head(spec: ModelSpec, options: Options, padded: int) -> dict[str, Any]:
             "padded_vocab_size": padded,
             "model_parallel_size": options.tp,
         },
-        OURS: {"gqa_layout": "blocked", "vocab": spec.vocab, "family": spec.family},
+        deepspeed.OURS: {"gqa_layout": "blocked", "vocab": spec.vocab, "family": spec.family},
     }
+
+
+def _archived(path: Path, held: Sequence[Held], value: Callable[[Mapping[str, TensorRef]], Any]) -> OutputFile:
+    """A file that knows its own name, as those of torch.save do: its reader refuses ranks that were swapped."""
+    return archived(path, held, value, path.stem)
 
 
 def _file(path: Path, held: list[Held], head: Mapping[str, Any], *, layered: bool) -> OutputFile:
     if layered:
-        return archived(path, held, OrderedDict)
-    return archived(path, held, lambda refs: {"module": OrderedDict(refs), **head})
+        return _archived(path, held, OrderedDict)
+    return _archived(path, held, lambda refs: {"module": OrderedDict(refs), **head})

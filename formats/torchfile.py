@@ -25,6 +25,7 @@ from formats.unpickle import loads
 MAX_PICKLE = 1 << 30
 MAX_DIRECTORY = 1 << 28
 ALIGNMENT = 64
+STREAM = "archive"
 NEWEST = 63
 """The version of the zip format that APPNOTE 6.3 describes."""
 AGAIN = "copy the file again, or take another checkpoint"
@@ -41,12 +42,17 @@ Read = Callable[[int, int], bytes]
 
 @dataclass(frozen=True)
 class TorchFile:
-    """An opened archive: the inert object, and where each storage lies (byte offset in the archive, and size)."""
+    """An opened archive: the inert object, and where each storage lies (byte offset in the archive, and size).
+
+    `name` is what its folder is called: the file's name without ending at the time when torch.save wrote it, `archive`
+    (STREAM) when it wrote to a stream (`PyTorchStreamWriter` in caffe2/serialize/inline_container.cc, torch 2.13).
+    """
 
     path: Path
     value: Any
     storages: Mapping[str, tuple[int, int]]
     start: int = 0
+    name: str = ""
 
     def fragment(self, ref: pickles.TensorRef, name: str) -> Fragment:
         """Where a tensor lies on disk.
@@ -100,12 +106,12 @@ def read_archive(fd: int, path: Path, start: int, size: int, name: str = "") -> 
             return tail[offset - size + len(tail) :][:count]
         return os.pread(fd, min(count, size - offset), start + offset)
 
-    value, storages = parse_archive(read, size, where)
-    return TorchFile(path, value, storages, start)
+    value, storages, folder = parse_archive(read, size, where)
+    return TorchFile(path, value, storages, start, folder)
 
 
-def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """The object of an archive, and offset and size of each of its storages."""
+def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, tuple[int, int]], str]:
+    """The object of an archive, offset and size of each of its storages, and the name of its folder."""
     try:
         members, directory = _directory(read, size)
         extents = dict(_extents(read, members, directory))
@@ -126,7 +132,8 @@ def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, tup
     value = _tensor_of(raw) if len(raw) < _HEAD else None
     value = loads(raw, where) if value is None else value
     folder = prefix + "data/"
-    return value, {name.removeprefix(folder): extent for name, extent in extents.items() if name.startswith(folder)}
+    storages = {name.removeprefix(folder): extent for name, extent in extents.items() if name.startswith(folder)}
+    return value, storages, prefix.removesuffix("/")
 
 
 @lru_cache(maxsize=1024)
@@ -316,7 +323,7 @@ class Archive:
         )
 
 
-def plan_archive(value: Any, storages: Mapping[str, int]) -> Archive:
+def plan_archive(value: Any, storages: Mapping[str, int], folder: str = STREAM) -> Archive:
     """Lay out an archive for an object whose tensors refer to storages of the given sizes in bytes."""
     contents: list[tuple[str, bytes | None, int]] = [
         ("data.pkl", pickles.dumps(value), 0),
@@ -329,8 +336,8 @@ def plan_archive(value: Any, storages: Mapping[str, int]) -> Archive:
     members, position = [], 0
     for name, content, nbytes in contents:
         size = nbytes if content is None else len(content)
-        members.append((f"archive/{name}", position, content, size))
-        position += len(_local_header(f"archive/{name}", position, 0, size)) + size
+        members.append((f"{folder}/{name}", position, content, size))
+        position += len(_local_header(f"{folder}/{name}", position, 0, size)) + size
     return Archive(tuple(members), position)
 
 

@@ -141,7 +141,7 @@ def groups_of(file: TorchFile) -> tuple[list[dict[str, Any]], list[float]]:
 
 def is_universal(tag: Path) -> bool:
     """Whether a tag is of this kind."""
-    return (tag / "zero").is_dir()
+    return (tag / "zero").is_dir() or (tag / "zero").is_symlink()
 
 
 def tensors(tag: Path, state: str) -> Iterator[tuple[str, TorchFile, TensorRef]]:

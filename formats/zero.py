@@ -11,23 +11,27 @@ What the partitions hold is in `zero_partitions.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from formats import deepspeed, huggingface, universal, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import SourceError, UnsupportedError, short
 from formats.fsdp import STEPS, WRAPPERS
-from formats.layout import Cut, Placed, match
+from formats.layout import Cut, Placed, Slot, match
 from formats.scattered import Piece, Scattered, scattered, spread, whole_part
+from formats.spec import ModelSpec
 from formats.storage import Fragment
-from formats.torchfile import TorchFile, read_torch
+from formats.torchfile import TorchFile
 
 NAME = "zero"
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """What the user can ask for: its name in `zero_partitions.STATES`."""
+OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
+"""How the names of GPT-NeoX begin."""
 
 
 def detect(path: Path) -> bool:
@@ -69,6 +73,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     config = _config_folder(path, run, tag, settings)
     spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, settings)
     slots, drops = huggingface.model_slots(spec), huggingface.drops(spec)
+    if whole:
+        _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
     placed, dropped = match(slots, {"": {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[keys[one.key]]))
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
@@ -139,7 +145,7 @@ def _require_alone(file: TorchFile) -> TorchFile:
 
 
 def _file(path: Path) -> TorchFile:
-    file = read_torch(path)
+    file = deepspeed.opened(path)
     if not isinstance(file.value, Mapping):
         raise SourceError(f"{path} holds no model states of DeepSpeed")
     return file
@@ -181,6 +187,11 @@ def _universal(tag: Path, model: TorchFile, state: str) -> Iterator[tuple[str, S
     """What is in a universal checkpoint. Those that DeepSpeed makes of stage 3 are flat: the model has the shapes."""
     shapes = {name: shape for group in _groups(model) for name, shape in group.items()}
     for name, file, ref in universal.tensors(tag, state):
+        if OF_NEOX.match(name):
+            raise UnsupportedError(
+                f"{tag} is a universal checkpoint with the names of GPT-NeoX, such as {short(name)}, which is not read",
+                "convert the checkpoint that it was made of: convert neox2hf",
+            )
         fragment = file.fragment(ref, name)
         shape = shapes.get(name, fragment.shape)
         if prod(shape) != prod(fragment.shape):
@@ -193,18 +204,66 @@ def _universal(tag: Path, model: TorchFile, state: str) -> Iterator[tuple[str, S
         yield name, scattered(name, shape, fragment.dtype, [Piece(part, fragment)])
 
 
-def trained(tag: Path, state: str) -> Iterator[tuple[str, Scattered]]:
-    """One of `zero_partitions.STATES` of every parameter that is trained, under DeepSpeed's name.
+class Training(NamedTuple):
+    """What a training keeps of every parameter that it trains, by DeepSpeed's name; every file is read once.
+
+    Attributes:
+        states: each of `zero_partitions.STATES`.
+        module: the tensors that the model computes with; none in stage 3.
+        model: what the first model file says.
+    """
+
+    states: Mapping[str, Mapping[str, Scattered]]
+    module: Mapping[str, Fragment]
+    model: Mapping[str, Any]
+
+
+def _require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] | None, keys: Collection[str]) -> None:
+    """A universal checkpoint holds what was trained, and nothing else.
+
+    Args:
+        tag: its folder.
+        model: what its model file says.
+        slots: what the model consists of; without them the model file has to say what it leaves out.
+        keys: what there is.
 
     Raises:
-        UnsupportedError: the checkpoint is of stage 0, which keeps no names.
+        SourceError: something was not trained.
+    """
+    said = model.get(deepspeed.OURS)
+    lists = [
+        model.get("frozen_param_shapes"),
+        model.get("buffer_names"),
+        *(said.values() if isinstance(said, dict) else ()),
+    ]
+    wanted = {_key(str(name)) for names in lists if isinstance(names, list | dict) for name in names}
+    if slots is not None:
+        needed = [slot for slot in slots if "optional" not in slot.rule.conditions]
+        wanted = {slot.keys[0] for slot in needed if not any(key in keys for key in slot.keys)}
+    lost = sorted(wanted.difference(keys))
+    if lost:
+        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+        raise SourceError(
+            f"{tag} is a universal checkpoint, which holds no parameters that were not trained: it lacks "
+            f"{', '.join(lost[:8])}{more}",
+            "convert the checkpoint that it was made of: convert zero2hf",
+        )
+
+
+def trained(tag: Path) -> Training:
+    """Open the optimizer states of a checkpoint.
+
+    Raises:
+        UnsupportedError: it is of stage 0, which keeps no names.
     """
     first = _models(tag)[0]
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
-    partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
+    partitions = zero_partitions.open_partitions(tag, 0, zero_partitions.STATES)
     _require_same_stage(first, partitions)
-    return zero_partitions.load(partitions, zero_partitions.param_shapes(first), state)
+    shapes = zero_partitions.param_shapes(first)
+    states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in zero_partitions.STATES}
+    return Training(states, {} if partitions[0].stage == 3 else zero_partitions.module(first), first.value)
 
 
 def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.Partition]) -> None:
@@ -212,12 +271,6 @@ def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.P
     if third is not (partitions[0].stage == 3):
         other = "is" if third else "is not"
         raise SourceError(f"{partitions[0].path} is of stage {partitions[0].stage}, {model.path} {other} of stage 3")
-
-
-def computed_with(tag: Path) -> dict[str, Fragment]:
-    """The tensors that the model computes with, by DeepSpeed's name; none in stage 3."""
-    first = _models(tag)[0]
-    return {} if deepspeed.MODEL_OF_STAGE_3.fullmatch(first.path.name) else zero_partitions.module(first)
 
 
 def _trained(file: TorchFile, modules: Mapping[str, Fragment]) -> dict[str, Fragment]:
@@ -239,11 +292,15 @@ def _keys(tensors: Mapping[str, Scattered], tag: Path) -> dict[str, str]:
         raise UnsupportedError(f"{tag} holds a PEFT adapter ({adapter})", "merge it into the model first")
     keys: dict[str, str] = {}
     for name in tensors:
-        key = re.sub(r"^(?:module\.)+", "", WRAPPERS.sub("", name))
+        key = _key(name)
         if key in keys:
             raise SourceError(f"{tag} holds {key} twice: {name} and {keys[key]}")
         keys[key] = name
     return keys
+
+
+def _key(name: str) -> str:
+    return re.sub(r"^(?:module\.)+", "", WRAPPERS.sub("", name))
 
 
 def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path:

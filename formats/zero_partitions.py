@@ -12,7 +12,6 @@ the stored masters is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ran
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,17 +19,17 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats import deepspeed
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout import Cut
 from formats.pickles import Opaque, TensorRef
 from formats.scattered import Piece, Scattered, scattered, whole_part
 from formats.storage import DTYPES, Fragment, read_into
-from formats.torchfile import TorchFile, read_torch
+from formats.torchfile import TorchFile
 
 MOST_RANKS = 1 << 20
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 """What there is of each parameter: the float32 master, and Adam's moments."""
-OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 
 
 class Flat(NamedTuple):
@@ -69,14 +68,14 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
     """
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
-        name = OPTIM.fullmatch(path.name)
+        name = deepspeed.OPTIM.fullmatch(path.name)
         if name and int(name[2]) == mp:
             other = found.setdefault(int(name[1]), path)
             if other is not path:
                 raise SourceError(f"{folder} holds two partitions of rank {name[1]}: {other.name} and {path.name}")
     if not found:
         raise SourceError(f"{folder} holds no optimizer states of mp_rank_{mp:02d}", "--weights module needs none")
-    partitions = {rank: _partition(read_torch(path), states) for rank, path in found.items()}
+    partitions = {rank: _partition(deepspeed.opened(path), states) for rank, path in found.items()}
     wanted = max([max(found) + 1, *(n for one in partitions.values() for n in one.ranks)])
     if wanted > MOST_RANKS:
         raise SourceError(f"{folder} claims {wanted} data parallel ranks", "a file is damaged, or has another's name")

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FOLDER, as_json, effort, memory, opened, reading, replicas
+from converters.commands.options import (
+    FOLDER,
+    READERS,
+    as_json,
+    effort,
+    memory,
+    opened,
+    reading,
+    replicas,
+    require_effect,
+    weights,
+)
 from formats.errors import SourceError, VerificationError, short
 
 if TYPE_CHECKING:
@@ -21,6 +32,7 @@ if TYPE_CHECKING:
 @click.argument("src", type=FOLDER)
 @click.option("--tensors", is_flag=True, help="Print the digest of every logical tensor too.")
 @reading
+@weights
 @replicas
 @effort
 @as_json
@@ -41,6 +53,7 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @click.argument("out", type=FOLDER)
 @click.argument("src", type=FOLDER, required=False)
 @reading
+@weights
 @replicas
 @effort
 @as_json
@@ -56,10 +69,11 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
         _verify_archives(out, options["threads"], as_json)
         return
     options["verbatim"] |= src is None and is_verbatim(out)
-    checkpoint = opened(out, _own_config(out, options))
+    checkpoint = opened(out, _own_config(out, options), alone=src is None)
     settings: list[str]
     if src is not None:
-        source = opened(src, _own_config(src, options, out))
+        source = opened(src, _own_config(src, options, out), alone=False)
+        require_effect(options, checkpoint, source, known=READERS)
         settings = differences(checkpoint.spec, source.spec)
         against, name = _digests(source, options, as_json), str(src)
     else:
@@ -120,6 +134,7 @@ def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
 @click.argument("one", type=FOLDER)
 @click.argument("two", type=FOLDER)
 @reading
+@weights
 @memory
 @as_json
 def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> None:
@@ -129,7 +144,9 @@ def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> No
     from converters.report import Progress, table
     from formats.spec import differences
 
-    first, second = opened(one, _own_config(one, options, two)), opened(two, _own_config(two, options, one))
+    first = opened(one, _own_config(one, options, two), alone=False)
+    second = opened(two, _own_config(two, options, one), alone=False)
+    require_effect(options, first, second, known=READERS)
     settings = differences(first.spec, second.spec)
     left, right = plan_reading(first), plan_reading(second)
     with Progress("comparing", left.nbytes, as_json) as progress:

@@ -17,6 +17,7 @@ from converters.commands.options import (
     layout,
     opened,
     reading,
+    require_effect,
     topology,
     writing,
 )
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
+SHARDS = {"norm": ("megatron",), "layout": ("neox",)}
+"""Option of `reshard`: the formats that it is for."""
 
 
 @click.command()
@@ -196,6 +199,7 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
     source = opened(src, options)
     if source.format not in ("megatron", "neox"):
         raise UsageError(f"{src} is a checkpoint of the format {source.format}, which has no shards", USE_HF2MEGATRON)
+    require_effect(options, source, known=SHARDS)
     request = request_of(out, options, source)
     planned = _reshard_megatron if source.format == "megatron" else _reshard_neox
     carry_out(planned(source, request, options), request, options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -111,11 +111,14 @@ writing = together(
 )  # fmt: skip
 
 
+weights = click.option(
+    "--weights", type=click.Choice(["module", "fp32-master", "exp_avg", "exp_avg_sq"]),
+    help="DeepSpeed: the model's own weights, or what the optimizer keeps of each.  [default: module, if there]",
+)  # fmt: skip
 deepspeed_reading = together(
     click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]"),
-    click.option("--weights", type=click.Choice(["module", "fp32-master", "exp_avg", "exp_avg_sq"]),
-                 help="The model's own weights, or what the optimizer keeps of each.  [default: module, if there]"),
-)  # fmt: skip
+    weights,
+)
 gqa_layout = click.option(
     "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto", show_default=True,
     help="Order of query, key and value where heads share keys: as since, or before, November 2024.",
@@ -134,6 +137,14 @@ READS = {
     "zero": "for DeepSpeed use `convert zero2hf`",
 }
 """Format: the commands that read it."""
+READERS = {
+    "verbatim": ("huggingface", "fsdp", "zero"),
+    "container": ("fsdp",),
+    "tag": ("neox", "zero"),
+    "weights": ("neox", "zero"),
+    "gqa_layout": ("neox",),
+}
+"""Option: the formats whose readers know it."""
 
 
 def _is_yml(config: Path) -> bool:
@@ -141,7 +152,28 @@ def _is_yml(config: Path) -> bool:
     return (config.suffix in (".yml", ".yaml") and config.is_file()) or any(config.glob("*.y*ml"))
 
 
-def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: str = "") -> Checkpoint:
+def require_effect(options: Mapping[str, Any], *sources: Checkpoint, known: Mapping[str, Sequence[str]]) -> None:
+    """Every option that was given means something to one of the checkpoints.
+
+    Args:
+        options: all options.
+        sources: what was opened.
+        known: the formats that an option is for, by its name.
+
+    Raises:
+        UsageError: one means nothing to them.
+    """
+    for name, formats in known.items():
+        if options.get(name) in (None, False, "auto", ()) or any(source.format in formats for source in sources):
+            continue
+        kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
+        flag = "set" if name == "settings" else name.replace("_", "-")
+        raise UsageError(f"--{flag} has no effect on {kinds}", "leave it out")
+
+
+def opened(
+    path: Path, options: Mapping[str, Any], wanted: str = "", instead: str = "", *, alone: bool = True
+) -> Checkpoint:
     """Open the checkpoint that a command was given.
 
     Args:
@@ -149,6 +181,7 @@ def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: st
         options: those of `reading`.
         wanted: the format that the command reads; empty for any.
         instead: what to do with another one.
+        alone: whether the options were meant for this one, so that each must have an effect on it.
     """
     from formats.registry import open_checkpoint
 
@@ -158,6 +191,8 @@ def opened(path: Path, options: Mapping[str, Any], wanted: str = "", instead: st
             f"{path} is a checkpoint of the format {source.format}, this command reads {wanted}",
             instead or READS[source.format],
         )
+    if alone:
+        require_effect(options, source, known=READERS)
     return source
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,22 @@ from converters.commands.options import (
     gqa_layout,
     opened,
     reading,
+    require_effect,
     settings_of,
     writing,
 )
 from converters.commands.running import carry_out, request_of
 from formats.errors import UsageError
+
+KNOWN: Mapping[str, Sequence[str]] = {
+    "gqa_layout": ("neox",),
+    "config": ("neox",),
+    "vocab_size": ("neox",),
+    "settings": ("neox",),
+    "verbatim": (),
+    "container": (),
+}
+"""What a model with names of its own is not asked: every parameter stays as it is."""
 
 
 @click.command()
@@ -61,5 +73,6 @@ def zero2universal(src: Path, out: Path, **options: Any) -> None:
     if options["dtype"] != "keep":
         raise UsageError("a universal checkpoint holds float32 alone", "leave --dtype out")
     states = open_states(src, settings_of(options))
-    request = request_of(out, options, states[0])
+    require_effect(options, states.opened[0], known=KNOWN)
+    request = request_of(out, options, states.opened[0])
     carry_out(plan_universal(states, request), request, options)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.dcp_tools import refused
+from tests.faults.dcp_tools import refused, with_config
+from tests.golden.zero_worlds import nameless, swap
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "neox"
 
@@ -54,7 +55,7 @@ def test_the_first_rank_is_missing(neox, told):
 
 def test_a_stale_file_of_another_topology(neox, told):
     run, tag = neox("llama-mha-tp2")
-    shutil.copy(tag / "mp_rank_01_model_states.pt", tag / "mp_rank_02_model_states.pt")
+    nameless(shutil.copy(tag / "mp_rank_01_model_states.pt", tag / "mp_rank_02_model_states.pt"))
     told(run, 3, "is one of 2 model parallel ranks, 3 are there", "another topology")
 
 
@@ -91,17 +92,14 @@ def test_partitions_of_another_world(neox, told):
     """A third file: the other two say that they are of two."""
     run, tag = neox("llama-tp2-dp2")
     name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-    shutil.copy(tag / name.format(1), tag / name.format(2))
+    nameless(shutil.copy(tag / name.format(1), tag / name.format(2)))
     told(run, 3, "belongs to 2 data parallel ranks, 3 are there", flags=("--weights", "fp32-master"))
 
 
 def test_partitions_of_two_ranks_swapped(neox, told):
-    """Of the same size: only the comparison with the module can tell."""
+    """Of the same size, and without their names: only the comparison with the module can tell."""
     run, tag = neox("llama-tp2-dp2")
-    one, two = (tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
-    held = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(held)
+    swap(*(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)), named=False)
     told(run, 6, "are not the rounded float32 masters", flags=("--weights", "fp32-master"))
 
 
@@ -111,13 +109,49 @@ def test_optimizer_states_that_are_not_there(neox, told):
 
 
 def test_the_files_of_two_ranks_swapped(neox, told):
-    """Nothing but the seed in each file's random state tells."""
+    """Without their names nothing but the seed in each file's random state tells."""
     run, tag = neox("llama-mha-tp2")
-    one, two = (tag / f"mp_rank_{rank:02d}_model_states.pt" for rank in (0, 1))
-    held = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(held)
+    swap(*(tag / f"mp_rank_{rank:02d}_model_states.pt" for rank in (0, 1)), named=False)
     told(run, 3, "mp_rank_00_model_states.pt was saved by tensor parallel rank 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "two", "weights"),
+    [
+        ("llama-mha-tp2", "mp_rank_00_model_states", "mp_rank_01_model_states", "module"),
+        ("llama-gqa-pp2-tp2", "layer_03-model_00-model_states", "layer_03-model_01-model_states", "module"),
+        ("llama-gqa-pp2-tp2", "layer_02-model_00-model_states", "layer_03-model_00-model_states", "module"),
+        (
+            "llama-tp2-dp2",
+            "bf16_zero_pp_rank_0_mp_rank_01_optim_states",
+            "bf16_zero_pp_rank_1_mp_rank_01_optim_states",
+            "fp32-master",
+        ),
+    ],
+)
+def test_files_that_were_renamed(neox, told, name, one, two, weights):
+    """torch.save left their names in them. Of whole layers nothing else would tell."""
+    run, tag = neox(name)
+    swap(tag / f"{one}.pt", tag / f"{two}.pt")
+    told(run, 3, f"{one}.pt was saved as '{two}': files are mixed up", flags=("--weights", weights))
+
+
+@pytest.mark.parametrize("layout", ["sequential", "pipeline"])
+def test_our_own_files_know_their_names_too(model, convert, tmp_path, told, layout):
+    assert convert("hf2neox", model("llama"), tmp_path / "run", "--tp", 2, "--layout", layout).code == 0
+    files = sorted((tmp_path / "run").glob("*/layer_03*" if layout == "pipeline" else "*/mp_rank*"))
+    swap(*files)
+    told(tmp_path / "run", 3, f"{files[0]} was saved as '{files[1].stem}'")
+
+
+def test_a_folder_may_have_any_name(neox, convert, tmp_path):
+    """And so may a file that says the same rank otherwise: NeoX 1.0 wrote no underscore before `optim`."""
+    run, tag = neox("llama-tp2-dp2")
+    for path in tag.glob("*optim_states.pt"):
+        path.rename(path.with_name(path.name.removeprefix("bf16_").replace("_optim", "optim")))
+    tag.rename(run / "_global_step_6_backup")
+    flags = ["--tag", "_global_step_6_backup", "--weights", "fp32-master", "--vocab-size", 101]
+    assert convert("neox2hf", run, tmp_path / "out", *flags, "--gqa-layout", "blocked").code == 0
 
 
 def test_layers_of_another_save_beside_a_whole_module(neox, told):
@@ -214,6 +248,39 @@ def test_a_tag_that_is_a_broken_link(neox, told):
     told(run, 3, "is a link to ../final_train_v2/global_step6, which is not there")
 
 
+def circle(path: Path) -> Path:
+    """A link to itself."""
+    path.symlink_to(path.name)
+    return path
+
+
+def test_links_in_a_circle(neox, told):
+    run, _ = neox("llama-mha-tp2")
+    (run / "latest").unlink()
+    circle(run / "latest")
+    told(run, 3, "latest is a link to latest, which is not there", "--tag", "present: global_step6")
+    (run / "latest").unlink()
+    (run / "latest").write_text("global_step7")
+    circle(run / "global_step7")
+    told(run, 3, "global_step7 is a link to global_step7, which is not there")
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"])
+def test_files_that_are_links_in_a_circle(neox, convert, tmp_path, name):
+    run, tag = neox("llama-tp2-dp2")
+    (tag / name).unlink()
+    circle(tag / name)
+    flags = ["--vocab-size", 101, "--gqa-layout", "blocked", "--weights", "fp32-master"]
+    refused(convert("neox2hf", run, tmp_path / "out", *flags), 3, f"{tag / name}: Too many levels of symbolic links")
+    refused(convert("verify", run), 3, f"{tag / name} is a link to {name}, which is not there")
+
+
+def test_an_output_that_is_a_link_in_a_circle(neox, convert, tmp_path):
+    run, _ = neox("llama-mha-tp2")
+    for out in (circle(tmp_path / "out"), tmp_path / "out" / "inner"):
+        refused(convert("neox2hf", run, out, "--vocab-size", 101), 7, f"the links in {out} lead in a circle")
+
+
 @pytest.mark.parametrize("name", ["../llama-mha-tp2", "/etc", "..", "a b", "a\nb", "x" * 300])
 def test_names_that_leave_the_folder(neox, told, name):
     run, _ = neox("llama-mha-tp2")
@@ -223,12 +290,16 @@ def test_names_that_leave_the_folder(neox, told, name):
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def changed(tag: Path, **settings: object) -> Path:
-    """The run's own yml with some settings changed; None takes a key out."""
+def yaml_of(text: str) -> dict[str, object]:
     import yaml
 
+    return yaml.safe_load(text)
+
+
+def changed(tag: Path, **settings: object) -> Path:
+    """The run's own yml with some settings changed; None takes a key out."""
     path = next((tag / "configs").glob("*.yml"))
-    held = yaml.safe_load(path.read_text()) | settings
+    held = yaml_of(path.read_text()) | settings
     path.write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
     return path
 
@@ -256,7 +327,8 @@ YARN = {"yarn": True, "yarn_original_max_position_embeddings": 8, "yarn_factor":
         ({"norm": "layernorm"}, 4, "no class with"),
         ({"activation": "geglu"}, 4, "no class with"),
         ({"rotary_pct": 0.5}, 4, "no class with"),
-        ({"gpt_j_residual": True}, 4, "no class with"),
+        ({"gpt_j_residual": True, "use_bias_in_mlp": True}, 4, "no class with"),
+        ({"gpt_j_residual": True, "use_bias_in_mlp": False}, 4, "leaves the attention out of every layer"),
         ({"pos_emb": "alibi"}, 4, "pos_emb"),
         ({"pos_emb": None}, 4, "pos_emb = 'learned'"),
         ({"use_qk_layernorm": True}, 4, "use_qk_layernorm"),
@@ -313,6 +385,66 @@ def test_two_yml_that_contradict_each_other(neox, told):
 
 
 @pytest.mark.parametrize(
+    ("lines", "key", "first", "second"),
+    [
+        (["num_layers: 2", "rotary_pct: 1.0", "num_layers: 2"], "num_layers", 1, 3),
+        (["{", '  "rms-norm-epsilon": 3.0e-06,', '  "rms_norm_epsilon": 1.0e-05,', "}"], "rms_norm_epsilon", 2, 3),
+        (["{num_layers: 2, num_layers: 3}"], "num_layers", 1, 1),
+    ],
+    ids=["twice the same", "flow style, and spelt differently", "in one line"],
+)
+def test_a_key_that_stands_twice(neox, told, tmp_path, lines, key, first, second):
+    """PyYAML keeps the last one without a word."""
+    run, _ = neox("llama-mha-tp2")
+    path = tmp_path / "run.yml"
+    path.write_text("\n".join(lines) + "\n")
+    told(run, 3, f"{path} says '{key}' twice, in lines {first} and {second}", flags=("--config", path))
+
+
+def test_two_merged_maps_are_no_key_that_stands_twice(neox, convert, tmp_path):
+    run, tag = neox("llama-mha-tp2")
+    text = next((tag / "configs").glob("*.yml")).read_text().strip()
+    anchors = "base: &base {steps: 1}\nmore: &more {num_layers: 7}\n"
+    inner = "".join(f"{key}: {json.dumps(value)}\n" for key, value in yaml_of(text).items())
+    (tmp_path / "run.yml").write_text(f"{anchors}<<: *base\n<<: *more\n{inner}")
+    assert convert("neox2hf", run, tmp_path / "out", "--config", tmp_path / "run.yml", "--vocab-size", 101).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "wrong", "right"),
+    [
+        ("llama-mha-tp2", "model_parallel_size", 8, 2),
+        ("llama-gqa-pp2-tp2", "model_parallel_size", 1, 2),
+        ("llama-gqa-pp2-tp2", "pipe_parallel_size", 4, 2),
+    ],
+)
+def test_the_yml_of_another_topology(neox, convert, told, tmp_path, name, key, wrong, right):
+    """Of the same model: the files count if they say their own number, and else it is not clear that all are there."""
+    import torch
+
+    run, tag = neox(name)
+    path = changed(tag, **{key: wrong})
+    flags = ["--vocab-size", 101, "--gqa-layout", "blocked"]
+    ran = convert("neox2hf", run, tmp_path / "told", *flags)
+    assert ran.code == 0
+    assert f"note: {path} says {key} = {wrong}, the files are of {right}, as they say themselves" in ran.err
+    for file in tag.glob("mp_rank_*_model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        del state["mp_world_size"]
+        torch.save(state, file)
+    told(run, 3, f"{path} says {key} = {wrong}, the files are of {right}", "ranks are missing")
+
+
+@pytest.mark.parametrize("said", [0, 1])
+def test_no_pipeline_is_said_in_two_ways(neox, convert, tmp_path, said):
+    run, tag = neox("llama-mha-tp2")
+    changed(tag, pipe_parallel_size=said)
+    ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101)
+    assert ran.code == 0
+    assert "pipe_parallel_size" not in ran.err
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "a: [",
@@ -351,6 +483,27 @@ def test_the_config_of_another_model(model, neox, convert, tmp_path):
     ran = convert("neox2hf", run, tmp_path / "out", "--config", model("llama"))
     assert ran.code in (3, 5), ran.err
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_config_with_biases(model, neox, convert, tmp_path):
+    run, _ = neox("llama-mha-tp2")
+    config = with_config(tmp_path / "base", model("llama"), attention_bias=True)
+    ran = convert("neox2hf", run, tmp_path / "out", "--config", config)
+    refused(ran, 4, "attention_bias = True is not supported for llama")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("said", ["blocked", "grouped"])
+def test_a_layout_that_has_no_effect(model, neox, convert, tmp_path, said):
+    """Of a model whose heads share no keys, and of files that say their own."""
+    run, _ = neox("llama-mha-tp2")
+    told = convert("neox2hf", run, tmp_path / "mha", "--vocab-size", 101, "--gqa-layout", said)
+    assert told.code == 0
+    assert f"note: --gqa-layout {said} has no effect: no heads share keys" in told.err
+    convert("hf2neox", model("llama"), tmp_path / "ours")
+    told = convert("neox2hf", tmp_path / "ours", tmp_path / "gqa", "--gqa-layout", said)
+    assert told.code == 0
+    assert ("has no effect: the files say that they are blocked" in told.err) == (said == "grouped")
 
 
 def test_choices_that_a_family_does_not_leave(neox, convert, tmp_path):

@@ -85,6 +85,76 @@ def test_what_deepspeed_makes_is_read(made, convert, tmp_path, kind):
     assert differences(tmp_path / "out", made(TWO) / f"{kind}.truth.safetensors", "fp32") == []
 
 
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "pp2-tp2"])
+def test_every_file_is_parsed_twice_at_most(made, convert, tmp_path, monkeypatch, yml, kind):
+    """Once to know what it is, once for all of masters, moments and steps."""
+    from collections import Counter
+
+    from formats import torchfile
+
+    counted: Counter[str] = Counter()
+    parse = torchfile.parse_archive
+
+    def counting(read: Any, size: int, where: str) -> Any:
+        counted[where] += 1
+        return parse(read, size, where)
+
+    monkeypatch.setattr(torchfile, "parse_archive", counting)
+    source = made(PARALLEL if "tp2" in kind else TWO) / kind
+    flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked"] if "tp2" in kind else []
+    assert convert("zero2universal", source, tmp_path / "out", *flags).code == 0
+    found = {where: count for where, count in counted.items() if where.startswith(str(source))}
+    assert set(map(Path, found)) == set(source.glob("*/*.pt"))
+    assert max(found.values()) <= 2
+    assert sum(count - 1 for count in found.values()) <= 2  # of the first rank
+
+
+@pytest.mark.parametrize("kind", ["zero1-frozen", "zero2-frozen", "zero3-frozen"])
+@pytest.mark.parametrize("table", [True, False])
+def test_frozen_parameters_are_not_in_it(made, convert, tmp_path, kind, table):
+    """Nor would anything tell so in a model without a table, but for what we write."""
+    assert convert("zero2universal", made(TWO) / kind, tmp_path / "universal").code == 0
+    names = ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"]
+    flags = ["--config", made(TWO) / "hf", *([] if table else ["--verbatim"])]
+    ran = convert("zero2hf", tmp_path / "universal", tmp_path / "out", *flags)
+    refused(ran, 3, "holds no parameters that were not trained: it lacks " + ", ".join(names) + "\n", "convert zero2hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_universal_checkpoint_is_compared_with(made, convert, tmp_path):
+    """Masters with masters: the module of the same checkpoint is rounded."""
+    source, universal = made(TWO) / "zero2", tmp_path / "universal"
+    assert convert("zero2universal", source, universal).code == 0
+    for words in (
+        ["inspect", universal],
+        ["digest", universal],
+        ["verify", universal, source],
+        ["diff", universal, source],
+    ):
+        refused(convert(*words), 3, f"{universal} has no config.json", "--config BASE")
+    assert "each with its CRC-32" in convert("verify", universal).out
+    config = ["--config", made(TWO) / "hf"]
+    for command in ("verify", "diff"):
+        assert convert(command, universal, source, *config, "--weights", "fp32-master").code == 0
+        assert convert(command, universal, source, *config, "--weights", "exp_avg").code == 0
+        assert convert(command, universal, source, *config).code == 6
+
+
+def test_options_that_a_plain_model_has_no_use_for(made, convert, tmp_path):
+    for flags in (["--gqa-layout", "blocked"], ["--config", made(TWO) / "hf"], ["--set", "rope_theta=1"]):
+        ran = convert("zero2universal", made(TWO) / "zero1", tmp_path / "out", *flags)
+        refused(ran, 2, f"{flags[0]} has no effect on ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_neox_are_not_read_back(convert, tmp_path):
+    source = Path(__file__).parent / "neox" / "llama-gqa-tp2"
+    flags = ["--vocab-size", 101, "--gqa-layout", "blocked"]
+    assert convert("zero2universal", source, tmp_path / "universal", *flags).code == 0
+    for words in (["inspect", tmp_path / "universal"], ["zero2hf", tmp_path / "universal", tmp_path / "out"]):
+        refused(convert(*words), 4, "is a universal checkpoint with the names of GPT-NeoX", "convert neox2hf")
+
+
 def test_stage_0_has_no_names(made, convert, tmp_path):
     refused(convert("zero2universal", made(ALONE) / "zero0", tmp_path / "out"), 4, "stage 0", "no names")
 

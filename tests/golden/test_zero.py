@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.faults.dcp_tools import refused
-from tests.golden.zero_worlds import WORLDS, World, checkpoint, make
+from tests.golden.zero_worlds import WORLDS, World, checkpoint, make, swap
 
 pytestmark = pytest.mark.distributed
 CASES = [(world, kind) for world in WORLDS for kind in world.kinds]
@@ -154,16 +154,13 @@ def test_zero_to_fp32_gives_the_same_tensors(made, convert, tmp_path):
 
 
 @pytest.fixture
-def swapped(made, tmp_path) -> Callable[[str], Path]:
-    """`swapped(kind)`: a checkpoint whose two partitions have each other's names."""
+def swapped(made, tmp_path) -> Callable[..., Path]:
+    """`swapped(kind)`: a checkpoint whose two partitions have each other's names, and know no other."""
     import shutil
 
-    def make_one(kind: str) -> Path:
+    def make_one(kind: str, files: str = "*optim_states.pt", *, named: bool = False) -> Path:
         folder = shutil.copytree(made(TWO) / kind, tmp_path / f"swapped-{kind}")
-        one, two = sorted(folder.glob("*/*optim_states.pt"))
-        held = one.read_bytes()
-        one.write_bytes(two.read_bytes())
-        two.write_bytes(held)
+        swap(*sorted(folder.glob(f"*/{files}")), named=named)
         return folder
 
     return make_one
@@ -181,6 +178,31 @@ def test_partitions_of_two_ranks_swapped(made, convert, tmp_path, swapped, kind,
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "bf16-optimizer"])
 def test_a_universal_checkpoint_of_swapped_partitions(convert, tmp_path, swapped, kind):
     refused(convert("zero2universal", swapped(kind), tmp_path / "out"), 6, "are not the rounded float32 masters")
+
+
+@pytest.mark.parametrize("files", ["*optim_states.pt", "*model_states.pt"])
+def test_files_of_stage_3_that_were_swapped(made, convert, tmp_path, swapped, files):
+    """Nothing can be compared with them: their own names are all that tells."""
+    folder = swapped("zero3", files, named=True)
+    for words in (["zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf"],
+                  ["zero2universal", folder, tmp_path / "out"]):  # fmt: skip
+        refused(
+            convert(*words), 3, "zero_pp_rank_0_mp_rank_00", "was saved as", "zero_pp_rank_1_mp_rank_00", "mixed up"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_know_no_name(made, convert, tmp_path):
+    """DeepSpeed's fast writer gives torch.save a stream."""
+    import shutil
+
+    from tests.golden.zero_worlds import nameless
+
+    folder = shutil.copytree(made(TWO) / "zero3", tmp_path / "zero3")
+    for path in folder.glob("*/*.pt"):
+        nameless(path)
+    assert convert("zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf").code == 0
+    assert differences(tmp_path / "out", made(TWO) / "zero3.truth.safetensors", "fp32") == []
 
 
 def test_stage_0_with_its_groups_in_another_order(made, convert, tmp_path):
@@ -269,6 +291,23 @@ def test_two_names_of_one_parameter_that_hold_different_weights(made, convert, t
     assert convert("zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf").code == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(bits(found["lm_head.weight"]), bits(state["module"]["lm_head.weight"]))
+
+
+def test_a_config_with_biases_that_the_checkpoint_lacks(made, convert, tmp_path):
+    from tests.faults.dcp_tools import with_config
+
+    config = with_config(tmp_path / "base", made(TWO) / "hf", attention_bias=True)
+    ran = convert("zero2hf", made(TWO) / "zero2", tmp_path / "out", "--config", config)
+    refused(ran, 3, "says attention_bias = True", "16 of 16 biases are missing", "model.layers.0.self_attn.q_proj.bias")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("weights", STATES)
+def test_what_was_converted_equals_its_source(made, convert, tmp_path, weights):
+    source, config = made(TWO) / "zero2", ["--config", made(TWO) / "hf", "--weights", weights]
+    assert convert("zero2hf", source, tmp_path / "out", *config).code == 0
+    assert convert("verify", tmp_path / "out", source, *config).code == 0
+    assert convert("verify", tmp_path / "out", source, *config[:2]).code == 6
 
 
 def test_masters_that_are_not_the_modules_are_refused(made, convert, tmp_path):

@@ -71,3 +71,22 @@ def make(world: World, factory: pytest.TempPathFactory) -> Path:
 def checkpoint(made: Path, kind: str) -> Path:
     """What a user would name."""
     return next((made / kind).glob("checkpoint-*"), made / kind)
+
+
+def swap(one: Path, two: Path, *, named: bool = True) -> None:
+    """Give two files each other's names; unless `named`, both were written as DeepSpeed's fast writer does."""
+    held = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(held)
+    if not named:
+        nameless(one)
+        nameless(two)
+
+
+def nameless(path: Path) -> None:
+    """Save a file again, to a stream, which leaves no name in it."""
+    import torch
+
+    state = torch.load(path, weights_only=False)
+    with path.open("wb") as stream:
+        torch.save(state, stream)

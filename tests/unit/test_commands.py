@@ -37,6 +37,68 @@ def test_usage_errors_are_2(convert, words):
     assert convert(*words).code == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["digest", "HF"], ["--container", "model"]),
+        (["digest", "HF"], ["--weights", "module"]),
+        (["inspect", "MEGATRON"], ["--verbatim"]),
+        (["neox2hf", "NEOX", "OUT"], ["--verbatim"]),
+        (["verify", "HF", "MEGATRON"], ["--container", "model"]),
+        (["diff", "HF", "MEGATRON"], ["--weights", "fp32-master"]),
+        (["reshard", "MEGATRON", "OUT"], ["--layout", "pipeline"]),
+        (["reshard", "MEGATRON", "OUT"], ["--gqa-layout", "blocked"]),
+        (["reshard", "MEGATRON", "OUT"], ["--tag", "global_step1"]),
+        (["reshard", "NEOX", "OUT"], ["--norm", "te"]),
+    ],
+    ids=str,
+)
+def test_options_without_an_effect_are_refused(model, convert, tmp_path, words, flags):
+    places = {"HF": model("llama"), **{name: tmp_path / name for name in ("MEGATRON", "NEOX", "OUT")}}
+    convert("hf2megatron", model("llama"), places["MEGATRON"])
+    convert("hf2neox", model("llama"), places["NEOX"])
+    words = [places.get(word, word) for word in words]
+    ran = convert(*words, *flags)
+    assert ran.code == 2, ran.err
+    assert f"error: {flags[0]} has no effect on " in ran.err
+    assert not places["OUT"].exists()
+    assert convert(*words).code == 0
+
+
+def test_an_option_for_one_of_two_checkpoints(model, convert, tmp_path):
+    convert("hf2fsdp", model("llama"), tmp_path / "fsdp")
+    for words in (["verify", tmp_path / "fsdp", model("llama")], ["diff", model("llama"), tmp_path / "fsdp"]):
+        assert "has no effect" not in convert(*words, "--container", "model").err
+    assert convert("verify", tmp_path / "fsdp", model("llama"), "--verbatim").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "bias"), [("attention_bias", "self_attn.k_proj.bias"), ("mlp_bias", "mlp.down_proj.bias")]
+)
+def test_a_config_with_biases_that_the_files_lack(model, convert, tmp_path, name, bias):
+    """No table describes such a Llama, and transformers would give it random ones."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = tmp_path / "source"
+    shutil.copytree(model("llama"), source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {name: True}))
+    ran = convert("hf2fsdp", source, tmp_path / "out")
+    assert ran.code == 3
+    assert f"says {name} = True, and " in ran.err
+    assert f"biases are missing, such as model.layers.0.{bias}" in ran.err
+    tensors = load_file(source / "model.safetensors")
+    part = bias.partition(".")[0]
+    weights = [key for key in tensors if f".{part}." in key]
+    biases = {key.replace(".weight", ".bias"): torch.zeros(len(tensors[key])) for key in weights}
+    save_file({**tensors, **biases}, source / "model.safetensors", {"format": "pt"})
+    assert convert("hf2fsdp", source, tmp_path / "out").code == 0
+    del biases[f"model.layers.3.{bias}"]
+    save_file({**tensors, **biases}, source / "model.safetensors", {"format": "pt"})
+    assert f"1 of {len(biases) + 1} biases are missing" in convert("hf2fsdp", source, tmp_path / "again").err
+
+
 def test_inspect_says_what_it_is(model, convert, tmp_path):
     source = model("qwen3")
     facts = json.loads(convert("inspect", source, "--json", "--tensors").out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -39,13 +40,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return get
 
 
-@pytest.fixture
-def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
-    """`convert("digest", path)`: run a command and get (exit code, stdout, stderr). A bug is raised, not reported."""
-    from converters import cli
+Command = Callable[..., Ran]
+
+
+def _command(module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    cli = importlib.import_module(f"{module}.cli")
 
     def run(*words: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["convert", *map(str, words)])
+        monkeypatch.setattr(sys, "argv", [module, *map(str, words)])
         capsys.readouterr()
         code = 0
         try:
@@ -59,3 +61,15 @@ def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         return Ran(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`convert("digest", path)`: run a command and get (exit code, stdout, stderr). A bug is raised, not reported."""
+    return _command("converters", capsys, monkeypatch)
+
+
+@pytest.fixture
+def train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`train("count", prefix)`: likewise."""
+    return _command("train", capsys, monkeypatch)

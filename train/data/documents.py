@@ -130,5 +130,5 @@ def _check_vocabulary(indexed: Indexed, facts: Facts | None, vocabulary: Vocabul
     if facts is not None and facts.tokenizer != vocabulary.digest:
         raise RefusedError(
             f"{indexed.prefix} was made with another tokenizer than {vocabulary.path}: "
-            f"{facts.vocabulary} tokens and BLAKE3 {facts.tokenizer[:12]}, not {vocabulary.size} and {vocabulary.digest[:12]}"
+            f"{facts.vocabulary} tokens, BLAKE3 {facts.tokenizer[:12]}, not {vocabulary.size}, {vocabulary.digest[:12]}"
         )

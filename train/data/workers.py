@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -186,8 +187,11 @@ class Workers:
             self.processes.append(process)
             self.idle.put(ours)
         self.threads = ThreadPoolExecutor(max(1, number))
+        self.before: Any = None
 
     def __enter__(self) -> Workers:
+        if threading.current_thread() is threading.main_thread():  # a dead worker is an error here, not our end
+            self.before = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         return self
 
     def submit(self, part: Range, out: Path) -> Future[Part]:
@@ -219,3 +223,5 @@ class Workers:
             pipe.close()
         for process in self.processes:
             process.join()
+        if self.before is not None:
+            signal.signal(signal.SIGPIPE, self.before)

@@ -1,0 +1,68 @@
+"""Masks against a reference that reads one token after another, as the rules are written."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.data.masks import label_mask, unbalanced
+
+CONTROL = {"user": 7, "assistant": 8, "system": 6}
+documents = st.lists(
+    st.lists(st.sampled_from([3, 6, 7, 8, 20, 21, 22]), min_size=1, max_size=30), min_size=1, max_size=8
+)
+
+
+def slow(document, loss):
+    """One document, token by token."""
+    trained, replies = [], []
+    for place, token in enumerate(document):
+        role = next((role for role, number in CONTROL.items() if number == token), None)
+        opens = role is not None and document[: place + 1].count(token) % 2 == 1
+        # every role is counted by itself: a turn that another role's marker interrupts goes on
+        masked = any(
+            document[: place + 1].count(CONTROL[other]) % 2 == 1 or token == CONTROL[other]
+            for other in ("user", "system")
+        )
+        if role == "assistant" and opens:
+            replies.append(place)
+        trained.append(not masked and not (role == "assistant" and opens) and place > 0)
+    if loss == "all":
+        return [place > 0 for place in range(len(document))]
+    if loss == "last_turn" and replies:
+        return [one and place > replies[-1] for place, one in enumerate(trained)]
+    return trained
+
+
+@given(found=documents, loss=st.sampled_from(["assistant", "last_turn", "all"]))
+def test_masks_are_those_of_the_slow_reference(found, loss):
+    tokens, sizes = np.concatenate(found), np.array([len(one) for one in found])
+    expected = [one for document in found for one in slow(document, loss)]
+    assert label_mask(tokens, sizes, CONTROL, None, loss).tolist() == expected
+
+
+@given(found=documents, loss=st.sampled_from(["assistant", "last_turn"]))
+def test_a_document_has_the_mask_that_it_has_alone(found, loss):
+    tokens, sizes = np.concatenate(found), np.array([len(one) for one in found])
+    alone = [label_mask(np.array(one), np.array([len(one)]), CONTROL, None, loss) for one in found]
+    assert np.array_equal(label_mask(tokens, sizes, CONTROL, None, loss), np.concatenate(alone))
+
+
+@given(found=documents, bits=st.data())
+def test_stored_masks(found, bits):
+    tokens, sizes = np.concatenate(found), np.array([len(one) for one in found])
+    stored = np.array(bits.draw(st.lists(st.integers(0, 3), min_size=len(tokens), max_size=len(tokens))), np.uint8)
+    firsts = np.cumsum(sizes) - sizes
+    for loss, bit in (("assistant", 1), ("last_turn", 2)):
+        mask = label_mask(tokens, sizes, {}, stored, loss)
+        assert not mask[firsts].any()
+        rest = np.delete(np.arange(len(tokens)), firsts)
+        assert np.array_equal(mask[rest], (stored[rest] & bit) != 0)
+
+
+@given(found=documents)
+def test_unclosed_documents_are_found(found):
+    tokens, sizes = np.concatenate(found), np.array([len(one) for one in found])
+    expected = [any(one.count(number) % 2 for number in CONTROL.values()) for one in found]
+    assert unbalanced(tokens, sizes, CONTROL).tolist() == expected

@@ -1,0 +1,99 @@
+"""Packing: exact partitions, no row over capacity, as few rows as plain best-fit decreasing, and the same each time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from formats.errors import UsageError
+from train.data.k_bin import k_bin
+from train.data.packing import best_fit, concatenated, next_fit
+
+lengths = st.lists(st.integers(1, 64), min_size=1, max_size=300).map(lambda found: np.array(found, np.int32))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def rows_of_textbook(found, capacity):
+    """Rows that best-fit decreasing needs, one document at a time."""
+    free, rows = [], 0
+    for length in sorted(found.tolist(), reverse=True):
+        place = bisect_left(free, length)
+        if place < len(free):
+            left = free.pop(place) - length
+        else:
+            left, rows = capacity - length, rows + 1
+        insort(free, left)
+    return rows
+
+
+def require_partition(rows, found, capacity):
+    assert rows.offsets[0] == 0
+    assert rows.offsets[-1] == len(rows.documents) == len(found)
+    assert (np.diff(rows.offsets) > 0).all()
+    assert np.array_equal(np.sort(rows.documents), np.arange(len(found)))
+    assert np.add.reduceat(found[rows.documents], rows.offsets[:-1]).max() <= capacity
+
+
+@pytest.mark.parametrize("pack", [best_fit, next_fit, k_bin])
+@given(found=lengths, seed=seeds)
+def test_every_packing_is_an_exact_partition(pack, found, seed):
+    rows = pack(found, 64, seed)
+    require_partition(rows, found, 64)
+    again = pack(found, 64, seed)
+    assert np.array_equal(rows.documents, again.documents)
+    assert np.array_equal(rows.offsets, again.offsets)
+
+
+@given(found=lengths, seed=seeds)
+def test_best_fit_needs_the_rows_of_the_textbook(found, seed):
+    assert len(best_fit(found, 64, seed).offsets) - 1 == rows_of_textbook(found, 64)
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=seeds, capacity=st.sampled_from([97, 8193, 70_000]))
+def test_many_documents(seed, capacity):
+    random = np.random.default_rng(seed)
+    found = np.clip(random.lognormal(4, 1.2, 20_000), 1, capacity).astype(np.int32)
+    rows = best_fit(found, capacity, seed)
+    require_partition(rows, found, capacity)
+    assert len(rows.offsets) - 1 == rows_of_textbook(found, capacity)
+    if capacity > 10 * found.mean():
+        assert len(rows.offsets) - 1 <= -(-int(found.sum()) // capacity) + 1
+
+
+def test_documents_of_equal_length_are_shuffled():
+    found = np.full(1000, 10, np.int32)
+    one, other = best_fit(found, 100, 1), best_fit(found, 100, 2)
+    assert not np.array_equal(one.documents, other.documents)
+    assert not np.array_equal(one.documents, np.sort(one.documents))
+
+
+@given(found=lengths, seed=seeds, capacity=st.integers(2, 80))
+def test_concatenation_has_every_label_once(found, seed, capacity):
+    """The rows laid behind each other, without the token that each shares with the one before, are the documents."""
+    rows = concatenated(found, capacity, seed)
+    texts = [np.arange(length) + 1000 * number for number, length in enumerate(found.tolist())]
+    parts = zip(rows.documents.tolist(), rows.begins.tolist(), rows.lengths.tolist(), strict=True)
+    pieces = [texts[document][low : low + many] for document, low, many in parts]
+    assert min(map(len, pieces)) > 0
+    cuts = pairwise(rows.offsets)
+    joined = [np.concatenate(pieces[low:high]) for low, high in cuts]
+    assert all(len(row) == capacity for row in joined[:-1])
+    assert len(joined[-1]) <= capacity
+    for before, after in pairwise(joined):
+        assert before[-1] == after[0]
+    whole = np.concatenate([joined[0], *(row[1:] for row in joined[1:])])
+    order = list(dict.fromkeys(rows.documents.tolist()))
+    assert np.array_equal(whole, np.concatenate([texts[document] for document in order]))
+    assert sorted(order) == list(range(len(found)))
+
+
+@pytest.mark.parametrize("found", [[0, 3], [3, 65]])
+def test_documents_that_do_not_fit_are_refused(found):
+    with pytest.raises(UsageError, match="do not fit rows of 64"):
+        best_fit(np.array(found, np.int32), 64, 1)

@@ -1,0 +1,185 @@
+"""Dialogues encoded with a chat template: ids and masks of transformers, and no text becomes a control token."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from converters.publish.chat import load_template
+from formats.errors import RefusedError
+from train.data.encode import LAST_REPLY, REPLY, TemplateEncoder, check_template
+from train.data.records import Record
+from train.data.vocabulary import Fast
+
+MODEL = Path(__file__).parents[1] / "golden/data/1_sft/bytes.model"
+TEXTS = [
+    "Hello there", " leading", "trailing ", "\n\nnew lines\n", "ā Š ž 🙂", "two  spaces", "don't", "x", "\tTab", "2=2.",
+]  # fmt: skip
+TOKENS = {
+    "chatml": ["<|im_start|>", "<|im_end|>"],
+    "llama3": ["<|begin|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "control": ["<|user|>", "<|assistant|>"],
+}
+
+
+def byte_level(folder, tokens, end):
+    """A tokenizer of the kind of Llama 3 and Qwen: byte-level BPE."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 5 + ["user assistant system"] * 5, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in [*tokens, end]])
+    return saved(folder, tokenizer.to_str(), end)
+
+
+def metaspace(folder, tokens, end, scheme):
+    """A tokenizer of the kind of Llama 2: `first` puts a prefix before the first text only."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False)
+    tokenizer.train_from_iterator(TEXTS * 5 + ["user assistant system\n"] * 5, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in [*tokens, end]])
+    return saved(folder, tokenizer.to_str(), end)
+
+
+def saved(folder, content, end):
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(content)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": "<|begin|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def sentencepiece(folder):
+    """The users' model as a fast tokenizer."""
+    from converters.publish.tokenizer import convert_tokenizer
+
+    made = convert_tokenizer(MODEL, control=TOKENS["control"], names={"eos": "<|endoftext|>"})
+    folder.mkdir()
+    for name, content in made.files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(params=["chatml", "llama3", "control", "metaspace"])
+def world(request, tmp_path):
+    """(template, folder of a tokenizer that has its tokens)."""
+    name = request.param
+    if name == "control":
+        return load_template(name), sentencepiece(tmp_path / "t")
+    if name == "metaspace":
+        return load_template("chatml"), metaspace(tmp_path / "t", TOKENS["chatml"], "<|end|>", "first")
+    return load_template(name), byte_level(tmp_path / "t", TOKENS[name], "<|end|>")
+
+
+def dialogues(number=25):
+    chosen = random.Random(3)
+    for _ in range(number):
+        turns = [text for _ in range(chosen.randint(1, 3)) for text in chosen.sample(TEXTS, 2)]
+        yield Record(["user", "assistant"] * (len(turns) // 2), turns)
+
+
+def test_ids_and_masks_are_those_of_transformers(world):
+    from transformers import PreTrainedTokenizerFast
+
+    template, folder = world
+    vocabulary = Fast(folder / "tokenizer.json")
+    encode = TemplateEncoder(vocabulary, template, None)
+    real = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **{
+        f"{role}_token": token for role, token in vocabulary.named.items()
+    })  # fmt: skip
+    for record in dialogues():
+        found = encode([record])
+        messages = [{"role": role, "content": text} for role, text in zip(*record, strict=True)]
+        expected = real.apply_chat_template(
+            messages, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert found.ids.tolist() == expected["input_ids"]
+        assert [one & REPLY for one in found.mask.tolist()] == expected["assistant_masks"]
+        last = [one & LAST_REPLY for one in found.mask.tolist()]
+        assert any(last)
+        assert not any(last[: len(last) // 4])
+
+
+def test_a_text_that_spells_a_control_token_stays_text(world):
+    """Either as text, or not at all: where the tokenizer looks past control tokens the document is dropped."""
+    template, folder = world
+    vocabulary = Fast(folder / "tokenizer.json")
+    encode = TemplateEncoder(vocabulary, template, None)
+    special = [token for token, is_special in vocabulary.added.items() if is_special and token.startswith("<|")]
+    ids = {vocabulary.ids[token] for token in special}
+    plain = encode([Record(["user", "assistant"], ["say X now", "no"])])
+    for token in special:
+        found = encode([Record(["user", "assistant"], [f"say {token} now", "no"])])
+        if not encode.separable:
+            assert found.refused == [(0, "literal")]
+            continue
+        assert [one for one in found.ids.tolist() if one in ids] == [one for one in plain.ids.tolist() if one in ids]
+        assert f"say {token} now" in vocabulary.decode(found.ids.tolist()).replace("  ", " ")
+        assert found.mask.sum() == plain.mask.sum()
+
+
+def test_separable_is_found_out(tmp_path):
+    assert TemplateEncoder(Fast(sentencepiece(tmp_path / "s") / "tokenizer.json"), "", None).separable
+    first = metaspace(tmp_path / "m", ["<|a|>"], "<|end|>", "first")
+    assert not TemplateEncoder(Fast(first / "tokenizer.json"), "", None).separable
+
+
+def test_the_end_of_a_document_is_trained_and_never_doubled(world):
+    template, folder = world
+    vocabulary = Fast(folder / "tokenizer.json")
+    end = vocabulary.ids[vocabulary.named["eos"]]
+    found = TemplateEncoder(vocabulary, template, end)([Record(["user", "assistant"], ["a", "b"])])
+    assert found.ids.tolist().count(end) == 1
+    assert found.ids[-1] == end
+    assert found.mask[-1] == REPLY | LAST_REPLY
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [  # what is written for each turn
+        ("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}", "no {% generation %} block"),
+        (
+            "{% for m in messages %}<|nobody|>{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
+            "nobody",
+        ),
+    ],
+)
+def test_templates_that_cannot_be_trained_are_refused(tmp_path, template, message):
+    vocabulary = Fast(byte_level(tmp_path / "t", TOKENS["chatml"], "<|end|>") / "tokenizer.json")
+    with pytest.raises(RefusedError, match=message.replace("{", r"\{")):
+        check_template(vocabulary, "{% for m in messages %}" + template + "{% endfor %}")
+
+
+def test_from_the_command_line(train, tmp_path):
+    folder = byte_level(tmp_path / "t", TOKENS["chatml"], "<|end|>")
+    (folder / "chat_template.jinja").write_text(load_template("chatml"))
+    lines = [
+        json.dumps({"conversations": [{"role": role, "content": text} for role, text in zip(*record, strict=True)]})
+        for record in dialogues(50)
+    ]
+    (tmp_path / "c.jsonl").write_text("\n".join([*lines, json.dumps({"text": "plain text"}), "{]"]))
+    ran = train(
+        "tokenize", "--input", tmp_path / "c.jsonl", "--tokenizer", folder, "--append-eod", "--output-prefix",
+        tmp_path / "P", "--workers", 2,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "51 documents" in ran.out
+    assert "1 dropped: the line is no JSON" in ran.err
+    shown = train("show", tmp_path / "P_text_document", "--tokenizer", folder, "--first", 100, "--no-color")
+    assert shown.code == 0, shown.err
+    assert shown.out.count("document ") == 51
+    assert shown.out.count("»") >= 51
+    (tmp_path / "P_text_document.mask").unlink()
+    assert train("show", tmp_path / "P_text_document").code == 3

@@ -1,0 +1,233 @@
+"""Tokenization that is killed, starved or fed with rubbish: a count or an error, and the same bytes in the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parents[1] / "golden/data/1_sft"
+ROOT = Path(__file__).parents[2]
+
+
+def corpus(path, number=4000):
+    chosen = random.Random(1)
+    words = "thanks not sentence lūdzu to diena paldies saule sveiki tulko upe māja house the you river"
+    with path.open("w") as file:
+        for place in range(number):
+            if place % 97 == 5:
+                file.write("{broken\n")
+                continue
+            turns = "".join(
+                f"<<<|{role}|>>>{' '.join(chosen.choices(words.split(), k=chosen.randint(1, 60)))}<<<|{role}|>>>"
+                for role in ("user", "assistant")
+            )
+            file.write(json.dumps({"text": turns}) + "\n\n" * (place % 50 == 0))
+            file.write("\n")
+    return path
+
+
+def words_of(tmp_path, name, *more):
+    return [
+        "tokenize", "--input", str(tmp_path / "in.jsonl"), "--vocab-file", str(GOLDEN / "model.model"), "--append-eod",
+        "--output-prefix", str(tmp_path / name), "--workers", "2", *map(str, more),
+    ]  # fmt: skip
+
+
+PROGRAM = "import train.data.inputs as i; i.RANGE = 8192\nimport train.data.tokenize as t; t.EVERY = 0\n"
+
+
+def spawn(words, before=""):
+    """The command in a process of its own, with small ranges and a note of every one."""
+    code = f"{PROGRAM}{before}\nif __name__ == '__main__':\n    from train.cli import main; main()"
+    script = Path(words[words.index("--output-prefix") + 1]).parent / "program.py"
+    script.write_text(code)
+    return subprocess.Popen(
+        [sys.executable, str(script), *words], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def outputs(tmp_path, name):
+    return {kind: (tmp_path / f"{name}_text_document.{kind}").read_bytes() for kind in ("bin", "idx", "json")}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("expected")
+    corpus(tmp_path / "in.jsonl")
+    ran = spawn(words_of(tmp_path, "P"))
+    _, err = ran.communicate(timeout=120)
+    assert ran.returncode == 0, err
+    return outputs(tmp_path, "P")
+
+
+def test_killed_at_any_moment_and_run_again(tmp_path, expected):
+    corpus(tmp_path / "in.jsonl")
+    chosen, killed = random.Random(5), 0
+    for _ in range(40):
+        ran = spawn(words_of(tmp_path, "P"))
+        try:
+            ran.wait(timeout=chosen.uniform(0.3, 1.2))
+            break
+        except subprocess.TimeoutExpired:
+            ran.kill()
+            ran.wait()
+            killed += 1
+            assert not (tmp_path / "P_text_document.idx").exists()
+    else:
+        assert spawn(words_of(tmp_path, "P")).wait(timeout=120) == 0
+    assert killed
+    assert outputs(tmp_path, "P") == expected
+    assert not (tmp_path / "P_text_document.partial").exists()
+
+
+def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected):
+    corpus(tmp_path / "in.jsonl")
+    slow = "import time\nmove = t._move\ndef later(*a):\n    time.sleep(0.05)\n    move(*a)\nt._move = later\n"
+    ran = spawn(words_of(tmp_path, "P"), slow)
+    done = tmp_path / "P_text_document.partial/done.json"
+    for _ in range(600):
+        if done.exists():
+            break
+        time.sleep(0.05)
+    ran.send_signal(signal.SIGTERM)
+    _, err = ran.communicate(timeout=60)
+    assert ran.returncode == 75, err
+    assert "run the same command again" in err
+    assert json.loads(done.read_text())["ranges"] > 0
+    again = spawn(words_of(tmp_path, "P"))
+    _, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert outputs(tmp_path, "P") == expected
+
+
+def test_no_room_is_told_and_a_later_run_goes_on(tmp_path, expected):
+    corpus(tmp_path / "in.jsonl")
+
+    def small():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    words = words_of(tmp_path, "P")
+    script = f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n{PROGRAM}"
+    (tmp_path / "program.py").write_text(script + "if __name__ == '__main__':\n    from train.cli import main; main()")
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), *words], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120, preexec_fn=small, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 7, ran.stderr
+    assert "File too large" in ran.stderr
+    assert not (tmp_path / "P_text_document.idx").exists()
+    again = spawn(words)
+    _, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert outputs(tmp_path, "P") == expected
+
+
+def test_a_worker_that_dies_is_an_error_and_the_work_is_kept(tmp_path, expected):
+    corpus(tmp_path / "in.jsonl")
+    die = "import os\nimport train.data.workers as w\nreal = w.encode_range\ndef dies(job, encode, part, out):\n"
+    die += "    if part.begin == 40960: os._exit(9)\n    return real(job, encode, part, out)\nw.encode_range = dies\n"
+    ran = spawn(words_of(tmp_path, "P"), die)
+    _, err = ran.communicate(timeout=60)
+    assert ran.returncode == 3, err
+    assert "a worker died on" in err
+    assert "bytes 40960 to 49152" in err
+    again = spawn(words_of(tmp_path, "P"))
+    assert again.wait(timeout=120) == 0
+    assert outputs(tmp_path, "P") == expected
+
+
+def test_dropped_records_are_counted_with_their_lines(train, tmp_path):
+    good = '{"text": "<<<|user|>>>a<<<|user|>>><<<|assistant|>>>b<<<|assistant|>>>"}'
+    bad = {
+        "json": "{broken",
+        "object": "[1]",
+        "field": '{"txt": "a"}',
+        "type": '{"text": 5}',
+        "odd": '{"text": "<<<|user|>>>a<<<|user|>>><<<|assistant|>>>b"}',
+        "pair": '{"text": "<<<|user|>>>a<<<|assistant|>>>"}',
+        "outside": '{"text": "hm <<<|user|>>>a<<<|user|>>><<<|assistant|>>>b<<<|assistant|>>>"}',
+        "empty turn": '{"text": "<<<|user|>>> <<<|user|>>><<<|assistant|>>>b<<<|assistant|>>>"}',
+        "role": '{"text": "<<<|usr|>>>a<<<|usr|>>><<<|assistant|>>>b<<<|assistant|>>>"}',
+        "no reply": '{"text": "<<<|user|>>>a<<<|user|>>>"}',
+        "no marker": '{"text": "plain"}',
+        "empty": '{"text": " "}',
+        "keys": '{"conversations": [{"from": "human", "value": "a"}]}',
+    }
+    lines = [good, *(line for reason, line in bad.items() if reason != "keys"), good]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    ran = train(*words_of(tmp_path, "P", "--max-drop-rate", 1, "--json"))
+    assert ran.code == 0, ran.err
+    counts = json.loads(ran.out)
+    assert counts["documents"] == 2
+    assert {reason: counts.get(reason) for reason in bad if reason != "keys"} == {
+        reason: 1 for reason in bad if reason != "keys"
+    }
+    refused = train(*words_of(tmp_path, "Q", "--max-drop-rate", 0.5))
+    assert refused.code == 5
+    assert "12 of 14 records are malformed" in refused.err
+    assert f"{tmp_path / 'in.jsonl'}:" in refused.err
+    strict = train(*words_of(tmp_path, "R", "--strict"))
+    assert strict.code == 5
+    linted = train("lint", tmp_path / "in.jsonl", "--json")
+    assert linted.code == 6
+    assert json.loads(linted.out)["malformed"] == 12
+    (tmp_path / "in.jsonl").write_text(bad["keys"] + "\n")
+    none = train(*words_of(tmp_path, "S"))
+    assert none.code == 3
+    assert "sharegpt" in none.err
+    assert not list(tmp_path.glob("S*"))
+
+
+def test_the_output_is_never_overwritten_unasked(train, tmp_path):
+    corpus(tmp_path / "in.jsonl", 20)
+    assert train(*words_of(tmp_path, "P")).code == 0
+    before = outputs(tmp_path, "P")
+    refused = train(*words_of(tmp_path, "P"))
+    assert refused.code == 7
+    assert "--force" in refused.err
+    corpus(tmp_path / "in.jsonl", 30)
+    assert train(*words_of(tmp_path, "P", "--force")).code == 0
+    assert outputs(tmp_path, "P")["bin"] != before["bin"]
+
+
+def test_other_work_in_the_same_place_is_refused(train, tmp_path):
+    corpus(tmp_path / "in.jsonl", 20)
+    staging = tmp_path / "P_text_document.partial"
+    staging.mkdir()
+    note = {"fingerprint": "x", "ranges": 1, "lengths": {"bin": 0, "sizes": 0, "mask": 0}, "lines": 0}
+    (staging / "done.json").write_text(json.dumps(note | {"counts": {}, "examples": {}}))
+    refused = train(*words_of(tmp_path, "P"))
+    assert refused.code == 7
+    assert "beginnings of other work" in refused.err
+    assert train(*words_of(tmp_path, "P", "--force")).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--eod", "<|nobody|>"], 2, "no control token <|nobody|>"),
+        (["--eod", "<|pad|>"], 2, "is the padding token"),
+        (["--control-tokens", "user=8,assistant=7"], 2, "<|user|> is said to be 8"),
+        (["--control-tokens", "user"], 2, "is no list such as user=7"),
+        (["--tokenizer-type", "HFTokenizer"], 2, "is no file for HFTokenizer"),
+        (["--chat-template", "chatml"], 2, "has no use for records of the format control-text"),
+        (["--vocab-file", str(GOLDEN / "sft.jsonl")], 3, "is no SentencePiece model"),
+        (["--vocab-file", "nowhere.model"], 3, "is no tokenizer"),
+        (["--output-prefix", "nowhere/P"], 2, "mkdir -p nowhere"),
+    ],
+)
+def test_wrong_words(train, tmp_path, words, code, message):
+    corpus(tmp_path / "in.jsonl", 20)
+    ran = train(*words_of(tmp_path, "P", *words))
+    assert ran.code == code
+    assert message in ran.err

@@ -77,8 +77,7 @@ def pack(prefix: Path, **options: Any) -> None:
         what = "cut to a row" if options["overlong"] == "truncate" else "left out"
         if options["algorithm"] == "packed":
             what = "cut over several rows"
-        click.echo(
-            f"{counts['overlong']} documents with {counts['overlong_tokens']} tokens are too long: {what}", err=True
-        )
+        long = f"{counts['overlong']} documents with {counts['overlong_tokens']} tokens"
+        click.echo(f"{long} are longer than a row: {what}", err=True)
     if counts["empty"]:
         click.echo(f"{counts['empty']} documents have no tokens: left out", err=True)

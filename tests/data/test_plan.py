@@ -1,0 +1,174 @@
+"""Pack plans: counted, written once, and refused for any other files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
+from train.data.indexed import open_indexed, write_index
+from train.data.plan import document_sizes, make_plan, open_plan, write_plan
+
+GOLDEN = Path(__file__).parents[1] / "golden/data"
+
+
+def made(prefix, sizes, documents=None, dtype="uint16"):
+    """Token files of documents of some lengths; the tokens are their places."""
+    sizes = np.array(sizes, np.int32)
+    np.arange(sizes.sum(), dtype=np.int64).astype(dtype).tofile(f"{prefix}.bin")
+    write_index(Path(f"{prefix}.idx"), np.dtype(dtype), sizes, documents)
+    return Path(prefix)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    random = np.random.default_rng(1)
+    return made(tmp_path / "P", np.clip(random.lognormal(3, 1, 2000), 1, 400).astype(int))
+
+
+@pytest.mark.parametrize("algorithm", ["bfd", "k_bin", "overflow", "packed"])
+def test_rows_of_every_algorithm(prefix, algorithm):
+    indexed = open_indexed(prefix)
+    plan = make_plan(indexed, algorithm=algorithm, seq_length=127, seed=1)
+    taken = np.zeros(indexed.total, np.int64)
+    for number in range(len(plan)):
+        row = plan.row(number, indexed.sizes)
+        assert 0 < sum(many for _, _, many in row) <= 128
+        for document, low, many in row:
+            begin = int(indexed.pointers[document]) // 2 + low
+            assert low + many <= indexed.sizes[document]
+            taken[begin : begin + many] += 1
+    long = indexed.sizes > 128
+    if algorithm == "packed":
+        assert taken.min() == 1
+        assert taken.sum() == indexed.total + len(plan) - 1, "one token is shared with each next row"
+    else:
+        assert taken.sum() == indexed.sizes[~long].sum() == plan.counts["tokens"]
+        assert plan.counts["overlong"] == long.sum() > 0
+    assert plan.counts["rows"] == len(plan)
+
+
+def test_overlong_documents(prefix):
+    indexed = open_indexed(prefix)
+    with pytest.raises(RefusedError, match=r"of 2000 documents are longer than 128 tokens, such as document \d+ with"):
+        make_plan(indexed, algorithm="bfd", seq_length=127, seed=1, overlong="error")
+    plan = make_plan(indexed, algorithm="bfd", seq_length=127, seed=1, overlong="truncate")
+    assert plan.counts["packed"] == 2000
+    rows = [piece for number in range(len(plan)) for piece in plan.row(number, indexed.sizes)]
+    assert sorted(document for document, _, _ in rows) == list(range(2000))
+    assert all(many == min(128, indexed.sizes[document]) and low == 0 for document, low, many in rows)
+
+
+def test_splits_are_kept_apart(prefix):
+    indexed = open_indexed(prefix)
+    plan = make_plan(indexed, algorithm="bfd", seq_length=511, seed=1, split=(90, 5, 5))
+    bounds = {"train": (0, 1800), "validation": (1800, 1900), "test": (1900, 2000)}
+    for name, (low, high) in bounds.items():
+        rows = range(*plan.splits[name])
+        held = sorted(document for number in rows for document, _, _ in plan.row(number, indexed.sizes))
+        assert held == list(range(low, high))
+    with pytest.raises(UsageError, match="validation data would be trained"):
+        make_plan(indexed, algorithm="k_bin", seq_length=511, seed=1, split=(90, 10))
+
+
+def test_megatrons_splits():
+    from train.data.plan import _bounds
+
+    told = json.loads((GOLDEN / "4_pack/splits_weights.json").read_text())["get_train_valid_test_split_"]
+    for text, number, ends in told:
+        shares = [float(one) for one in text.replace("/", ",").split(",")]
+        bounds = _bounds(number, shares + [0.0] * (3 - len(shares)))
+        assert [0, *(high for _, high in bounds)] == ends
+
+
+def test_a_plan_is_for_the_files_that_it_was_made_from(prefix, tmp_path):
+    plan = make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1)
+    write_plan(plan, tmp_path / "plan")
+    found = open_plan(tmp_path / "plan", prefix)
+    assert np.array_equal(found.documents, plan.documents)
+    assert np.array_equal(found.rows, plan.rows)
+    assert found.splits == {"train": [0, len(plan)]}
+    tokens = np.fromfile(f"{prefix}.bin", np.uint16)
+    tokens[len(tokens) // 2 :] ^= 1
+    tokens.tofile(f"{prefix}.bin")
+    with pytest.raises(RefusedError, match=r"was made from other files than .*P: \.bin differ"):
+        open_plan(tmp_path / "plan", prefix)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "documents.npy", "rows.npy"])
+def test_damaged_plans(prefix, tmp_path, name):
+    write_plan(make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1), tmp_path / "plan")
+    content = (tmp_path / "plan" / name).read_bytes()
+    (tmp_path / "plan" / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(SourceError, match="is no pack plan"):
+        open_plan(tmp_path / "plan", prefix)
+
+
+def test_files_of_other_programs(tmp_path):
+    """A merge of GPT-NeoX leaves no list of documents; one with sentences has several sequences in each."""
+    merged = open_indexed(GOLDEN / "2_merge/merged_text_document")
+    assert len(merged.documents) == 1
+    assert len(document_sizes(merged)) == len(merged) == 21
+    sentences = made(tmp_path / "S", [3, 4, 5, 6], np.array([0, 2, 4]))
+    with pytest.raises(UnsupportedError, match="4 sequences in 2 documents"):
+        document_sizes(open_indexed(sentences))
+
+
+def test_the_line_that_users_know(train, prefix, tmp_path):
+    ran = train("pack", prefix, "--seq-length", 127, "--split", "98,2")
+    assert ran.code == 0, ran.err
+    counts = json.loads((tmp_path / "P.pack/plan.json").read_text())["counts"]
+    assert ran.out.startswith(f"# Packed {counts['packed']} documents into {counts['rows']} documents\n")
+    assert "are longer than a row: left out" in ran.err
+    assert train("pack", prefix, "--seq-length", 127).code == 7
+    assert train("pack", prefix, "--seq-length", 63, "--force").code == 0
+    assert train("pack", prefix, "--seq-length", 63, "-n", "--out", tmp_path / "no").code == 0
+    assert not (tmp_path / "no").exists()
+    assert train("pack", prefix, "--seq-length", 63, "--split", "a,b").code == 2
+    assert train("pack", made(tmp_path / "L", [500, 600]), "--seq-length", 63).code == 5
+    (tmp_path / "other").mkdir()
+    assert train("pack", prefix, "--seq-length", 63, "--out", tmp_path / "other", "--force").code == 7
+
+
+def test_counts(train, tmp_path):
+    prefix = made(tmp_path / "P", [0, 1, 2, 3, 8, 9, 1000, 2_000_000], dtype="uint16")
+    ran = train("count", prefix, tmp_path / "out.txt", "--seq-length", 7, "--json")
+    found = json.loads(ran.out)
+    assert (found["documents"], found["tokens"], found["shortest"], found["longest"]) == (8, 2_001_023, 0, 2_000_000)
+    assert found["bars"] == [[0, 0, 1], [1, 1, 1], [2, 3, 2], [8, 15, 2], [512, 1023, 1], [1048576, 2097151, 1]]
+    assert found["over"] == [3, 2_001_009]
+    assert found["quantiles"]["0.5"] == 3
+    assert (tmp_path / "out.txt").read_text().split() == ["0", "1", "2", "3", "8", "9", "1000", "2000000"]
+    assert train("count", prefix, tmp_path / "out.txt").code == 7
+    (tmp_path / "P.bin").unlink()
+    assert train("count", prefix).code == 0, "the index alone is read"
+
+
+def test_showing(train, tmp_path):
+    words = [GOLDEN / "1_sft/sft_text_document", "--tokenizer", GOLDEN / "1_sft/model.model", "--first", 1000]
+    ran = train("show", *words)
+    assert ran.code == 0, ran.err
+    assert ran.out.count("document ") == 200
+    first = ran.out.splitlines()[:4]
+    assert first == [
+        "document 0, 16 tokens, 5 trained",
+        "  text    thanks not sentence lūdzu to thanks diena paldies »saule sveiki tulko«",
+        "  pieces  <|user|> ▁thanks ▁not ▁sentence ▁lūdzu ▁to ▁thanks ▁diena ▁paldies <|user|> <|assistant|> »▁saule "
+        "▁sveiki ▁tulko <|assistant|> <|endoftext|>«",
+        "  ids     7 120 117 105 75 106 120 85 96 7 8 »78 124 35 8 3«",
+    ]
+    coloured = train("show", *words[:-1], 1, "--color")
+    assert "\x1b[32m" in coloured.out
+    assert "»" not in coloured.out
+    assert train("show", words[0], "--document", 200).code == 2
+    other = train("show", words[0], "--tokenizer", GOLDEN / "1_sft/sft.jsonl")
+    assert other.code == 3
+    neox = train("show", words[0], "--compat", "neox", "--control-tokens", "user=7,assistant=8", "--document", 0)
+    assert "5 trained" in neox.out
+    small = made(tmp_path / "S", [300])
+    wrong = train("show", small, "--tokenizer", GOLDEN / "1_sft/model.model")
+    assert wrong.code == 5
+    assert "it is not the tokenizer that made it" in wrong.err

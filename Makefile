@@ -48,8 +48,9 @@ lint: $(VENV)/.test  ## ruff: rules and format
 type: $(VENV)/.test  ## mypy --strict
 	$(BIN)/mypy
 
-bench: $(VENV)/.test  ## compare with cp and with a plain torch script, as ratios
+bench: $(VENV)/.test  ## compare with cp, with other converters, tokenizers and packers, as ratios
 	$(BIN)/python -m tests.bench.bench
+	$(BIN)/python -m tests.bench.data
 
 clean:  ## remove the virtual environment and everything that was made
 	rm -rf $(VENV) build dist demo *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

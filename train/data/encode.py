@@ -61,12 +61,12 @@ def control_encoder(vocabulary: Vocabulary, control: Mapping[str, int], eod: int
         control: role to the id of its token.
         eod: what ends a document, None for nothing.
     """
-    marks = {role: (number,) for role, number in control.items()}
-    end = () if eod is None else (eod,)
+    marks = {role: np.array([number], np.int32) for role, number in control.items()}
+    end = np.array([] if eod is None else [eod], np.int32)
 
     def encode(records: Sequence[Record]) -> Encoded:
         encoded = iter(vocabulary.encode([text for record in records for text in record.contents]))
-        pieces: list[Sequence[int]] = []
+        pieces: list[NDArray[np.int32]] = [end[:0]]
         sizes, refused = [], []
         for place, record in enumerate(records):
             size = len(end)
@@ -84,7 +84,7 @@ def control_encoder(vocabulary: Vocabulary, control: Mapping[str, int], eod: int
                 continue
             pieces.append(end)
             sizes.append(size)
-        return Encoded(np.fromiter(chain.from_iterable(pieces), np.int32, sum(sizes)), sizes, None, refused)
+        return Encoded(np.concatenate(pieces), sizes, None, refused)
 
     return encode
 
@@ -136,7 +136,7 @@ class TemplateEncoder:
     def _document(self, record: Record) -> tuple[list[int], NDArray[np.uint8]]:
         """Tokens and mask of one record."""
         if not record.roles:
-            ids = self.vocabulary.encode([record.contents[0]])[0]
+            ids = self.vocabulary.encode([record.contents[0]])[0].tolist()
             return ids, np.full(len(ids), REPLY | LAST_REPLY, np.uint8)
         spelled = [self.special.search(text) for text in record.contents]
         if not any(spelled):
@@ -191,7 +191,7 @@ class TemplateEncoder:
         number = self.vocabulary.ids[name]
         inside = self.vocabulary.marking.encode_batch([name + text + name for text in PROBES], add_special_tokens=False)
         alone = self.vocabulary.encode(list(PROBES))
-        return all(one.ids == [number, *ids, number] for one, ids in zip(inside, alone, strict=True))
+        return all(one.ids == [number, *ids.tolist(), number] for one, ids in zip(inside, alone, strict=True))
 
 
 def _unused(text: str, number: int) -> str:

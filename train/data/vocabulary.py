@@ -13,7 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from formats.errors import SourceError, UsageError, short
 
@@ -42,7 +44,7 @@ class Vocabulary(Protocol):
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name, None if there is none."""
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
         """The ids of texts, each by itself, without control tokens."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -105,9 +107,9 @@ class SentencePiece:
         """The id of a control token."""
         return self.control.get(token)
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
         """The ids of texts; each gets the prefix that the model gives to a text."""
-        found: list[list[int]] = self.model.encode(texts, num_threads=1)
+        found: list[NDArray[np.int32]] = self.model.encode(texts, num_threads=1, return_type="numpy")
         return found
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -155,9 +157,10 @@ class Fast:
         """The id of a special token."""
         return self.ids.get(token) if self.added.get(token) else None
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
         """The ids of texts, without what the tokenizer puts around a text."""
-        return [one.ids for one in self.plain.encode_batch_fast(texts, add_special_tokens=False)]
+        found = self.plain.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in found]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The name of each id."""

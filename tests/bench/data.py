@@ -79,14 +79,15 @@ def memory(work: Path, rounds: int, results: Results) -> None:
         if not source.exists():
             with source.open("w") as file:
                 file.writelines(line % place for place in range(number))
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
+        found: list[Sample] = []
+        for _ in range(rounds):
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
+            found.append(run(ours(folder, out, source.name)))
         title = f"tokenize {number} short documents"
-        found = results.samples[title] = {
-            "train tokenize": [run(ours(folder, out, source.name)) for _ in range(rounds)]
-        }
-        show(title, found)
-        peaks[number] = median([sample.rss for sample in found["train tokenize"]])
+        results.samples[title] = {"train tokenize": found}
+        show(title, results.samples[title])
+        peaks[number] = median([sample.rss for sample in found])
     grown = peaks[1_000_000] / peaks[10_000]
     results.targets.append(("tokenize: memory for a million documents over ten thousand", grown, 1.1, "x"))
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,14 @@ CHUNK = 1 << 20
 """Numbers that are read or written at a time."""
 
 Sizes = NDArray[np.int32]
+
+
+class Column(Protocol):
+    """Numbers that are taken a piece at a time: an array, or something longer than memory."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> NDArray[Any]: ...
 
 
 def best_dtype(vocabulary: int) -> np.dtype[Any]:
@@ -168,19 +176,19 @@ def _check_tokens(found: Indexed) -> None:
         position = int(ends[-1])
 
 
-def chunks(array: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+def chunks(array: Column) -> Iterator[tuple[int, NDArray[Any]]]:
     """An array in pieces that fit any memory, each with its first index."""
     for low in range(0, len(array), CHUNK):
         yield low, array[low : low + CHUNK]
 
 
-def write_index(path: Path, dtype: np.dtype[Any], sizes: Sizes, documents: NDArray[np.int64] | None = None) -> None:
+def write_index(path: Path, dtype: np.dtype[Any], sizes: Column, documents: Column | None = None) -> None:
     """Write an index and force it to disk. Memory does not depend on the number of sequences.
 
     Args:
         path: the file to create.
         dtype: type of a token, one of `CODES`.
-        sizes: tokens of each sequence, int32[n]; may be a memory map.
+        sizes: tokens of each sequence, int32[n].
         documents: first sequence of each document and n, int64[m]; without it each sequence is a document.
 
     Raises:

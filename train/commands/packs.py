@@ -33,7 +33,7 @@ schedule = together(
 
 @click.group()
 def packs() -> None:
-    """Data packs: data sets are sliced for each phase of a pre-training, and the slices of a phase merged."""
+    """Data sets cut for the phases of a pre-training, and merged."""
 
 
 @packs.command()
@@ -43,24 +43,27 @@ def packs() -> None:
 @force
 @as_json
 def state(folder: Path, out: Path, dry_run: bool, force: bool, as_json: bool) -> None:
-    """State file of a folder of .bin files, none of which is sliced yet.
+    """State file of a folder of token files.
+
+    None of them is sliced yet.
 
     It tells `slice` where each data set lies and at which document it begins.
     """
+    from converters.durable import write_file
     from formats.errors import OutputError
-    from train.data.packs import files, inputs
+    from train.data.packs import inputs
 
     found = inputs.first_state(folder)
     if out.exists() and not force:
         raise OutputError(f"{out} exists", "name another file, or replace it with --force")
     text = inputs.state_text(found)
     if not dry_run:
-        files.write_text(out, text)
+        write_file(out, text)
     if as_json:
         content = {name: {"datapath": one.datapath, "idxs": list(one.idxs)} for name, one in found.items()}
         click.echo(json.dumps(content, indent=1, ensure_ascii=False))
     else:
-        click.echo(text if dry_run else f"{out}: {len(found)} data sets", nl=not dry_run)
+        click.echo(text.decode() if dry_run else f"{out}: {len(found)} data sets", nl=not dry_run)
 
 
 @packs.command("slice")
@@ -79,7 +82,9 @@ def state(folder: Path, out: Path, dry_run: bool, force: bool, as_json: bool) ->
 def slice_(
     out_dir: Path, slices_json: Path, state_file: Path, dry_run: bool, as_json: bool, quiet: bool, **options: Any
 ) -> None:
-    """Cut data sets into packs: warm-up, U1, N, U3, its cool-down, and E.
+    """Cut data sets into packs.
+
+    The phases are the warm-up, U1, N, U3, its cool-down, and E.
 
     Run again after an interruption, it goes on with the slices that are missing.
     """
@@ -169,7 +174,9 @@ def plan_text(plan: Plan, record: dict[str, Any]) -> str:
 def merge(
     folder: Path, out: Path, verify: bool, dry_run: bool, force: bool, jobs: int, quiet: bool, as_json: bool
 ) -> None:
-    """All token files of a folder XX as one: OUT/XX.bin, .idx and .merge.log.
+    """Token files of a folder as one.
+
+    FOLDER .../XX makes OUT/XX.bin, OUT/XX.idx and OUT/XX.merge.log.
 
     In the order of their names, with all their documents, and with masks and facts where they have them.
     """
@@ -208,7 +215,10 @@ def merge(
 @click.option("--batch-size", type=click.IntRange(1), default=576, show_default=True, help="Samples of a step.")
 @as_json
 def iters(folder: Path, seq_length: int, batch_size: int, as_json: bool) -> None:
-    """How many steps each pack of a folder is enough for: round up for train_iters."""
+    """Steps that packs are enough for.
+
+    FOLDER is a pack, or a folder of packs. Rounded up, they are train_iters.
+    """
     from train.data.packs import iters as counting
 
     found, step = counting.count(folder), seq_length * batch_size
@@ -239,7 +249,10 @@ def iters(folder: Path, seq_length: int, batch_size: int, as_json: bool) -> None
 @quiet
 @as_json
 def append_eod(file: Path, eod: int, mode: str, dry_run: bool, force: bool, quiet: bool, as_json: bool) -> None:
-    """Token ID behind the last token of every document, or in its place: eod_FILE.bin and .idx beside FILE."""
+    """End every document in a token.
+
+    ID comes behind the last token of a document, or in its place. Beside FILE.bin that makes eod_FILE.bin and .idx.
+    """
     from converters.report import size
     from train.data.packs import append
 

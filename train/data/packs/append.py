@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from converters.durable import stoppable
 from converters.report import Progress
 from formats.errors import OutputError, RefusedError, SourceError
 from train.data.facts import Facts, mask_path, read_facts
@@ -110,9 +111,9 @@ def write_append(work: Work, *, force: bool, quiet: bool) -> None:
         if path.exists() and not force:
             raise OutputError(f"{path} exists", "--force replaces it")
     files.check_space(work.out.parent, work.nbytes)
-    with files.fresh(work.out) as made:
-        kinds = [bin_path, mask_path] if work.masked else [bin_path]
-        with files.signals() as stop, Progress("writing", work.nbytes, quiet) as progress, ExitStack() as stack:
+    kinds = [bin_path, mask_path] if work.masked else [bin_path]
+    with stoppable() as stop, files.fresh(work.out) as made, Progress("writing", work.nbytes, quiet) as progress:
+        with ExitStack() as stack:
             readers = [stack.enter_context(kind(work.found.prefix).open("rb")) for kind in kinds]
             writers = [stack.enter_context(kind(made).open("wb", buffering=0)) for kind in kinds]
             for block in _blocks(work):
@@ -144,7 +145,7 @@ def _write_block(work: Work, block: _Block, readers: Sequence[BinaryIO], writers
             held = held.copy()
             held[last] = value
         at = (block.begin + (block.before if work.appended else 0)) * dtype.itemsize
-        files.write_at(writer.fileno(), held.view(np.uint8).data, at, Path(writer.name))
+        files.write_at(writer.fileno(), held.view(np.uint8).data, at)
         written += held.nbytes
     return written
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +12,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from converters.durable import sync_folder, write_file
 from converters.report import size
 from formats.errors import Interrupted, OutputError, SourceError
 from train.data.facts import Facts, facts_path, facts_text, mask_path
@@ -57,7 +56,7 @@ def copy_range(source: Path, begin: int, count: int, target: Path, advance: Adva
         while done < count:
             if stop():
                 raise stop_here()
-            moved = move(reader.fileno(), writer.fileno(), begin + done, count - done, done, target)
+            moved = move(reader.fileno(), writer.fileno(), begin + done, count - done, done)
             if moved is None:
                 move = _in_memory
                 continue
@@ -68,29 +67,26 @@ def copy_range(source: Path, begin: int, count: int, target: Path, advance: Adva
         os.fsync(writer.fileno())
 
 
-def _in_kernel(reader: int, writer: int, begin: int, count: int, at: int, target: Path) -> int | None:
+def _in_kernel(reader: int, writer: int, begin: int, count: int, at: int) -> int | None:
     try:
         return os.copy_file_range(reader, writer, min(STEP, count), begin, at)
     except OSError as error:
         if error.errno in NOT_HERE:
             return None
-        raise OSError(error.errno, error.strerror, str(target)) from None
+        raise
 
 
-def _in_memory(reader: int, writer: int, begin: int, count: int, at: int, target: Path) -> int:
+def _in_memory(reader: int, writer: int, begin: int, count: int, at: int) -> int:
     piece = memoryview(os.pread(reader, min(BUFFER, count), begin))
-    write_at(writer, piece, at, target)
+    write_at(writer, piece, at)
     return len(piece)
 
 
-def write_at(writer: int, piece: memoryview, at: int, target: Path) -> None:
-    """Write all of a piece at a byte of a file."""
-    try:
-        while piece:
-            done = os.pwrite(writer, piece, at)
-            piece, at = piece[done:], at + done
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(target)) from None
+def write_at(writer: int, piece: memoryview, at: int) -> None:
+    """Write all of a piece at a byte of a file: a full disk can cut a write short."""
+    while piece:
+        done = os.pwrite(writer, piece, at)
+        piece, at = piece[done:], at + done
 
 
 def in_threads(tasks: Sequence[Callable[[Stop], Result]], jobs: int, stop: Stop) -> list[Result]:
@@ -123,6 +119,15 @@ def members(prefix: Path) -> tuple[Path, ...]:
 
 
 @contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An error of the system that does not tell which file it is about is about this one."""
+    try:
+        yield
+    except OSError as error:
+        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from None
+
+
+@contextmanager
 def fresh(prefix: Path) -> Iterator[Path]:
     """A prefix in a folder of its own, whose files become those of `prefix` when all of them are on disk.
 
@@ -132,46 +137,24 @@ def fresh(prefix: Path) -> Iterator[Path]:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        yield staging / prefix.name
-        sync_folder(staging)
-        idx_path(prefix).unlink(missing_ok=True)
-        for made, place in zip(members(staging / prefix.name), members(prefix), strict=True):
-            if made.exists():
-                made.replace(place)
-            else:
-                place.unlink(missing_ok=True)
-        sync_folder(prefix.parent)
+        with named(prefix):
+            yield staging / prefix.name
+            sync_folder(staging)
+            idx_path(prefix).unlink(missing_ok=True)
+            for made, place in zip(members(staging / prefix.name), members(prefix), strict=True):
+                if made.exists():
+                    made.replace(place)
+                else:
+                    place.unlink(missing_ok=True)
+            sync_folder(prefix.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
 
 
 def write_facts(prefix: Path, facts: Facts | None) -> None:
     """Write what is known about token files, if anything is."""
     if facts is not None:
-        write_text(facts_path(prefix), facts_text(facts))
-
-
-def sync_folder(path: Path) -> None:
-    """Force the names in a folder to disk, where the file system can."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(handle)
+        write_file(facts_path(prefix), facts_text(facts).encode())
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -184,23 +167,6 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise OutputError(f"{folder} needs {size(needed)} ({needed:,} bytes), {place} has {size(free)} free")
-
-
-@contextmanager
-def signals() -> Iterator[Stop]:
-    """SIGTERM and SIGINT end the work at the next piece. Yields a function that says whether one came."""
-    came = threading.Event()
-
-    def note(_: int, __: FrameType | None) -> None:
-        came.set()
-
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
-    try:
-        yield came.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # --- long columns ----------------------------------------------------------------------------------------------------

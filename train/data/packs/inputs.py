@@ -108,10 +108,10 @@ def first_state(folder: Path) -> dict[str, State]:
     return {name: State(str(bin_path(folder.absolute() / name))) for name in found}
 
 
-def state_text(state: Mapping[str, State]) -> str:
+def state_text(state: Mapping[str, State]) -> bytes:
     """The content of a state file, as the users' own script writes it."""
     content = {name: {"datapath": one.datapath, "idxs": list(one.idxs)} for name, one in state.items()}
-    return str(yaml.dump(content, default_flow_style=False))
+    return str(yaml.dump(content, default_flow_style=False)).encode()
 
 
 def read_state(path: Path) -> dict[str, State]:
@@ -142,6 +142,6 @@ def _state(name: Any, content: Any) -> State:
     return State(path, tuple(idxs))
 
 
-def dump(content: Any) -> str:
+def dump(content: Any) -> bytes:
     """A small yaml file in the order of its content, as the users' own script writes it."""
-    return str(yaml.dump(content, sort_keys=False))
+    return str(yaml.dump(content, sort_keys=False)).encode()

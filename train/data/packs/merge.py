@@ -19,6 +19,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from converters.durable import stoppable, write_file
 from converters.report import Progress, size, table
 from formats.errors import OutputError, SourceError, VerificationError
 from train.data.facts import Facts, common_facts, mask_path
@@ -161,23 +162,20 @@ def write_merge(merge: Merge, out: Path, *, jobs: int, verify: bool, quiet: bool
     files.check_space(out, merge.nbytes)
     kinds = [bin_path, mask_path] if merge.masked else [bin_path]
     total = merge.tokens * (merge.parts[0].dtype.itemsize + merge.masked)
-    with files.fresh(prefix) as made:
-        with files.signals() as stop, Progress("merging", total * (1 + verify), quiet) as progress:
-            sums = []
-            for kind in kinds:
-                pieces = _pieces([kind(part.prefix) for part in merge.parts])
-                sums.append(_copy(pieces, kind(made), jobs, progress.advance, stop))
-                if verify:
-                    _verify(pieces, kind(made), sums[-1], jobs, progress.advance, stop)
+    with stoppable() as stop, files.fresh(prefix) as made, Progress("merging", total * (1 + verify), quiet) as progress:
+        sums = []
+        for kind in kinds:
+            pieces = _pieces([kind(part.prefix) for part in merge.parts])
+            sums.append(_copy(pieces, kind(made), jobs, progress.advance, stop))
+            if verify:
+                _verify(pieces, kind(made), sums[-1], jobs, progress.advance, stop)
         marks = [files.marks_of(part) for part in merge.parts]
         sizes = Joined([(part.sizes, 0) for part in merge.parts], "<i4")
         write_index(idx_path(made), merge.parts[0].dtype, sizes, _documents(merge.parts, marks))
         files.write_facts(made, merge.facts)
         open_indexed(made)
         seconds = time.monotonic() - began
-        files.write_text(
-            out / f"{merge.prefix}.merge.log", "\n".join(_log(merge, prefix, sums, verify, seconds)) + "\n"
-        )
+        write_file(out / f"{merge.prefix}.merge.log", _log(merge, prefix, sums, verify, seconds))
     return prefix
 
 
@@ -204,7 +202,7 @@ def _copy(pieces: Sequence[_Piece], target: Path, jobs: int, advance: Advance, s
         with piece.path.open("rb", buffering=0) as reader:
 
             def keep(part: memoryview, at: int) -> None:
-                files.write_at(writer, part, piece.begin + at, target)
+                files.write_at(writer, part, piece.begin + at)
 
             return _hash(reader.fileno(), piece.path, 0, piece.length, halt, advance, keep)
 
@@ -297,7 +295,7 @@ def part_rows(merge: Merge) -> list[tuple[str, ...]]:
     return [("part", "documents", "tokens"), *rows, ("all", f"{sum(merge.documents):,}", f"{merge.tokens:,}")]
 
 
-def _log(merge: Merge, prefix: Path, sums: Sequence[Sequence[str]], verify: bool, seconds: float) -> str:
+def _log(merge: Merge, prefix: Path, sums: Sequence[Sequence[str]], verify: bool, seconds: float) -> bytes:
     """What was made of what."""
     heads = ["BLAKE3 of .bin", "BLAKE3 of .mask"]
     digests = [tuple(heads[: len(sums)]), *zip(*sums, strict=True), ("",) * len(sums)]
@@ -309,4 +307,4 @@ def _log(merge: Merge, prefix: Path, sums: Sequence[Sequence[str]], verify: bool
         *(f"note: {note}" for note in merge.notes),
         f"{size(merge.nbytes)} in {seconds:.1f} s, {checked}",
     ]
-    return "\n".join(lines) + "\n"
+    return ("\n".join(lines) + "\n").encode()

@@ -128,8 +128,10 @@ def _phases(pools: dict[str, Pool], schedule: Schedule) -> dict[str, int]:
     """Tokens of each phase."""
     train = sum(pools[name].total for name in ("U1", "N", "U3"))
     warmup = schedule.tokens_per_iter * schedule.warmup_iters
-    down = train * schedule.cool_down // 100 + 1 if schedule.cool_down else 0
+    down = train * schedule.cool_down // 100 + 1 if schedule.cool_down and train else 0
     first, last = pools["U1"].total, pools["U3"].total
+    if not any(one.total for one in pools.values()):
+        raise RefusedError("the slices json asks for no tokens at all")
     steps = f"{schedule.warmup_iters:,} steps of {schedule.tokens_per_iter:,} tokens"
     if warmup > schedule.most:
         raise RefusedError(
@@ -143,7 +145,7 @@ def _phases(pools: dict[str, Pool], schedule: Schedule) -> dict[str, int]:
     if down > last:
         raise RefusedError(
             f"the cool-down takes {down:,} tokens ({schedule.cool_down} % of {train:,}) from U3, which has {last:,}",
-            f"--cd-phase {max(0, (last - 1) * 100 // train)} is the most that U3 is enough for",
+            f"--cd-phase {max(0, (last * 100 - 1) // train)} is the most that U3 is enough for",
         )
     return {
         "warmup": warmup, "U1": first - warmup, "N": pools["N"].total,

@@ -252,14 +252,19 @@ def _notes(
     names: Sequence[str], packs: Sequence[Pack], slices: Mapping[tuple[int, int], Slice], state: Mapping[str, State]
 ) -> tuple[str, ...]:
     """What is not an error and may still surprise."""
-    notes = []
+    idle: dict[tuple[str, ...], list[str]] = {}
+    ahead: dict[tuple[str, ...], list[str]] = {}
     for k, pack in enumerate(packs):
-        idle = [name for i, name in enumerate(names) if not pack.targets[i]]
-        ahead = [name for i, name in enumerate(names) if pack.targets[i] and (k, i) not in slices]
-        if idle:
-            notes.append(f"{pack.name}: no tokens and no file of {', '.join(idle)}")
-        if ahead:
-            notes.append(f"{pack.name}: no file of {', '.join(ahead)}: a long document of an earlier pack covers it")
+        less = tuple(name for i, name in enumerate(names) if not pack.targets[i])
+        covered = tuple(name for i, name in enumerate(names) if pack.targets[i] and (k, i) not in slices)
+        idle.setdefault(less, []).append(pack.name)
+        ahead.setdefault(covered, []).append(pack.name)
+    notes = [f"{', '.join(where)}: no tokens and no file of {', '.join(sets)}" for sets, where in idle.items() if sets]
+    notes += [
+        f"{', '.join(where)}: no file of {', '.join(sets)}: a long document of an earlier pack covers it"
+        for sets, where in ahead.items()
+        if sets
+    ]
     spare = [name for name in state if name not in names]
     if spare:
         notes.append(f"of the state file, not of the slices json, and not used: {', '.join(spare)}")

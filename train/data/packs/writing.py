@@ -8,7 +8,6 @@ the number of slices that were ever made.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from converters.durable import lock, stoppable, write_file
 from converters.report import Progress
 from formats.errors import OutputError, VitruvianError, short
 from train.data.facts import Facts, mask_path, read_facts
@@ -50,19 +50,21 @@ def write(
         OutputError: OUT holds packs of other inputs or arguments, another process writes them, or there is no room.
         Interrupted: a signal came.
     """
-    record = make_record(plan, schedule)
-    out.mkdir(parents=True, exist_ok=True)
-    with _alone(out):
-        _make_way(plan, record, out, force)
-        missing = [one for one in plan.slices if not is_whole(one, out)]
-        files.check_space(out, sum(one.nbytes for one in missing))
-        files.write_text(out / RECORD, _text(record | {"complete": False}))
-        _write_states(plan, state, out)
-        with files.signals() as stop, Progress("slicing", sum(one.nbytes for one in missing), quiet) as progress:
-            tasks = [partial(write_slice, one, out, progress.advance) for one in missing]
-            files.in_threads(tasks, jobs, stop)
-        _write_last_states(plan, state, out)
-        files.write_text(out / RECORD, _text(record | {"complete": True}))
+    with stoppable() as stop, files.named(out):
+        record = make_record(plan, schedule)
+        (out / "states").mkdir(parents=True, exist_ok=True)
+        with _alone(out):
+            _make_way(plan, record, out, force)
+            missing = [one for one in plan.slices if not is_whole(one, out)]
+            nbytes = sum(one.nbytes for one in missing)
+            files.check_space(out, nbytes)
+            write_file(out / RECORD, _text(record | {"complete": False}))
+            _write_states(plan, state, out)
+            with Progress("slicing", nbytes, quiet) as progress:
+                tasks = [partial(write_slice, one, out, progress.advance) for one in missing]
+                files.in_threads(tasks, jobs, stop)
+            _write_last_states(plan, state, out)
+            write_file(out / RECORD, _text(record | {"complete": True}))
     return len(plan.slices) - len(missing)
 
 
@@ -144,8 +146,8 @@ def _input_record(source: Source) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _text(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+def _text(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def read_record(out: Path) -> dict[str, Any] | None:
@@ -184,7 +186,9 @@ def _make_way(plan: Plan, record: Mapping[str, Any], out: Path, force: bool) -> 
         return
     changed = difference(held, record)
     if changed and not force:
-        raise OutputError(f"{out} holds packs of other {changed}", "choose another folder, or delete them with --force")
+        raise OutputError(
+            f"{out} holds packs made with {changed}", "choose another folder, or delete them with --force"
+        )
     if force:
         _delete(held, out)
 
@@ -212,15 +216,9 @@ def _delete(held: Mapping[str, Any], out: Path) -> None:
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """No other process writes packs here."""
-    handle = os.open(out, os.O_RDONLY)
+    handle = os.open(out / "states" / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise OutputError(f"another process is slicing into {out}") from None
-    except OSError:  # a file system without locks
-        pass
-    try:
+        lock(handle, out)
         yield
     finally:
         os.close(handle)
@@ -235,9 +233,9 @@ def _write_states(plan: Plan, state: Mapping[str, State], out: Path) -> None:
     for name in plan.sources:
         folder = out / "states" / name
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_text(folder / "tokens.yaml", dump({name: [pack.targets[place[name]] for pack in plan.packs]}))
-        files.write_text(folder / "slices.yaml", dump({name: [pack.phase for pack in plan.packs]}))
-        files.write_text(folder / "state.0.yaml", state_text({name: state[name]}))
+        write_file(folder / "tokens.yaml", dump({name: [pack.targets[place[name]] for pack in plan.packs]}))
+        write_file(folder / "slices.yaml", dump({name: [pack.phase for pack in plan.packs]}))
+        write_file(folder / "state.0.yaml", state_text({name: state[name]}))
 
 
 def _write_last_states(plan: Plan, state: Mapping[str, State], out: Path) -> None:
@@ -245,5 +243,5 @@ def _write_last_states(plan: Plan, state: Mapping[str, State], out: Path) -> Non
     after = {name: State(one.datapath, one.idxs + plan.ends.get(name, ())) for name, one in state.items()}
     last = f"state.{max(len(one.idxs) for one in after.values()) - 1}.yaml"
     for name in plan.sources:
-        files.write_text(out / "states" / name / last, state_text({name: after[name]}))
-    files.write_text(out / last, state_text(after))
+        write_file(out / "states" / name / last, state_text({name: after[name]}))
+    write_file(out / last, state_text(after))

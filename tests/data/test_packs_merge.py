@@ -159,6 +159,27 @@ def test_an_output_that_is_there(train, tmp_path):
     assert train("packs", "merge", folder, folder).code == 7
 
 
+def test_copies_are_not_merged_with_what_they_were_made_of(train, tmp_path):
+    prefix = make(tmp_path / "XX/a", [3])
+    assert train("packs", "append-eod", prefix, 5000, "append").code == 0
+    ran = train("packs", "merge", tmp_path / "XX", tmp_path / "out")
+    assert ran.code == 5
+    assert "are copies of others: eod_a" in ran.err
+    for end in ("bin", "idx"):
+        (tmp_path / f"XX/a.{end}").unlink()
+    assert train("packs", "merge", tmp_path / "XX", tmp_path / "out").code == 0
+
+
+def test_a_folder_named_by_a_dot_and_facts_of_some(train, tmp_path, monkeypatch):
+    make(tmp_path / "XX/a", [3], facts=FACTS)
+    make(tmp_path / "XX/b", [3])
+    monkeypatch.chdir(tmp_path / "XX")
+    ran = train("packs", "merge", ".", "../out")
+    assert ran.code == 0
+    assert "1 of 2 parts tell how they were tokenized, so the result does not" in ran.err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["XX.bin", "XX.idx", "XX.merge.log"]
+
+
 def test_a_pack_that_is_not_yet_whole(train, tmp_path):
     """A slicing notes which slices a pack has: none is left out silently."""
     folder, out = tmp_path / "N_2", tmp_path / "out"
@@ -231,7 +252,7 @@ def test_bytes_of_the_users_tool(train, tmp_path, monkeypatch, name, mode, chunk
     monkeypatch.setattr(append, "CHUNK", chunk)
     for end in ("bin", "idx"):
         shutil.copy(GOLDEN / f"eod/{name}_text_document.{end}", tmp_path)
-    force = ["--force"] if mode == "append" and name != "noeod" else []
+    force = ["--doubled"] if mode == "append" and name != "noeod" else []
     path = tmp_path / f"{name}_text_document.bin"
     if force:
         ran = train("packs", "append-eod", path, 3, mode)
@@ -254,7 +275,7 @@ def test_append_to_anything(train, tmp_path, monkeypatch, chunk, marked):
     marks = np.unique(np.r_[0, dice.integers(0, len(sizes), 20), len(sizes)]) if marked else np.arange(len(sizes) + 1)
     prefix = make(tmp_path / "x", sizes, marks=marks, mask=True, facts=FACTS)
     monkeypatch.setattr(append, "CHUNK", chunk)
-    ran = train("packs", "append-eod", prefix, 999, "append", "--force")
+    ran = train("packs", "append-eod", prefix, 999, "append", "--doubled")
     assert ran.code == 0, ran.err
     source, made = open_indexed(prefix), open_indexed(tmp_path / "eod_x")
     mask = np.fromfile(mask_path(prefix), "u1")

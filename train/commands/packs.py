@@ -245,10 +245,13 @@ def iters(folder: Path, seq_length: int, batch_size: int, as_json: bool) -> None
 @click.argument("eod", metavar="ID", type=int)
 @click.argument("mode", type=click.Choice(["append", "replace"]))
 @dry_run
-@click.option("--force", is_flag=True, help="Replace eod_FILE; append where documents end in ID already.")
+@force
+@click.option("--doubled", is_flag=True, help="Append where documents end in ID already, too.")
 @quiet
 @as_json
-def append_eod(file: Path, eod: int, mode: str, dry_run: bool, force: bool, quiet: bool, as_json: bool) -> None:
+def append_eod(
+    file: Path, eod: int, mode: str, dry_run: bool, force: bool, doubled: bool, quiet: bool, as_json: bool
+) -> None:
     """End every document in a token.
 
     ID comes behind the last token of a document, or in its place. Beside FILE.bin that makes eod_FILE.bin and .idx.
@@ -257,9 +260,10 @@ def append_eod(file: Path, eod: int, mode: str, dry_run: bool, force: bool, quie
     from train.data.packs import append
 
     work = append.plan_append(file, eod, mode)
+    append.check_out(work, force)
     began = time.monotonic()
     if not dry_run:
-        append.write_append(work, force=force, quiet=quiet or as_json)
+        append.write_append(work, doubled=doubled, quiet=quiet or as_json)
     seconds = time.monotonic() - began
     if as_json:
         facts = {"documents": work.documents, "tokens": work.tokens, "bytes": work.nbytes}

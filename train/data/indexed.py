@@ -10,6 +10,7 @@ the codes of floats only, which no text has. Megatron may append n bytes of mode
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ class Indexed:
     @cached_property
     def total(self) -> int:
         """Number of tokens."""
-        return int(self.sizes.sum(dtype=np.int64))
+        return sum(int(part.sum(dtype=np.int64)) for _, part in chunks(self.sizes))
 
     @property
     def whole(self) -> bool:
@@ -160,8 +161,9 @@ def _check_tokens(found: Indexed) -> None:
     path = bin_path(found.prefix)
     if not path.is_file():
         raise SourceError(f"{path} is not there, its index is")
-    if len(found) and int(found.sizes.min()) < 0:
-        raise SourceError(f"{idx_path(found.prefix)} has a sequence of {int(found.sizes.min())} tokens")
+    least = min((int(sizes.min()) for _, sizes in chunks(found.sizes)), default=0)
+    if least < 0:
+        raise SourceError(f"{idx_path(found.prefix)} has a sequence of {least} tokens")
     held, wanted = path.stat().st_size, found.total * found.dtype.itemsize
     if held != wanted:
         raise SourceError(
@@ -177,9 +179,15 @@ def _check_tokens(found: Indexed) -> None:
 
 
 def chunks(array: Column) -> Iterator[tuple[int, NDArray[Any]]]:
-    """An array in pieces that fit any memory, each with its first index."""
+    """An array in pieces that fit any memory, each with its first index.
+
+    What was read of a memory map stays in the cache of the system, and no longer counts as memory of this process.
+    """
+    mapped = getattr(array, "_mmap", None)
     for low in range(0, len(array), CHUNK):
         yield low, array[low : low + CHUNK]
+        if mapped is not None:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def write_index(path: Path, dtype: np.dtype[Any], sizes: Column, documents: Column | None = None) -> None:

@@ -99,17 +99,25 @@ def plan_append(path: Path, eod: int, mode: str) -> Work:
     return Work(found, marks, eod, mode == "append", facts)
 
 
-def write_append(work: Work, *, force: bool, quiet: bool) -> None:
-    """Write the files.
+def check_out(work: Work, force: bool) -> None:
+    """The output is not there.
 
     Raises:
-        OutputError: they exist, or there is no room.
-        RefusedError: documents end in the token already, or have no token to replace.
-        Interrupted: a signal came.
+        OutputError: it is.
     """
     for path in files.members(work.out):
         if path.exists() and not force:
             raise OutputError(f"{path} exists", "--force replaces it")
+
+
+def write_append(work: Work, *, doubled: bool, quiet: bool) -> None:
+    """Write the files.
+
+    Raises:
+        OutputError: there is no room.
+        RefusedError: documents end in the token already, or have no token to replace.
+        Interrupted: a signal came.
+    """
     files.check_space(work.out.parent, work.nbytes)
     kinds = [bin_path, mask_path] if work.masked else [bin_path]
     with stoppable() as stop, files.fresh(work.out) as made, Progress("writing", work.nbytes, quiet) as progress:
@@ -119,7 +127,7 @@ def write_append(work: Work, *, force: bool, quiet: bool) -> None:
             for block in _blocks(work):
                 if stop():
                     raise files.stop_here()
-                progress.advance(_write_block(work, block, readers, writers, force))
+                progress.advance(_write_block(work, block, readers, writers, doubled))
             for writer in writers:
                 os.fsync(writer.fileno())
         write_index(idx_path(made), work.found.dtype, _Longer(work) if work.appended else work.found.sizes, work.marks)
@@ -128,7 +136,9 @@ def write_append(work: Work, *, force: bool, quiet: bool) -> None:
         open_indexed(made)
 
 
-def _write_block(work: Work, block: _Block, readers: Sequence[BinaryIO], writers: Sequence[FileIO], force: bool) -> int:
+def _write_block(
+    work: Work, block: _Block, readers: Sequence[BinaryIO], writers: Sequence[FileIO], doubled: bool
+) -> int:
     """Write the tokens of a block, and their mask: the model learns to end. Returns how many bytes that made."""
     written = 0
     for reader, writer, value in zip(readers, writers, (work.eod, 1), strict=False):
@@ -138,7 +148,7 @@ def _write_block(work: Work, block: _Block, readers: Sequence[BinaryIO], writers
             raise SourceError(f"{reader.name} ends before token {block.begin + block.length}")
         last = block.ends[block.full] - 1
         if reader is readers[0]:
-            _check(work, block, held[last], force)
+            _check(work, block, held[last], doubled)
         if work.appended:
             held = np.insert(held, block.ends, value)
         else:
@@ -150,14 +160,14 @@ def _write_block(work: Work, block: _Block, readers: Sequence[BinaryIO], writers
     return written
 
 
-def _check(work: Work, block: _Block, last: Tokens, force: bool) -> None:
+def _check(work: Work, block: _Block, last: Tokens, doubled: bool) -> None:
     """No document ends in the token already, and each has one to replace."""
     path, upto = bin_path(work.found.prefix), block.before + len(block.ends)
     ended, empty = int((last == work.eod).sum()), len(block.ends) - len(last)
-    if work.appended and ended and not force:
+    if work.appended and ended and not doubled:
         raise RefusedError(
             f"{ended:,} of the documents {block.before:,} to {upto - 1:,} of {path} end in {work.eod} already",
-            "replace leaves those as they are; --force appends a second one",
+            "replace leaves those as they are; --doubled appends a second one",
         )
     if not work.appended and empty:
         raise RefusedError(

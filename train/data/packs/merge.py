@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from converters.durable import stoppable, write_file
 from converters.report import Progress, size, table
-from formats.errors import OutputError, SourceError, VerificationError
-from train.data.facts import Facts, common_facts, mask_path
+from formats.errors import OutputError, RefusedError, SourceError, VerificationError
+from train.data.facts import Facts, common_facts, facts_path, mask_path
 from train.data.indexed import Column, Indexed, bin_path, idx_path, open_indexed, write_index
 from train.data.packs import files
 from train.data.packs.files import Advance, Joined, Stop
+from train.data.packs.iters import COPY
 from train.data.packs.slices import check_alike
 from train.data.packs.writing import files_of, read_record
 
@@ -67,7 +68,12 @@ class Merge:
     @property
     def prefix(self) -> str:
         """Name of what is to be made: that of the folder."""
-        return self.folder.absolute().name
+        return name_of(self.folder)
+
+
+def name_of(folder: Path) -> str:
+    """The name of a folder, which may be given as `.`."""
+    return folder.name if folder.name not in ("", "..") else folder.resolve().name
 
 
 def plan_merge(folder: Path) -> Merge:
@@ -93,6 +99,9 @@ def plan_merge(folder: Path) -> Merge:
     facts = common_facts(
         [part.prefix for part in parts], {"documents": sum(documents), "tokens": sum(one.total for one in parts)}
     )
+    told = sum(facts_path(part.prefix).exists() for part in parts)
+    if 0 < told < len(parts):
+        notes.append(f"{told} of {len(parts)} parts tell how they were tokenized, so the result does not")
     masked = mask_path(parts[0].prefix).exists()
     return Merge(folder, parts, documents, facts, masked, tuple(notes))
 
@@ -102,6 +111,7 @@ def parts_of(folder: Path) -> list[str]:
 
     Raises:
         SourceError: there are none, or one of a pair is missing.
+        RefusedError: some are there twice.
     """
     try:
         held = sorted(path.name for path in folder.iterdir())
@@ -116,13 +126,19 @@ def parts_of(folder: Path) -> list[str]:
         raise SourceError(f"{len(alone)} files of {folder} lack the other one of their pair: {', '.join(alone)}")
     if not tokens:
         raise SourceError(f"{folder} holds no .bin and .idx")
+    copies = sorted(name for name in tokens if name.startswith(COPY) and name.removeprefix(COPY) in tokens)
+    if copies:
+        raise RefusedError(
+            f"{len(copies)} token files of {folder} are copies of others: {', '.join(copies)}",
+            "move them, or those that they were made of, to another folder",
+        )
     return sorted(tokens)
 
 
 def _check_slices(folder: Path, names: Sequence[str]) -> list[str]:
     """The slices that a slicing put into its pack are there."""
-    record = read_record(folder.absolute().parent)
-    wanted = files_of(record).get(folder.absolute().name) if record else None
+    record = read_record(folder.resolve().parent)
+    wanted = files_of(record).get(name_of(folder)) if record else None
     if wanted is None:
         return []
     missing, more = sorted(set(wanted) - set(names)), sorted(set(names) - set(wanted))
@@ -211,7 +227,8 @@ def _copy(pieces: Sequence[_Piece], target: Path, jobs: int, advance: Advance, s
         os.ftruncate(writer, sum(piece.length for piece in pieces))
         sums = files.in_threads([partial(copy, piece) for piece in pieces], jobs, stop)
         os.fsync(writer)
-        os.posix_fadvise(writer, 0, 0, os.POSIX_FADV_DONTNEED)  # it is to be read back from the disk, not from memory
+        if hasattr(os, "posix_fadvise"):  # it is to be read back from the disk, not from memory
+            os.posix_fadvise(writer, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(writer)
     return sums

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from train.data.facts import Facts, facts_path, facts_text, mask_path
-from train.data.indexed import bin_path, write_index
+from train.data.indexed import bin_path, open_indexed, write_index
 
 GOLDEN = Path(__file__).parents[1] / "golden/data/packs"
+FLAGS = ("--tokens-per-iter", 64, "--warmup-iters", 2, "--cd_phase", 20, "--max_tokens_per_pack", 900)
+TOTALS = {"lv": [700.4, 500, 1500.7, 900.25, 300], "en name": [300, 300, 900, 600.5, 99.5], "ķīna": [0, 0, 50, 0, 7]}
+FACTS = Facts("aa", 1000, {"user": 7}, 3, None, {"documents": 1})
 PHASES = ("U1", "U2", "N", "U3", "Ext")
 
 
@@ -48,3 +52,42 @@ def slices_json(path: Path, totals: Mapping[str, Sequence[float]]) -> Path:
 def contents(folder: Path) -> dict[str, bytes]:
     """All files below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def world(folder: Path, train, totals=TOTALS, **changes) -> tuple[list[object], dict[str, Path]]:
+    """Data sets, a state file and a slices json: the words of a slicing, and the prefixes of the data sets."""
+    dice = np.random.default_rng(5)
+    made = {
+        name: make(folder / "in" / name, dice.integers(0, 40, 260), seed=i, **changes) for i, name in enumerate(totals)
+    }
+    slices_json(folder / "slices.json", totals)
+    assert train("packs", "state", folder / "in", folder / "state.0.yaml").code == 0
+    words = [*FLAGS, "--out_dir", folder / "out", "--slices_json", folder / "slices.json"]
+    return ["packs", "slice", *words, "--state_file", folder / "state.0.yaml", "-q"], made
+
+
+def check_cuts(out: Path, made: dict[str, Path], begin: int = 0) -> None:
+    """Every slice against its source, by brute force: no gap, no overlap, and the crossing document belongs to it."""
+    record = json.loads((out / "packs.json").read_text())
+    for name, prefix in made.items():
+        source = open_indexed(prefix)
+        rows = zip(record["packs"], yaml.safe_load((out / f"states/{name}/tokens.yaml").read_text())[name], strict=True)
+        document, wanted = begin, 0
+        for k, (pack, target) in enumerate(rows):
+            number = k if record["packs"][0]["name"] == "warmup_0" else k + 1
+            wanted += target
+            behind = document
+            while source.sizes[begin:behind].sum() < wanted:
+                behind += 1
+            one = pack["slices"].get(name)
+            assert (one is None) == (behind == document)
+            if one is None:
+                continue
+            slice_ = open_indexed(out / pack["name"] / one["files"])
+            assert one["documents"] == [document, behind]
+            assert one["files"].startswith(f"{name}_slice{number}_{document}_")
+            assert slice_.whole
+            assert np.array_equal(slice_.sizes, source.sizes[document:behind])
+            tokens = [source[i] for i in range(document, behind)]
+            assert np.array_equal(slice_.tokens, np.concatenate(tokens))
+            document = behind

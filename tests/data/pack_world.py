@@ -12,7 +12,7 @@ import yaml
 from train.data.facts import Facts, facts_path, facts_text, mask_path
 from train.data.indexed import bin_path, open_indexed, write_index
 
-GOLDEN = Path(__file__).parents[1] / "golden/data/packs"
+GOLDEN = Path(__file__).parents[1] / "golden/data"
 FLAGS = ("--tokens-per-iter", 64, "--warmup-iters", 2, "--cd_phase", 20, "--max_tokens_per_pack", 900)
 TOTALS = {"lv": [700.4, 500, 1500.7, 900.25, 300], "en name": [300, 300, 900, 600.5, 99.5], "ķīna": [0, 0, 50, 0, 7]}
 FACTS = Facts("aa", 1000, {"user": 7}, 3, None, {"documents": 1})

@@ -23,7 +23,7 @@ def test_state_file_of_the_users_script(train, tmp_path, monkeypatch):
     ran = train("packs", "state", "final_data_merged")
     assert (ran.code, ran.out) == (0, "state.0.yaml: 6 data sets\n")
     written = Path("state.0.yaml").read_text().replace(str(tmp_path) + "/", "")
-    assert written == (GOLDEN / "phases/state.0.yaml").read_text()
+    assert written == (GOLDEN / "6_packs/small/state.0.yaml").read_text()
     assert train("packs", "state", "final_data_merged").code == 7
     assert train("packs", "state", "final_data_merged", "--force").code == 0
     assert (

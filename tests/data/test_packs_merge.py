@@ -26,9 +26,9 @@ FACTS = Facts("aa", 1000, {"user": 7}, None, None, {"documents": 1})
 
 def test_a_merge_of_neox(train, tmp_path):
     """The same tokens in the same order; the index differs where theirs forgets the documents."""
-    ran = train("packs", "merge", GOLDEN / "merge/in", tmp_path / "out")
+    ran = train("packs", "merge", GOLDEN / "2_merge/in", tmp_path / "out")
     assert ran.code == 0, ran.err
-    theirs, ours = open_indexed(GOLDEN / "merge/merged_text_document"), open_indexed(tmp_path / "out/in")
+    theirs, ours = open_indexed(GOLDEN / "2_merge/merged_text_document"), open_indexed(tmp_path / "out/in")
     assert bin_path(ours.prefix).read_bytes() == bin_path(theirs.prefix).read_bytes()
     assert np.array_equal(ours.sizes, theirs.sizes)
     assert np.array_equal(ours.pointers, theirs.pointers)
@@ -41,11 +41,30 @@ def test_a_merge_of_neox(train, tmp_path):
     ), "everything but the number of documents and their list"
 
 
+@pytest.mark.parametrize("pack", ["U1_1", "warmup_0"])
+def test_packs_of_the_users_shell_script(train, tmp_path, pack):
+    """merge_single_folder.sh on slices of the same data sets: two of them, and one."""
+    folder = GOLDEN / "6_packs/merge_single_folder"
+    theirs = open_indexed(folder / pack)
+    parts = {"n10": "n10_slice1_0_100", "n9": "n9_slice1_0_100"} if pack == "U1_1" else {"N2": "N2_slice0_0_100"}
+    for name, stem in parts.items():
+        for end in ("bin", "idx"):
+            (tmp_path / pack).mkdir(exist_ok=True)
+            shutil.copy(GOLDEN / f"2_merge/in/{name}_text_document.{end}", tmp_path / pack / f"{stem}.{end}")
+    assert train("packs", "merge", tmp_path / pack, tmp_path / "merged" / pack).code == 0
+    ours = open_indexed(tmp_path / "merged" / pack / pack)
+    assert bin_path(ours.prefix).read_bytes() == bin_path(theirs.prefix).read_bytes()
+    assert np.array_equal(ours.sizes, theirs.sizes)
+    lines = (folder / "iters_merged.txt").read_text().replace("DATA", str(tmp_path)).splitlines()
+    counted = train("packs", "iters", tmp_path / "merged", "--batch-size", 2 * 576).out
+    assert counted.splitlines() == [line for line in lines if f"/{pack}/" in line], "theirs takes uint16 for int32"
+
+
 def test_the_log_tells_every_part(train, tmp_path):
-    train("packs", "merge", GOLDEN / "merge/in", tmp_path / "out")
+    train("packs", "merge", GOLDEN / "2_merge/in", tmp_path / "out")
     log = (tmp_path / "out/in.merge.log").read_text()
     for name, documents, tokens in [("N2", 9, 167), ("n10", 5, 100), ("n9", 7, 129)]:
-        path = GOLDEN / f"merge/in/{name}_text_document.bin"
+        path = GOLDEN / f"2_merge/in/{name}_text_document.bin"
         line = next(line.split() for line in log.splitlines() if f" {name}_text_document " in line)
         assert line == [f"{name}_text_document", str(documents), str(tokens), blake3(path.read_bytes()).hexdigest()]
     assert log.index("N2_text") < log.index("n10_text") < log.index("n9_text")
@@ -221,8 +240,9 @@ def test_iterations_as_the_users_script_counts_them(train, tmp_path):
     (tmp_path / "big/f").mkdir()
     (tmp_path / "big/notes.txt").touch()
     ran = train("packs", "iters", tmp_path / "big")
-    lines = {"b": "35000", "c": "29789.3", "d": "52.9819", "e": "1", "f": "0"}
-    assert ran.out == "".join(f"{tmp_path}/big/{name}/: {value}\n" for name, value in lines.items())
+    lines = (GOLDEN / "6_packs/merge_single_folder/iters_sizes.txt").read_text().splitlines()[1:]  # a is no int32
+    lines[1] = lines[1].replace("59578.6", "29789.3")
+    assert ran.out.replace(str(tmp_path), "DATA").splitlines() == lines
     assert f"note: {tmp_path}/big/c/eod_c is a copy of what was counted, it alone makes 29789.3" in ran.err
     half = json.loads(train("packs", "iters", tmp_path / "big", "--seq-length", 4096, "--json").out)
     assert [(row["tokens"], row["iterations"], row["train_iters"]) for row in half[:2]] == [
@@ -251,7 +271,7 @@ def test_numbers_as_awk_prints_them(number, text):
 def test_bytes_of_the_users_tool(train, tmp_path, monkeypatch, name, mode, chunk):
     monkeypatch.setattr(append, "CHUNK", chunk)
     for end in ("bin", "idx"):
-        shutil.copy(GOLDEN / f"eod/{name}_text_document.{end}", tmp_path)
+        shutil.copy(GOLDEN / f"3_eod/{name}_text_document.{end}", tmp_path)
     force = ["--doubled"] if mode == "append" and name != "noeod" else []
     path = tmp_path / f"{name}_text_document.bin"
     if force:
@@ -262,7 +282,7 @@ def test_bytes_of_the_users_tool(train, tmp_path, monkeypatch, name, mode, chunk
     ran = train("packs", "append-eod", path, 3, mode, *force)
     assert ran.code == 0, ran.err
     made = {file.name: file.read_bytes() for file in tmp_path.glob("eod_*")}
-    theirs = {file.name: file.read_bytes() for file in (GOLDEN / "eod" / mode).glob(f"eod_{name}*")}
+    theirs = {file.name: file.read_bytes() for file in (GOLDEN / "3_eod" / mode).glob(f"eod_{name}*")}
     assert made == theirs
 
 

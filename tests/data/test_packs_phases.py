@@ -32,8 +32,9 @@ CHAIN = [
 ]
 """Pack, tokens, train_iters, end step of the users' 30B run, whose checkpoints are called global_step339086 (where the
 cool-down began) and global_step423858 (the last one)."""
-SMALL = {case["case"]: case for case in json.loads((GOLDEN / "phases/small.json").read_text())}
-REAL = json.loads((GOLDEN / "phases/real.json").read_text())
+PHASES = ("U1", "U2", "N", "U3", "Ext")
+SMALL = {case["case"]: case for case in json.loads((GOLDEN / "6_packs/small/cases.json").read_text())}
+REAL = json.loads((GOLDEN / "6_packs/real_size.json").read_text())
 
 
 def pools_of(totals: dict[str, list[float]]) -> dict[str, phases.Pool]:
@@ -47,7 +48,7 @@ def schedule_of(flags: dict[str, int]) -> Schedule:
 
 @pytest.fixture(scope="module")
 def real() -> tuple[list[str], dict[str, phases.Pool]]:
-    head, *rows = [line.split("\t") for line in (GOLDEN / "phases/totals.tsv").read_text().splitlines()]
+    head, *rows = [line.split("\t") for line in (GOLDEN / "6_packs/totals.tsv").read_text().splitlines()]
     totals = {phase: [float(row[i]) for row in rows] for i, phase in enumerate(head) if i}
     return [row[0] for row in rows], pools_of(totals)
 
@@ -75,17 +76,29 @@ def test_the_names_of_the_real_run(real):
         assert abs(sum(targets) - sum(wanted)) < 2
 
 
-@pytest.mark.parametrize("case", [name for name, case in SMALL.items() if case["tokens"]])
+def world_of(case: str) -> tuple[list[str], dict[str, phases.Pool], Schedule]:
+    """Names, pools and schedule of a run of the users' tool."""
+    content = json.loads((GOLDEN / "6_packs/small" / SMALL[case]["slices_json"]).read_text())
+    totals = {phase: content[phase]["total"] for phase in PHASES}
+    return content["names"], pools_of(totals), schedule_of(SMALL[case]["flags"])
+
+
+def yamls_of(case: str, kind: str) -> dict[str, list[object]]:
+    """Data set, and what tokens.yaml or slices.yaml has of it."""
+    written = [content for path, content in SMALL[case]["files"].items() if path.endswith(f"/{kind}.yaml")]
+    return {name: row for content in written for name, row in content.items()}
+
+
+@pytest.mark.parametrize("case", [name for name, case in SMALL.items() if case["files"]])
 def test_packs_and_names_of_the_users_tool(case):
-    golden = SMALL[case]
-    names = golden["slices"]["names"]
-    packs = phases.packs(pools_of({p: golden["slices"][p]["total"] for p in ("U1", "U2", "N", "U3", "Ext")}),
-                         schedule_of(golden))  # fmt: skip
-    held = [i for i, _ in enumerate(golden["phases"]) if any(row[i] for row in golden["tokens"].values())]
-    assert [pack.phase for pack in packs] == [golden["phases"][i] for i in held], "but for theirs without tokens"
-    if len(held) == len(golden["phases"]):
-        assert [pack.number for pack in packs] == held
-    for name, row in golden["tokens"].items():
+    names, pools, schedule = world_of(case)
+    packs, tokens = phases.packs(pools, schedule), yamls_of(case, "tokens")
+    for row in yamls_of(case, "slices").values():
+        held = [i for i in range(len(row)) if any(one[i] for one in tokens.values())]
+        assert [pack.phase for pack in packs] == [row[i] for i in held], "but for theirs without tokens"
+        if len(held) == len(row):
+            assert [pack.number for pack in packs] == held
+    for name, row in tokens.items():
         assert [pack.named[names.index(name)] for pack in packs] == [int(row[i]) for i in held]
 
 
@@ -98,10 +111,9 @@ def test_packs_and_names_of_the_users_tool(case):
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_numbers(case, numbers):
-    golden = SMALL[case]
-    pools = pools_of({phase: golden["slices"][phase]["total"] for phase in ("U1", "U2", "N", "U3", "Ext")})
+    _, pools, schedule = world_of(case)
     with pytest.raises(RefusedError) as error:
-        phases.packs(pools, schedule_of(golden))
+        phases.packs(pools, schedule)
     assert error.value.exit_code == 5
     for number in numbers:
         assert number in f"{error.value} {error.value.hint}"

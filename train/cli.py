@@ -5,10 +5,11 @@ from __future__ import annotations
 import click
 
 from converters.entry import Sections, run
-from train.commands import look, pack, tokenize
+from train.commands import look, pack, packs, tokenize
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Data": (look.lint, tokenize.tokenize, look.show, look.count, pack.pack),
+    "Data packs": (packs.packs,),
 }
 
 

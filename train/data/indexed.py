@@ -10,13 +10,14 @@ the codes of floats only, which no text has. Megatron may append n bytes of mode
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,14 @@ CHUNK = 1 << 20
 """Numbers that are read or written at a time."""
 
 Sizes = NDArray[np.int32]
+
+
+class Column(Protocol):
+    """Numbers that are taken a piece at a time: an array, or something longer than memory."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> NDArray[Any]: ...
 
 
 def best_dtype(vocabulary: int) -> np.dtype[Any]:
@@ -72,7 +81,7 @@ class Indexed:
     @cached_property
     def total(self) -> int:
         """Number of tokens."""
-        return int(self.sizes.sum(dtype=np.int64))
+        return sum(int(part.sum(dtype=np.int64)) for _, part in chunks(self.sizes))
 
     @property
     def whole(self) -> bool:
@@ -152,8 +161,9 @@ def _check_tokens(found: Indexed) -> None:
     path = bin_path(found.prefix)
     if not path.is_file():
         raise SourceError(f"{path} is not there, its index is")
-    if len(found) and int(found.sizes.min()) < 0:
-        raise SourceError(f"{idx_path(found.prefix)} has a sequence of {int(found.sizes.min())} tokens")
+    least = min((int(sizes.min()) for _, sizes in chunks(found.sizes)), default=0)
+    if least < 0:
+        raise SourceError(f"{idx_path(found.prefix)} has a sequence of {least} tokens")
     held, wanted = path.stat().st_size, found.total * found.dtype.itemsize
     if held != wanted:
         raise SourceError(
@@ -168,19 +178,25 @@ def _check_tokens(found: Indexed) -> None:
         position = int(ends[-1])
 
 
-def chunks(array: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
-    """An array in pieces that fit any memory, each with its first index."""
+def chunks(array: Column) -> Iterator[tuple[int, NDArray[Any]]]:
+    """An array in pieces that fit any memory, each with its first index.
+
+    What was read of a memory map stays in the cache of the system, and no longer counts as memory of this process.
+    """
+    mapped = getattr(array, "_mmap", None)
     for low in range(0, len(array), CHUNK):
         yield low, array[low : low + CHUNK]
+        if mapped is not None:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def write_index(path: Path, dtype: np.dtype[Any], sizes: Sizes, documents: NDArray[np.int64] | None = None) -> None:
+def write_index(path: Path, dtype: np.dtype[Any], sizes: Column, documents: Column | None = None) -> None:
     """Write an index and force it to disk. Memory does not depend on the number of sequences.
 
     Args:
         path: the file to create.
         dtype: type of a token, one of `CODES`.
-        sizes: tokens of each sequence, int32[n]; may be a memory map.
+        sizes: tokens of each sequence, int32[n].
         documents: first sequence of each document and n, int64[m]; without it each sequence is a document.
 
     Raises:

@@ -1,0 +1,163 @@
+"""Slicings that are refused: nothing is written, and every reason is told with its names and numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import yaml
+
+from tests.data.pack_world import TOTALS, check_cuts, contents, make, slices_json, world
+from train.data.facts import Facts, facts_path, mask_path
+from train.data.indexed import bin_path, open_indexed
+
+
+def test_everything_that_lacks_is_listed_and_nothing_is_written(train, tmp_path):
+    words, _ = world(tmp_path, train)
+    slices_json(tmp_path / "slices.json", {**TOTALS, "lv": [9000, 0, 0, 9000, 0], "en name": [800, 0, 1000.6, 9000, 0]})
+    ran = train(*words)
+    assert ran.code == 5
+    assert "2 data sets have fewer tokens" in ran.err
+    assert "lv: 18,000 needed, " in ran.err
+    assert "en name: 10,801 needed" in ran.err
+    bin_path(tmp_path / "in/lv").unlink()
+    slices_json(tmp_path / "slices.json", {**TOTALS, "zz": [5, 0, 0, 0, 0], "none": [0, 0, 0, 0, 0]})
+    ran = train(*words)
+    assert ran.code == 5
+    assert "2 of 5 data sets cannot be sliced" in ran.err
+    assert f"lv (3,901 tokens): {tmp_path}/in/lv.bin is not there" in ran.err
+    assert "zz (5 tokens): is not in the state file" in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "slices.json"),
+        ('{"names": ["a"]}', "has no 'U1'"),
+        ('{"names": ["a"], "U1": {"total": [1, 2]}}', "is 2 numbers, for 1 names"),
+        ('{"names": ["a", "a"]}', "a are named twice"),
+        ('{"names": ["../a"]}', "is no name of a file"),
+        ('{"names": ["a"], "U1": {"total": [-1]}}', "-1, which is no number of tokens"),
+        ('{"names": ["a"], "U1": {"total": [NaN]}}', "nan, which is no number of tokens"),
+        ('{"names": ["a"], "U1": {"total": [true]}}', "True, which is no number of tokens"),
+        ('{"names": [], "U1": {}}', "no list of data sets"),
+        ("[]", "it needs"),
+    ],
+)
+def test_slices_jsons_that_are_none(train, tmp_path, content, words):
+    arguments, _ = world(tmp_path, train)
+    (tmp_path / "slices.json").write_text(content)
+    ran = train(*arguments)
+    assert ran.code == 3
+    assert words in ran.err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "a: 5", "a: {datapath: x}", "a: {datapath: x, idxs: []}", "a: {datapath: x, idxs: [5, 3]}", "{",
+     "a: {datapath: x, idxs: [-1]}", "no: {datapath: x, idxs: [0]}", "!!python/object/apply:os.system ['true']"],
+)  # fmt: skip
+def test_state_files_that_are_none(train, tmp_path, content):
+    arguments, _ = world(tmp_path, train)
+    (tmp_path / "state.0.yaml").write_text(content)
+    ran = train(*arguments)
+    assert ran.code == 3
+    assert "is no state file" in ran.err
+
+
+def test_a_state_behind_the_end(train, tmp_path):
+    arguments, _ = world(tmp_path, train)
+    content = yaml.safe_load((tmp_path / "state.0.yaml").read_text())
+    content["lv"]["idxs"] = [0, 261]
+    (tmp_path / "state.0.yaml").write_text(yaml.dump(content))
+    ran = train(*arguments)
+    assert ran.code == 5
+    assert "its state begins at document 261" in ran.err
+
+
+def test_data_sets_that_cannot_be_one_pack(train, tmp_path):
+    arguments, made = world(tmp_path, train)
+    make(made["lv"], [40] * 200, dtype="<i4")
+    ran = train(*arguments)
+    assert ran.code == 5
+    assert "int32" in ran.err
+    assert "uint16" in ran.err
+    make(made["lv"], [40] * 200, mask=True)
+    ran = train(*arguments)
+    assert ran.code == 5
+    assert "1 of 3 token files have a loss mask" in ran.err
+    for prefix, eod in zip(made.values(), (3, 3, 4), strict=True):
+        make(prefix, [40] * 200, facts=Facts("aa", 1000, {}, eod))
+        mask_path(prefix).unlink(missing_ok=True)
+    ran = train(*arguments)
+    assert ran.code == 5
+    assert "were tokenized differently" in ran.err
+    facts_path(made["ķīna"]).unlink()
+    mask_path(made["lv"]).write_bytes(b"1")
+    assert "has 1 bytes for 8,000 tokens" in train(*arguments).err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_packs_in_the_folder(train, tmp_path):
+    words, made = world(tmp_path, train)
+    assert train(*words).code == 0
+    before = contents(tmp_path / "out")
+    ran = train(*[100 if word == 900 else word for word in words])
+    assert ran.code == 5, "the warm-up does not fit any more"
+    ran = train(*[800 if word == 900 else word for word in words])
+    assert ran.code == 7
+    assert "packs made with other arguments: most" in ran.err
+    slices_json(tmp_path / "slices.json", {**TOTALS, "lv": [700.4, 500, 1500.7, 900.25, 301]})
+    assert "from another slices json" in train(*words).err
+    slices_json(tmp_path / "slices.json", TOTALS)
+    os.utime(bin_path(made["lv"]), (5, 5))
+    ran = train(*words)
+    assert ran.code == 7
+    assert "other inputs: lv" in ran.err
+    assert contents(tmp_path / "out") == before
+    (tmp_path / "out/notes.txt").write_text("the user's own")
+    assert train(*[800 if word == 900 else word for word in words], "--force").code == 0
+    check_cuts(tmp_path / "out", made)
+    record = json.loads((tmp_path / "out/packs.json").read_text())
+    held = {path.with_suffix("").name for path in (tmp_path / "out").rglob("*.bin")}
+    assert held == {one["files"] for pack in record["packs"] for one in pack["slices"].values()}
+    assert (tmp_path / "out/notes.txt").exists()
+
+
+def test_folders_of_another_program_stay(train, tmp_path):
+    words, _ = world(tmp_path, train)
+    (tmp_path / "out/N_2").mkdir(parents=True)
+    for extra in ([], ["--force"]):
+        ran = train(*words, *extra)
+        assert ran.code == 7
+        assert "packs.json does not" in ran.err
+
+
+def test_a_record_that_names_other_folders_deletes_nothing(train, tmp_path):
+    words, made = world(tmp_path, train)
+    assert train(*words).code == 0
+    record = json.loads((tmp_path / "out/packs.json").read_text())
+    next(iter(record["packs"][0]["slices"].values()))["files"] = "../../in/lv"
+    (tmp_path / "out/packs.json").write_text(json.dumps(record))
+    assert train(*words, "--force").code == 7
+    assert open_indexed(made["lv"])
+
+
+def test_names_that_no_file_can_have(train, tmp_path):
+    words, _ = world(tmp_path, train, {"x" * 240: TOTALS["lv"]})
+    ran = train(*words)
+    assert ran.code == 5
+    assert "names that no file can have" in ran.err
+
+
+def test_no_room(train, tmp_path, monkeypatch):
+    import shutil
+
+    words, _ = world(tmp_path, train)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
+    ran = train(*words)
+    assert ran.code == 7
+    assert "has 1 B free" in ran.err
+    assert not list((tmp_path / "out").rglob("*.bin"))

@@ -1,0 +1,208 @@
+"""Token files on their way to disk: bytes copied by the kernel, files that appear whole or not at all, long columns."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from converters.durable import sync_folder, write_file
+from converters.report import size
+from formats.errors import Interrupted, OutputError, SourceError
+from train.data.facts import Facts, facts_path, facts_text, mask_path
+from train.data.indexed import Column, Indexed, bin_path, chunks, idx_path
+
+STEP = 64 << 20
+"""Bytes that the kernel is asked to copy at a time; between two of them a signal is heeded."""
+BUFFER = 4 << 20
+"""Bytes that pass through memory at a time, where the kernel does not copy."""
+NOT_HERE = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
+"""What `copy_file_range` answers where it does not work: two file systems, old kernels, containers."""
+
+Advance = Callable[[int], None]
+Stop = Callable[[], bool]
+Result = TypeVar("Result")
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def stop_here() -> Interrupted:
+    """What is raised where `stop` was true."""
+    return Interrupted("stopped by a signal", "run the same command again")
+
+
+def copy_range(source: Path, begin: int, count: int, target: Path, advance: Advance, stop: Stop) -> None:
+    """Make a file of a byte range of another one, and force it to disk. Memory does not depend on the range.
+
+    Raises:
+        SourceError: the source ends before the range does.
+        Interrupted: `stop` was true.
+    """
+    move: Callable[..., int | None] = _in_kernel if hasattr(os, "copy_file_range") else _in_memory
+    with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
+        done = 0
+        while done < count:
+            if stop():
+                raise stop_here()
+            moved = move(reader.fileno(), writer.fileno(), begin + done, count - done, done)
+            if moved is None:
+                move = _in_memory
+                continue
+            if not moved:
+                raise SourceError(f"{source} ends at byte {begin + done}, {begin + count} were expected")
+            done += moved
+            advance(moved)
+        os.fsync(writer.fileno())
+
+
+def _in_kernel(reader: int, writer: int, begin: int, count: int, at: int) -> int | None:
+    try:
+        return os.copy_file_range(reader, writer, min(STEP, count), begin, at)
+    except OSError as error:
+        if error.errno in NOT_HERE:
+            return None
+        raise
+
+
+def _in_memory(reader: int, writer: int, begin: int, count: int, at: int) -> int:
+    piece = memoryview(os.pread(reader, min(BUFFER, count), begin))
+    write_at(writer, piece, at)
+    return len(piece)
+
+
+def write_at(writer: int, piece: memoryview, at: int) -> None:
+    """Write all of a piece at a byte of a file: a full disk can cut a write short."""
+    while piece:
+        done = os.pwrite(writer, piece, at)
+        piece, at = piece[done:], at + done
+
+
+def in_threads(tasks: Sequence[Callable[[Stop], Result]], jobs: int, stop: Stop) -> list[Result]:
+    """Run tasks, so many at a time. An error in one ends the others.
+
+    Args:
+        tasks: each is given a function to ask whether it is to stop.
+        jobs: how many at a time.
+        stop: whether all are to stop.
+    """
+    failed = threading.Event()
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(task, lambda: stop() or failed.is_set()) for task in tasks]
+        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        if waiting:
+            failed.set()
+        for future in waiting:
+            future.cancel()
+    for future in done:
+        future.result()
+    return [future.result() for future in futures]
+
+
+# --- whole or not at all ---------------------------------------------------------------------------------------------
+
+
+def members(prefix: Path) -> tuple[Path, ...]:
+    """All files that a prefix may have, the index last: where it is, the others are whole."""
+    return bin_path(prefix), mask_path(prefix), facts_path(prefix), idx_path(prefix)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An error of the system that does not tell which file it is about is about this one."""
+    try:
+        yield
+    except OSError as error:
+        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from None
+
+
+@contextmanager
+def fresh(prefix: Path) -> Iterator[Path]:
+    """A prefix in a folder of its own, whose files become those of `prefix` when all of them are on disk.
+
+    An error leaves nothing behind, a `kill -9` the folder `PREFIX.partial`, which the next attempt empties.
+    """
+    staging = prefix.with_name(prefix.name + ".partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        with named(prefix):
+            yield staging / prefix.name
+            sync_folder(staging)
+            idx_path(prefix).unlink(missing_ok=True)
+            for made, place in zip(members(staging / prefix.name), members(prefix), strict=True):
+                if made.exists():
+                    made.replace(place)
+                else:
+                    place.unlink(missing_ok=True)
+            sync_folder(prefix.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_facts(prefix: Path, facts: Facts | None) -> None:
+    """Write what is known about token files, if anything is."""
+    if facts is not None:
+        write_file(facts_path(prefix), facts_text(facts).encode())
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """There is room for so many bytes.
+
+    Raises:
+        OutputError: there is not.
+    """
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise OutputError(f"{folder} needs {size(needed)} ({needed:,} bytes), {place} has {size(free)} free")
+
+
+# --- long columns ----------------------------------------------------------------------------------------------------
+
+
+class Joined:
+    """Columns of numbers one after the other, each with a number added to it, read a piece at a time."""
+
+    def __init__(self, parts: Sequence[tuple[Column, int]], dtype: str) -> None:
+        self.parts, self.dtype = parts, dtype
+        self.starts = [0, *accumulate(len(part) for part, _ in parts)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, where: slice) -> NDArray[Any]:
+        low, high, _ = where.indices(len(self))
+        found = [np.empty(0, self.dtype)]
+        number = bisect_right(self.starts, low) - 1
+        while low < high:
+            (part, plus), start = self.parts[number], self.starts[number]
+            piece = part[low - start : min(high - start, len(part))]
+            found.append(np.asarray(piece, self.dtype) + np.array(plus, self.dtype))
+            low, number = low + len(piece), number + 1
+        return np.concatenate(found)
+
+
+def marks_of(found: Indexed) -> NDArray[np.int64] | None:
+    """First sequence of each document, and the number of sequences behind it; None where each sequence is a document.
+
+    A merge of GPT-NeoX forgets the documents of its parts: marks that do not end where the sequences do are no marks.
+    """
+    marks = found.documents
+    if found.whole or not len(marks) or marks[0] != 0 or marks[-1] != len(found):
+        return None
+    sound = ((part[1:] >= part[:-1]).all() and part[0] >= marks[max(0, low - 1)] for low, part in chunks(marks))
+    if not all(sound):
+        raise SourceError(f"{idx_path(found.prefix)} has documents that end before they begin")
+    return marks

@@ -1,0 +1,147 @@
+"""The two files that tell what to slice: the slices json (how much of each data set) and the state (where each begins).
+
+Facts: tilde-nlp/llm-gpt-neox at 374a5c6, misc/slices_final.json, misc/create_0_state_file.py, data_packs_make.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from formats.errors import SourceError, short
+from train.data.indexed import bin_path, idx_path
+from train.data.packs.phases import Pool, pool
+
+POOLS = {"U1": ("U1",), "N": ("N", "U2"), "U3": ("U3",), "E": ("Ext",)}
+"""Pool, and the phases of the slices json that it is the sum of."""
+
+
+@dataclass(frozen=True)
+class State:
+    """How much of a data set earlier slices have used.
+
+    Attributes:
+        datapath: its `.bin`.
+        idxs: first document that was not yet used, after each slice; the last one counts.
+    """
+
+    datapath: str
+    idxs: tuple[int, ...] = (0,)
+
+
+def read_slices(path: Path) -> tuple[tuple[str, ...], dict[str, Pool]]:
+    """The names of the data sets, and the pools.
+
+    Raises:
+        SourceError: the file is not there, or is no slices json.
+    """
+    try:
+        content = json.loads(_content(path))
+        names = _names(content["names"])
+        wanted = {phase: _totals(content, phase, len(names)) for phases in POOLS.values() for phase in phases}
+    except (KeyError, TypeError) as error:
+        lacking = f"has no {error}" if isinstance(error, KeyError) else f"is wrong: {error}"
+        raise SourceError(
+            f"{path} {lacking}", 'it needs "names", and for each of U1, U2, N, U3 and Ext {"total": [tokens, ...]}'
+        ) from None
+    except ValueError as error:
+        raise SourceError(f"{path}: {error}") from None
+    pools = {
+        name: pool([sum(parts, Fraction(0)) for parts in zip(*(wanted[phase] for phase in phases), strict=True)])
+        for name, phases in POOLS.items()
+    }
+    return names, pools
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from None
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not names:
+        raise ValueError('"names" is no list of data sets')
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable() or "/" in name:
+            raise ValueError(f"{short(name)} is no name of a file")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} are named twice")
+    return tuple(names)
+
+
+def _totals(content: Mapping[str, Any], phase: str, count: int) -> list[Fraction]:
+    values = content[phase]["total"]
+    if not isinstance(values, list) or len(values) != count:
+        many = f"{len(values)} numbers" if isinstance(values, list) else short(values)
+        raise ValueError(f'"total" of {phase} is {many}, for {count} names')
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f'"total" of {phase} holds {short(value)}, which is no number of tokens')
+    return [Fraction(value) for value in values]
+
+
+def first_state(folder: Path) -> dict[str, State]:
+    """The state of all token files of a folder before anything is sliced.
+
+    Raises:
+        SourceError: there are none, or some have no index.
+    """
+    try:
+        found = sorted(path.name[: -len(".bin")] for path in folder.iterdir() if path.name.endswith(".bin"))
+    except OSError as error:
+        raise SourceError(f"{folder}: {error.strerror}") from None
+    if not found:
+        raise SourceError(f"{folder} holds no .bin")
+    lost = [name for name in found if not idx_path(folder / name).is_file()]
+    if lost:
+        raise SourceError(f"{len(lost)} of {len(found)} .bin of {folder} have no .idx: {', '.join(lost)}")
+    return {name: State(str(bin_path(folder.absolute() / name))) for name in found}
+
+
+def state_text(state: Mapping[str, State]) -> bytes:
+    """The content of a state file, as the users' own script writes it."""
+    content = {name: {"datapath": one.datapath, "idxs": list(one.idxs)} for name, one in state.items()}
+    return str(yaml.dump(content, default_flow_style=False)).encode()
+
+
+def read_state(path: Path) -> dict[str, State]:
+    """The states of a state file.
+
+    Raises:
+        SourceError: the file is not there, or is no state file.
+    """
+    try:
+        content = yaml.load(_content(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  # both are safe
+        return {name: _state(name, one) for name, one in content.items()}
+    except (yaml.YAMLError, AttributeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise SourceError(
+            f"{path} is no state file: {short(reason, 200)}",
+            "`train packs state` writes one for a folder of .bin files",
+        ) from None
+
+
+def _state(name: Any, content: Any) -> State:
+    if not isinstance(name, str):  # yaml takes no: and 1: for other things than names
+        raise ValueError(f"{short(name)} is no name, write it in quotes")
+    content = content if isinstance(content, dict) else {}
+    path, idxs = content.get("datapath"), content.get("idxs")
+    sound = isinstance(idxs, list) and idxs and all(type(one) is int and one >= 0 for one in idxs)
+    if not isinstance(path, str) or not sound or idxs != sorted(idxs):
+        raise ValueError(f"{name} needs a datapath and idxs, document numbers that never fall, at least one")
+    return State(path, tuple(idxs))
+
+
+def dump(content: Any) -> bytes:
+    """A small yaml file in the order of its content, as the users' own script writes it."""
+    return str(yaml.dump(content, sort_keys=False)).encode()

@@ -1,0 +1,327 @@
+"""Token files of a folder become one, in the order of their names, as GPT-NeoX merges them.
+
+Unlike there (tools/datasets/merge_datasets_mmap.py, whose builder forgets the documents of its parts) the index of what
+is made has all documents. Each part is hashed while it is copied, and what was written is read back and compared.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from converters.durable import stoppable, write_file
+from converters.report import Progress, size, table
+from formats.errors import OutputError, RefusedError, SourceError, VerificationError
+from train.data.facts import Facts, common_facts, facts_path, mask_path
+from train.data.indexed import Column, Indexed, bin_path, idx_path, open_indexed, write_index
+from train.data.packs import files
+from train.data.packs.files import Advance, Joined, Stop
+from train.data.packs.iters import COPY
+from train.data.packs.slices import check_alike
+from train.data.packs.writing import files_of, read_record
+
+Keep = Callable[[memoryview, int], None]
+"""What is done with a piece of a file, and the byte of it where it begins."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What is to be merged.
+
+    Attributes:
+        folder: where the parts lie.
+        parts: in the order of their names.
+        documents: how many each has.
+        facts: what is known about all of them.
+        masked: whether they have a loss mask.
+        notes: what the user may want to know.
+    """
+
+    folder: Path
+    parts: tuple[Indexed, ...]
+    documents: tuple[int, ...]
+    facts: Facts | None
+    masked: bool
+    notes: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many there are in all."""
+        return sum(part.total for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that are to be made."""
+        width = self.parts[0].dtype.itemsize + self.masked
+        return self.tokens * width + 34 + 12 * sum(map(len, self.parts)) + 8 * (sum(self.documents) + 1)
+
+    @property
+    def prefix(self) -> str:
+        """Name of what is to be made: that of the folder."""
+        return name_of(self.folder)
+
+
+def name_of(folder: Path) -> str:
+    """The name of a folder, which may be given as `.`."""
+    return folder.name if folder.name not in ("", "..") else folder.resolve().name
+
+
+def plan_merge(folder: Path) -> Merge:
+    """Open all token files of a folder.
+
+    Raises:
+        SourceError: there are none, one of a pair or a slice of the pack is missing.
+        RefusedError: they cannot be one file.
+    """
+    names = parts_of(folder)
+    notes = list(_check_slices(folder, names))
+    parts = tuple(open_indexed(folder / f"{name}.bin") for name in names)
+    check_alike(parts)
+    every = [files.marks_of(part) for part in parts]
+    documents = tuple(len(part) if marks is None else len(marks) - 1 for part, marks in zip(parts, every, strict=True))
+    forgot = [part.prefix.name for part, marks in zip(parts, every, strict=True) if marks is None and not part.whole]
+    if forgot:
+        notes.append(f"{len(forgot)} indexes do not tell all documents, each sequence is one: {', '.join(forgot)}")
+    for part in parts:
+        mask = mask_path(part.prefix)
+        if mask.exists() and mask.stat().st_size != part.total:
+            raise SourceError(f"{mask} has {mask.stat().st_size:,} bytes for {part.total:,} tokens")
+    facts = common_facts(
+        [part.prefix for part in parts], {"documents": sum(documents), "tokens": sum(one.total for one in parts)}
+    )
+    told = sum(facts_path(part.prefix).exists() for part in parts)
+    if 0 < told < len(parts):
+        notes.append(f"{told} of {len(parts)} parts tell how they were tokenized, so the result does not")
+    masked = mask_path(parts[0].prefix).exists()
+    return Merge(folder, parts, documents, facts, masked, tuple(notes))
+
+
+def parts_of(folder: Path) -> list[str]:
+    """Names of all pairs of token files in a folder, sorted.
+
+    Raises:
+        SourceError: there are none, or one of a pair is missing.
+        RefusedError: some are there twice.
+    """
+    try:
+        held = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise SourceError(f"{folder}: {error.strerror}") from None
+    unfinished = [name for name in held if name.endswith(".partial")]
+    if unfinished:
+        raise SourceError(f"{folder / unfinished[0]} is not finished", "run again what was writing it")
+    tokens, indexes = ({name[:-4] for name in held if name.endswith(end)} for end in (".bin", ".idx"))
+    alone = [f"{name}.bin" for name in sorted(tokens - indexes)] + [f"{name}.idx" for name in sorted(indexes - tokens)]
+    if alone:
+        raise SourceError(f"{len(alone)} files of {folder} lack the other one of their pair: {', '.join(alone)}")
+    if not tokens:
+        raise SourceError(f"{folder} holds no .bin and .idx")
+    copies = sorted(name for name in tokens if name.startswith(COPY) and name.removeprefix(COPY) in tokens)
+    if copies:
+        raise RefusedError(
+            f"{len(copies)} token files of {folder} are copies of others: {', '.join(copies)}",
+            "move them, or those that they were made of, to another folder",
+        )
+    return sorted(tokens)
+
+
+def _check_slices(folder: Path, names: Sequence[str]) -> list[str]:
+    """The slices that a slicing put into its pack are there."""
+    record = read_record(folder.resolve().parent)
+    wanted = files_of(record).get(name_of(folder)) if record else None
+    if wanted is None:
+        return []
+    missing, more = sorted(set(wanted) - set(names)), sorted(set(names) - set(wanted))
+    if missing:
+        raise SourceError(
+            f"{folder} lacks {len(missing)} of {len(wanted)} slices: {', '.join(missing)}",
+            "the slicing is not finished: run `train packs slice` again",
+        )
+    return [f"{len(more)} files are no slices of this pack and are merged too: {', '.join(more)}"] if more else []
+
+
+def check_out(merge: Merge, out: Path, force: bool) -> None:
+    """The output is apart from the parts, and not there.
+
+    Raises:
+        OutputError: it is not.
+    """
+    if out.resolve() == merge.folder.resolve():
+        raise OutputError(f"{out} is the folder of the parts", "the next merge would take the result for one of them")
+    for path in files.members(out / merge.prefix):
+        if path.exists() and not force:
+            raise OutputError(f"{path} exists", "choose another folder, or replace it with --force")
+
+
+def write_merge(merge: Merge, out: Path, *, jobs: int, verify: bool, quiet: bool) -> Path:
+    """Write `OUT/XX.bin`, `.idx`, `.merge.log`, and mask and facts where the parts have them.
+
+    Returns:
+        The prefix.
+
+    Raises:
+        VerificationError: what was written does not read back as it was read.
+        Interrupted: a signal came.
+    """
+    began, prefix = time.monotonic(), out / merge.prefix
+    out.mkdir(parents=True, exist_ok=True)
+    files.check_space(out, merge.nbytes)
+    kinds = [bin_path, mask_path] if merge.masked else [bin_path]
+    total = merge.tokens * (merge.parts[0].dtype.itemsize + merge.masked)
+    with stoppable() as stop, files.fresh(prefix) as made, Progress("merging", total * (1 + verify), quiet) as progress:
+        sums = []
+        for kind in kinds:
+            pieces = _pieces([kind(part.prefix) for part in merge.parts])
+            sums.append(_copy(pieces, kind(made), jobs, progress.advance, stop))
+            if verify:
+                _verify(pieces, kind(made), sums[-1], jobs, progress.advance, stop)
+        marks = [files.marks_of(part) for part in merge.parts]
+        sizes = Joined([(part.sizes, 0) for part in merge.parts], "<i4")
+        write_index(idx_path(made), merge.parts[0].dtype, sizes, _documents(merge.parts, marks))
+        files.write_facts(made, merge.facts)
+        open_indexed(made)
+        seconds = time.monotonic() - began
+        write_file(out / f"{merge.prefix}.merge.log", _log(merge, prefix, sums, verify, seconds))
+    return prefix
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+class _Piece(NamedTuple):
+    """A part, and where it comes to lie."""
+
+    path: Path
+    begin: int
+    length: int
+
+
+def _pieces(paths: Sequence[Path]) -> list[_Piece]:
+    counts = [path.stat().st_size for path in paths]
+    return list(map(_Piece, paths, accumulate(counts, initial=0), counts))
+
+
+def _copy(pieces: Sequence[_Piece], target: Path, jobs: int, advance: Advance, stop: Stop) -> list[str]:
+    """Write all parts into one file, force it to disk, and return the BLAKE3 of each part."""
+
+    def copy(piece: _Piece, halt: Stop) -> str:
+        with piece.path.open("rb", buffering=0) as reader:
+
+            def keep(part: memoryview, at: int) -> None:
+                files.write_at(writer, part, piece.begin + at)
+
+            return _hash(reader.fileno(), piece.path, 0, piece.length, halt, advance, keep)
+
+    writer = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(writer, sum(piece.length for piece in pieces))
+        sums = files.in_threads([partial(copy, piece) for piece in pieces], jobs, stop)
+        os.fsync(writer)
+        if hasattr(os, "posix_fadvise"):  # it is to be read back from the disk, not from memory
+            os.posix_fadvise(writer, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(writer)
+    return sums
+
+
+def _verify(
+    pieces: Sequence[_Piece], target: Path, sums: Sequence[str], jobs: int, advance: Advance, stop: Stop
+) -> None:
+    """Read the file back, where each part lies in it.
+
+    Raises:
+        VerificationError: a part is not what it was when it was copied.
+    """
+    with target.open("rb", buffering=0) as reader:
+        again = partial(_again, reader.fileno(), target, advance)
+        work = [partial(again, piece) for piece in pieces]
+        found = files.in_threads(work, jobs, stop)
+    wrong = [piece.path for piece, one, two in zip(pieces, found, sums, strict=True) if one != two]
+    if wrong:
+        raise VerificationError(
+            f"{len(wrong)} of {len(pieces)} parts do not read back from {target} as they were written, such as "
+            f"{wrong[0]}",
+            "the disk or the memory is faulty; the file was deleted",
+        )
+
+
+def _again(reader: int, target: Path, advance: Advance, piece: _Piece, halt: Stop) -> str:
+    return _hash(reader, target, piece.begin, piece.length, halt, advance, lambda _, __: None)
+
+
+def _hash(reader: int, path: Path, begin: int, count: int, halt: Stop, advance: Advance, keep: Keep) -> str:
+    """The BLAKE3 of a byte range, whose pieces are shown to `keep` on the way."""
+    found, buffer, done = blake3(), bytearray(min(files.BUFFER, count)), 0
+    while done < count:
+        if halt():
+            raise files.stop_here()
+        got = os.preadv(reader, [memoryview(buffer)[: count - done]], begin + done)
+        if not got:
+            raise SourceError(f"{path} ends at byte {begin + done}, {begin + count} were expected")
+        part = memoryview(buffer)[:got]
+        found.update(part)
+        keep(part, done)
+        done += got
+        advance(got)
+    return found.hexdigest()
+
+
+# --- the index and the log -------------------------------------------------------------------------------------------
+
+
+class _Each:
+    """0, 1, 2, …: the first sequence of each document, where each sequence is one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, where: slice) -> NDArray[np.int64]:
+        low, high, _ = where.indices(self.count)
+        return np.arange(low, high, dtype="<i8")
+
+
+def _documents(parts: Sequence[Indexed], marks: Sequence[NDArray[np.int64] | None]) -> Joined | None:
+    """First sequence of each document of all parts; None if each sequence is one."""
+    if all(found is None for found in marks):
+        return None
+    columns: list[tuple[Column, int]] = []
+    before = 0
+    for part, found in zip(parts, marks, strict=True):
+        columns.append((_Each(len(part)) if found is None else found[:-1], before))
+        before += len(part)
+    return Joined([*columns, (_Each(1), before)], "<i8")
+
+
+def part_rows(merge: Merge) -> list[tuple[str, ...]]:
+    """A line for each part, and one for all: name, documents, tokens."""
+    parts = zip(merge.parts, merge.documents, strict=True)
+    rows = [(one.prefix.name, f"{count:,}", f"{one.total:,}") for one, count in parts]
+    return [("part", "documents", "tokens"), *rows, ("all", f"{sum(merge.documents):,}", f"{merge.tokens:,}")]
+
+
+def _log(merge: Merge, prefix: Path, sums: Sequence[Sequence[str]], verify: bool, seconds: float) -> bytes:
+    """What was made of what."""
+    heads = ["BLAKE3 of .bin", "BLAKE3 of .mask"]
+    digests = [tuple(heads[: len(sums)]), *zip(*sums, strict=True), ("",) * len(sums)]
+    rows = [(*row, *more) for row, more in zip(part_rows(merge), digests, strict=True)]
+    checked = "read back and equal" if verify else "not read back"
+    lines = [
+        f"{merge.folder.absolute()} -> {prefix.absolute()}",
+        table(rows),
+        *(f"note: {note}" for note in merge.notes),
+        f"{size(merge.nbytes)} in {seconds:.1f} s, {checked}",
+    ]
+    return ("\n".join(lines) + "\n").encode()

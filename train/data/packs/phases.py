@@ -1,0 +1,216 @@
+"""The arithmetic of phases and packs: exact, and without files.
+
+A pre-training runs through the phases of `ORDER`. Its tokens come from four pools: U1 (the warm-up is its beginning), N
+(which is U2 too), U3 (the cool-down is its end) and E. Facts: tilde-nlp/llm-gpt-neox at 374a5c6, data_packs_make.py,
+which computes in floats. Here the tokens of a pool are rounded once, to the nearest integer of their exact sum; those
+of its data sets are rounded down, and the largest remainders get the tokens that are left. From there on all numbers
+are integers, and all sums are equal by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from math import floor
+
+from formats.errors import RefusedError
+
+ORDER = {"warmup": "U1", "U1": "U1", "N": "N", "U3": "U3", "U3_cd": "U3", "E": "E"}
+"""Phase, and the pool that it draws on."""
+FOLDERS = {"U3_cd": "U3_{}_cd"}
+"""How a pack of a phase is called, where that is not PHASE_NUMBER."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What cuts the pools into packs.
+
+    Attributes:
+        tokens_per_iter: tokens of a step of the training.
+        warmup_iters: steps of the warm-up.
+        cool_down: percentage of U1, N and U3 together that the cool-down takes.
+        most: tokens of the largest pack.
+    """
+
+    tokens_per_iter: int
+    warmup_iters: int
+    cool_down: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The tokens that some phases share.
+
+    Attributes:
+        wanted: tokens of each data set, as the file has them.
+        total: tokens of all, rounded.
+        totals: tokens of each, rounded; their sum is `total`.
+    """
+
+    wanted: tuple[Fraction, ...]
+    total: int
+    totals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A pack that is to be made.
+
+    Attributes:
+        number: its place in the training; the warm-up is 0.
+        phase: one of `ORDER`.
+        tokens: how many it is to hold.
+        targets: how many of each data set; their sum is `tokens`.
+        named: how many of each data set the names of its files tell: the target before any rounding, cut off.
+    """
+
+    number: int
+    phase: str
+    tokens: int
+    targets: tuple[int, ...] = ()
+    named: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its folder."""
+        return FOLDERS.get(self.phase, self.phase + "_{}").format(self.number)
+
+    def steps(self, schedule: Schedule) -> int:
+        """`train_iters`: the last step may be incomplete."""
+        return -(-self.tokens // schedule.tokens_per_iter)
+
+
+def largest_remainders(shares: Sequence[Fraction], total: int) -> tuple[int, ...]:
+    """Integers near the shares of a total, none below zero; the shares add up to about that total.
+
+    Each share is rounded down, to zero if it is below. What is then missing goes to the largest remainders, the first
+    of equal ones; what is too much is taken from the smallest.
+    """
+    rounded = [max(0, floor(share)) for share in shares]
+    missing = total - sum(rounded)
+    order = sorted(range(len(shares)), key=lambda i: rounded[i] - shares[i])
+    for i in order[: max(0, missing)]:
+        rounded[i] += 1
+    while missing < 0:
+        i = min((i for i in order if rounded[i]), key=lambda i: shares[i] - rounded[i])
+        rounded[i] -= 1
+        missing += 1
+    return tuple(rounded)
+
+
+def pool(wanted: Sequence[Fraction]) -> Pool:
+    """Round what a phase wants of each data set."""
+    total = floor(sum(wanted, Fraction(0)) + Fraction(1, 2))
+    return Pool(tuple(wanted), total, largest_remainders(wanted, total))
+
+
+def packs(pools: dict[str, Pool], schedule: Schedule) -> tuple[Pack, ...]:
+    """The packs of a training, in its order.
+
+    Args:
+        pools: those of `ORDER`, by name, with the same data sets in the same order.
+        schedule: what cuts them.
+
+    Raises:
+        RefusedError: the warm-up or the cool-down does not fit.
+    """
+    found: list[Pack] = []
+    for phase, tokens in _phases(pools, schedule).items():
+        number = 0 if phase == "warmup" else 1 + sum(pack.phase != "warmup" for pack in found)
+        found += [Pack(number + i, phase, part) for i, part in enumerate(cut(tokens, schedule.most))]
+    return tuple(_with_targets(found, pools))
+
+
+def _phases(pools: dict[str, Pool], schedule: Schedule) -> dict[str, int]:
+    """Tokens of each phase."""
+    train = sum(pools[name].total for name in ("U1", "N", "U3"))
+    warmup = schedule.tokens_per_iter * schedule.warmup_iters
+    down = train * schedule.cool_down // 100 + 1 if schedule.cool_down and train else 0
+    first, last = pools["U1"].total, pools["U3"].total
+    if not any(one.total for one in pools.values()):
+        raise RefusedError("the slices json asks for no tokens at all")
+    steps = f"{schedule.warmup_iters:,} steps of {schedule.tokens_per_iter:,} tokens"
+    if warmup > schedule.most:
+        raise RefusedError(
+            f"the warm-up takes {warmup:,} tokens ({steps}) and is one pack, which holds {schedule.most:,} at most",
+            f"--max-tokens-per-pack {warmup}, or fewer --warmup-iters",
+        )
+    if warmup and warmup >= first:
+        raise RefusedError(
+            f"the warm-up takes {warmup:,} tokens ({steps}) from U1, which has {first:,}", "fewer --warmup-iters"
+        )
+    if down > last:
+        raise RefusedError(
+            f"the cool-down takes {down:,} tokens ({schedule.cool_down} % of {train:,}) from U3, which has {last:,}",
+            f"--cd-phase {max(0, (last * 100 - 1) // train)} is the most that U3 is enough for",
+        )
+    return {
+        "warmup": warmup, "U1": first - warmup, "N": pools["N"].total,
+        "U3": last - down, "U3_cd": down, "E": pools["E"].total,
+    }  # fmt: skip
+
+
+def cut(tokens: int, most: int) -> list[int]:
+    """A phase in packs: full ones, then one with what is left, if anything is."""
+    full, rest = divmod(tokens, most)
+    return [most] * full + ([rest] if rest else [])
+
+
+def _with_targets(found: Sequence[Pack], pools: dict[str, Pool]) -> list[Pack]:
+    """The packs with what each takes of each data set."""
+    taken = {name: (0, (0,) * len(one.totals)) for name, one in pools.items()}
+    last = {pack.phase: pack.number for pack in found}
+    done = []
+    for pack in found:
+        source = ORDER[pack.phase]
+        one, (before, given) = pools[source], taken[source]
+        targets = take(one, before + pack.tokens, given, pack.tokens)
+        taken[source] = before + pack.tokens, tuple(map(sum, zip(given, targets, strict=True)))
+        whole = pack.phase not in ("warmup", "U3_cd") and last[pack.phase] == pack.number
+        named = names_of(one, pack.tokens, whole)
+        done.append(Pack(pack.number, pack.phase, pack.tokens, targets, named))
+    return done
+
+
+def take(one: Pool, upto: int, given: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """What a pack takes of each data set, so that each has had its share of the pool up to there.
+
+    Shares count from the beginning of the pool: what was rounded in one pack is made good in the next, and the last one
+    takes all that is left.
+    """
+    shares = [Fraction(total * upto, one.total) - had for total, had in zip(one.totals, given, strict=True)]
+    return largest_remainders(shares, tokens)
+
+
+def names_of(one: Pool, tokens: int, last: bool) -> tuple[int, ...]:
+    """The targets that names tell: of a pool and a pack that are not rounded, each cut off.
+
+    Only the last pack of a phase has a fraction of a token, that of the pool.
+    """
+    exact = sum(one.wanted, Fraction(0))
+    size = tokens + (exact - one.total if last else 0)
+    return tuple(floor(size * share / exact) for share in one.wanted)
+
+
+def ends(found: Sequence[Pack], schedule: Schedule) -> list[int]:
+    """The step at which each pack is used up."""
+    return list(accumulate(pack.steps(schedule) for pack in found))
+
+
+def sums(found: Sequence[Pack], pools: dict[str, Pool]) -> dict[str, int]:
+    """The tokens of all packs of each pool, counted once more: by packs, and by data sets.
+
+    Raises:
+        RuntimeError: they are not those of the pool.
+    """
+    counted = {}
+    for name, one in pools.items():
+        own = [pack for pack in found if ORDER[pack.phase] == name]
+        sets = tuple(sum(pack.targets[i] for pack in own) for i in range(len(one.totals)))
+        counted[name] = sum(pack.tokens for pack in own)
+        if counted[name] != one.total or sets != one.totals or any(sum(p.targets) != p.tokens for p in own):
+            raise RuntimeError(f"the packs of {name} have {counted[name]} tokens, {sum(sets)} by data sets")
+    return counted

@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 
 from converters.entry import Sections, run
-from train.commands import look, pack, packs, tokenize
+from train.commands import fetch, look, pack, packs, tokenize
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
-    "Data": (look.lint, tokenize.tokenize, look.show, look.count, pack.pack),
+    "Data": (fetch.fetch, look.lint, tokenize.tokenize, look.show, look.count, pack.pack),
     "Data packs": (packs.packs,),
 }
 

@@ -1,0 +1,193 @@
+"""The command that turns a public set, or files, into training data."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from converters.commands.options import FOLDER, as_json
+
+if TYPE_CHECKING:
+    from train.data.fetch import Counts
+    from train.data.recipe import Recipe
+    from train.data.sources import Source
+
+OFTEN, MASK = 0.5, 0xFF
+"""Seconds between two updates of a line on a terminal; the clock is read for one record of 256."""
+PREVIEW = 1000
+"""How many records --dry-run reads at most."""
+
+
+@click.command()
+@click.argument("recipe", required=False)
+@click.argument("out", type=FOLDER, required=False, metavar="[OUT.jsonl]")
+@click.option("--list", "listing", is_flag=True, help="List the recipes that come along.")
+@click.option("--source", metavar="SET|PATH", help="Read this instead: org/name of the Hub, ./file or ./folder.")
+@click.option("--split", "splits", multiple=True, metavar="NAME", help="Read this split; repeat it.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.  [default: main]")
+@click.option("--sample", type=click.IntRange(1), metavar="N", help="Draw N of the records, in their order.")
+@click.option("--seed", type=click.IntRange(0), metavar="S", help="Which sample.  [default: 0]")
+@click.option("--dedup", type=click.Choice(["prompt"]), help="Keep the first record of those with the same prompt.")
+@click.option("--cache", type=FOLDER, metavar="FOLDER", help="Copy the set there first; read the copy if it is there.")
+@click.option("--strict", is_flag=True, help="Stop at a malformed record instead of dropping it.")
+@click.option("-n", "--dry-run", is_flag=True, help="Read the first records, print what they become, write nothing.")
+@click.option("--force", is_flag=True, help="Replace OUT.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@as_json
+def fetch(recipe: str | None, out: Path | None, listing: bool, as_json: bool, **options: Any) -> None:
+    """Public data or files to JSON lines, by a RECIPE: a name of --list, or a YAML file.
+
+    It needs the internet unless the source is local or a copy that --cache left.
+    """
+    from formats.errors import UsageError
+    from train.data.recipe_file import load, override
+
+    if listing:
+        _list(as_json)
+        return
+    if recipe is None:
+        raise UsageError("no recipe is named", "train fetch --list")
+    loaded = override(
+        load(recipe),
+        source=options["source"],
+        splits=options["splits"],
+        revision=options["revision"],
+        sample=options["sample"],
+        seed=options["seed"],
+        dedup=True if options["dedup"] else None,
+    )
+    if options["seed"] is not None and loaded.sample is None:
+        raise UsageError("--seed says which sample, and none is drawn", "--sample N --seed S")
+    quiet = options["quiet"] or as_json
+    target = (out or Path(f"{loaded.name}.jsonl")).expanduser()
+    with _ended_by_signals():
+        _run(loaded, target, quiet, as_json, options)
+
+
+def _run(recipe: Recipe, out: Path, quiet: bool, as_json: bool, options: dict[str, Any]) -> None:
+    from train.data.copied import copy_set
+    from train.data.fetch import check_free
+    from train.data.fetch import fetch as fetched
+    from train.data.sources import open_source
+
+    if not options["dry_run"]:
+        check_free(out, options["force"])
+    began, commit = time.monotonic(), None
+    if options["cache"]:
+        recipe, commit = copy_set(recipe, options["cache"].expanduser(), quiet)
+    source = open_source(recipe, quiet)
+    if options["dry_run"]:
+        _preview(recipe, source, out, options["strict"], as_json)
+        return
+    with _line(quiet) as tell:
+        counts = fetched(recipe, source, out, options["force"], options["strict"], tell)
+    _report(recipe, source, commit or source.revision, out, counts, time.monotonic() - began, as_json)
+
+
+def _report(
+    recipe: Recipe, source: Source, commit: str | None, out: Path, counts: Counts, seconds: float, as_json: bool
+) -> None:
+    from train.data.fetch import summary, why
+
+    if as_json:
+        facts = {"out": str(out), "examples": counts.written, "bytes": counts.nbytes, **_counted(counts)}
+        drawn = {"sample": recipe.sample, "seed": recipe.seed} if recipe.sample else {}
+        click.echo(json.dumps({**facts, **drawn, **_origin(recipe, source, commit), "seconds": round(seconds, 3)}))
+        return
+    for line in why(counts):
+        click.echo(f"dropped as {line}", err=True)
+    if recipe.sample and counts.written < recipe.sample:
+        click.echo(f"note: a sample of {recipe.sample} was asked for, and that is all there is", err=True)
+    click.echo(summary(counts) + (f"; commit {commit}" if commit else ""))
+    click.echo(f"Saved {counts.written} examples to {out}")
+
+
+def _preview(recipe: Recipe, source: Source, out: Path, strict: bool, as_json: bool) -> None:
+    """What the first records become."""
+    from train.data.fetch import Counts, made, summary
+
+    counts, first = Counts(), b""
+    for record in made(recipe, source, counts, strict):
+        first = first or record.line
+        if counts.read >= PREVIEW:
+            break
+    if as_json:
+        facts = {"out": str(out), **_counted(counts), **_origin(recipe, source, source.revision)}
+        click.echo(json.dumps({**facts, "first": json.loads(first) if first else None}))
+        return
+    for name, _ in source.parts:
+        click.echo(f"read: {name}")
+    for one in recipe.where:
+        click.echo(f"where: {one.field} {one.test} {json.dumps(one.value, ensure_ascii=False)}")
+    drawn = f", a sample of {recipe.sample} with seed {recipe.seed}" if recipe.sample else ""
+    click.echo(f"write: {out} as {recipe.form}{', each prompt once' if recipe.dedup else ''}{drawn}")
+    click.echo(f"first records: {summary(counts)}")
+    click.echo(first.decode(), nl=False)
+
+
+def _counted(counts: Counts) -> dict[str, Any]:
+    return {"read": counts.read, "kept": counts.kept, "dropped": dict(counts.dropped.most_common())}
+
+
+def _origin(recipe: Recipe, source: Source, commit: str | None) -> dict[str, Any]:
+    parts = [name for name, _ in source.parts]
+    return {"recipe": recipe.name, "source": list(recipe.source), "commit": commit, "parts": parts}
+
+
+def _list(as_json: bool) -> None:
+    from converters.report import table
+    from train.data.recipe_file import shipped
+
+    known = shipped()
+    if as_json:
+        click.echo(json.dumps([{"name": one.name, "about": one.about, "source": list(one.source)} for one in known]))
+        return
+    click.echo(table(((one.name, one.source[0], one.about) for one in known), ""))
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the work as Control-C does: exit 75, and nothing half-written remains."""
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None
+    try:
+        yield
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _line(quiet: bool) -> Iterator[Any]:
+    """How far the work is: one live line on a terminal, one line every 30 s in a log file."""
+    from converters.report import EVERY
+
+    terminal, began = sys.stderr.isatty(), time.monotonic()
+    said = began
+
+    def tell(counts: Counts) -> None:
+        nonlocal said
+        if quiet or counts.read & MASK:
+            return
+        now = time.monotonic()
+        if now - said >= (OFTEN if terminal else EVERY):
+            said = now
+            text = f"{counts.read:,} read, {counts.kept:,} kept, {counts.read / (now - began):,.0f} a second"
+            sys.stderr.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
+            sys.stderr.flush()
+
+    try:
+        yield tell
+    finally:
+        if terminal and said != began:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -290,6 +290,23 @@ def published(out: Path, force: bool) -> Iterator[IO[bytes]]:
     target = Path(os.path.realpath(out))
     staged = target.with_name(target.name + ".tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(staged, out) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            check_free(out, force)
+            staged.rename(target)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise OutputError(f"there is no room for {out}: {error.strerror}; nothing is written") from None
+    sync_folder(target.parent)
+
+
+@contextmanager
+def _locked(staged: Path, out: Path) -> Iterator[IO[bytes]]:
+    """An empty file that only this process writes, and that is gone after an error."""
     handle = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with open(handle, "wb") as file:  # noqa: PTH123  # it is open
         lock(handle, staged)
@@ -298,16 +315,9 @@ def published(out: Path, force: bool) -> Iterator[IO[bytes]]:
         try:
             file.truncate(0)
             yield file
-            file.flush()
-            os.fsync(handle)
-            check_free(out, force)
-            staged.rename(target)
-        except BaseException as error:
+        except BaseException:
             staged.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno in FULL:
-                raise OutputError(f"there is no room for {out}: {error.strerror}; nothing is written") from None
             raise
-    sync_folder(target.parent)
 
 
 def check_free(out: Path, force: bool) -> None:

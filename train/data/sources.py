@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import NetworkError, SourceError, UnsupportedError, UsageError, VitruvianError, short
-from train.data.files import Row, files_of, require, rows
+from train.data.files import Row, files_of, parquet_rows, require, rows
 from train.data.recipe import Recipe, expanded, nearest
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 LIBRARIES = ("httpx2", "httpx", "requests", "urllib3", "hf_xet", "aiohttp")
 """What the Hub is spoken to through; an error of theirs is trouble with the network."""
 LATER = (408, 409, 425, 429)
-ROWS = 1000
-"""How many rows of a Parquet file are held at a time."""
 INSTALL = "pip install 'vitruvian[data]'"
 LOGIN = "hf auth login   # or set HF_TOKEN; some sets also ask you to accept terms on their page"
 
@@ -151,10 +149,17 @@ def _exact(builder: DatasetBuilder) -> None:
 
 
 def _streamed(builder: DatasetBuilder, split: str, name: str, fields: tuple[str, ...]) -> Iterator[Row]:
+    """The records of a split. Parquet is read here, column by column; whatever else it is, the library reads it."""
+    from datasets.packaged_modules.parquet.parquet import Parquet  # type: ignore[import-untyped]
+    from datasets.utils.file_utils import xopen  # type: ignore[import-untyped]
+
     with explained(name):
-        if hasattr(builder.config, "columns") and hasattr(builder.config, "batch_size"):  # Parquet
-            builder.config.columns, builder.config.batch_size = list(fields), ROWS
-        yield from builder.as_streaming_dataset(split=split)
+        if not isinstance(builder, Parquet):
+            yield from builder.as_streaming_dataset(split=split)
+            return
+        for address in builder.config.data_files[split]:
+            with xopen(address, "rb") as file:  # asks again when the line is cut
+                yield from parquet_rows(file, fields, f"{split} of {name}")
 
 
 def _saved(recipe: Recipe, folder: Path) -> tuple[Part, ...]:

@@ -137,6 +137,23 @@ def test_text(fetch, tmp_path):
     assert lines_of(tmp_path / "out.jsonl") == [{"text": "Kaixo\nmundua"}]
 
 
+def test_kept_fields(fetch, tmp_path):
+    """They are copied as JSON; what JSON has no word for drops the record, as a reader of lines would stop at it."""
+    import datetime
+
+    moment = datetime.datetime(2024, 1, 2, 3, 4, 5)
+    rows = [{"q": "x", "a": "y", "t": moment, "n": number, "l": [1.5, None]} for number in (1.5, float("nan"), None)]
+    (tmp_path / "in.parquet").write_bytes(parquet(rows))
+    recipe(tmp_path / "r.yml", PAIR.format("in.parquet") + "keep: [t, n, l]\n")
+    assert "2 kept, 1 dropped (type 1)" in fetch("r.yml", "out.jsonl").out
+    kept = [{name: one.get(name) for name in "tnl"} for one in lines_of(tmp_path / "out.jsonl")]
+    assert kept == [{"t": "2024-01-02T03:04:05", "n": number, "l": [1.5, None]} for number in (1.5, None)]
+    deep = '{"q": "x", "a": "y", "t": ' + "[" * 1000 + "]" * 1000 + "}"
+    (tmp_path / "deep.jsonl").write_text(deep + "\n" + json.dumps({**pairs(1)[0], "t": 1}))
+    recipe(tmp_path / "d.yml", PAIR.format("deep.jsonl") + "keep: t\n")
+    assert "2 read, 1 kept" in fetch("d.yml", "deep-out.jsonl").out
+
+
 # --- what is dropped -------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +342,7 @@ def test_errors(fetch, tmp_path, text, content, code, said):
         (("r.yml", "old.jsonl"), 7, "old.jsonl exists"),
         (("r.yml", "old.jsonl", "-n"), 0, ""),
         (("r.yml", "/dev/null", "--force"), 2, "/dev/null is no file"),
+        (("r.yml", "in.jsonl", "--force"), 2, "in.jsonl is what is read"),
         (("nothing.yml",), 2, "neither a recipe nor a file"),
         (("r.yml", "--source", "a b"), 2, "no name on the Hub"),
         (("r.yml", "--source", "in.txt.bz2"), 2, "HF_HUB_OFFLINE"),

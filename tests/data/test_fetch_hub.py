@@ -223,6 +223,28 @@ def test_a_table_on_the_hub_keeps_its_words(hub, env, tmp_path):
     assert "NA<<<|user|>>><<<|assistant|>>>null" in lines_of(tmp_path / "p.jsonl")[0]["text"]
 
 
+def test_a_folder_here_is_not_taken_for_a_set(hub, env, tmp_path, monkeypatch):
+    """The library prefers it; then the commit that is told would be that of other data."""
+    import tests.data.fetching as module
+
+    add_aya(hub)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "CohereForAI/aya_dataset").mkdir(parents=True)
+    (ran,) = there(env, ["aya-basque", "out.jsonl"])
+    assert ran.code == 2
+    assert "is a set of the Hub and also a folder here" in ran.err
+
+
+def test_a_program_is_not_run(hub, env, tmp_path):
+    trap = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    add_set(hub, "acme/script", {"script.py": trap.encode(), "README.md": b"x"})
+    made = recipe(tmp_path / "r.yml", "source: acme/script\nuser: q\nassistant: a\n")
+    (ran,) = there(env, [made, tmp_path / "out.jsonl"])
+    assert ran.code == 4, ran.err
+    assert "no program of others is run here" in ran.err
+    assert not (tmp_path / "ran").exists()
+
+
 def test_what_does_not_exist(hub, env, tmp_path):
     add_aya(hub)
     hub.store.create("datasets/acme/secret", private=True)
@@ -289,11 +311,13 @@ def test_a_network_that_goes_away_leaves_nothing(hub, env, tmp_path, monkeypatch
     add_set(hub, "acme/long", {"a.jsonl": lines.encode(), "b.jsonl": lines.encode()})
     made = recipe(tmp_path / "r.yml", "source: acme/long\nuser: q\nassistant: a\n")
     monkeypatch.setattr(module, "MANY", IMPATIENT + module.MANY)
-    hub.faults.append(Fault("GET /datasets/acme/long/resolve/.*/b.jsonl", drop_after=0, times=999))
-    (ran,) = there(env | {"HF_HUB_DOWNLOAD_TIMEOUT": "2"}, [made, tmp_path / "out.jsonl"])
-    assert ran.code == 8, ran.err
-    assert "acme/long cannot be reached" in ran.err
-    assert not list(tmp_path.glob("out*"))
+    add_set(hub, "acme/table", {"a.parquet": parquet(aya(250)), "b.parquet": parquet(aya(250))})
+    table = recipe(tmp_path / "t.yml", "source: acme/table\nuser: inputs\nassistant: targets\n")
+    hub.faults.append(Fault("GET /datasets/acme/.*/resolve/.*/b[.]", drop_after=0, times=9999))
+    for ran in there(env, [made, tmp_path / "out.jsonl"], [table, tmp_path / "out.jsonl"]):
+        assert ran.code == 8, ran.err
+        assert "cannot be reached" in ran.err
+        assert not list(tmp_path.glob("out*"))
     hub.faults.clear()
     (ran,) = there(env, [made, tmp_path / "out.jsonl"])
     assert "Saved 120000 examples" in ran.out

@@ -163,7 +163,7 @@ def _ended_by_signals() -> Iterator[None]:
         yield
     finally:
         if main:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 @contextmanager

@@ -83,8 +83,11 @@ def fetch(
     Raises:
         SourceError: the source is damaged, a record is malformed and strict is set, or nothing is left.
         OutputError: the file exists, or there is no room for it.
+        UsageError: the file is what is read.
         NetworkError: the Hub went away.
     """
+    if out.exists() and any(Path(name).exists() and out.samefile(name) for name, _ in source.parts):
+        raise UsageError(f"{out} is what is read")
     counts = Counts()
     lines = (record.line for record in made(recipe, source, counts, strict, tell))
     with published(out, force) as file:
@@ -258,7 +261,7 @@ def _line(value: Mapping[str, Any]) -> bytes:
     """A record as a line; only fields that are kept as they are can be no JSON."""
     try:
         return (json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode()
-    except ValueError:  # not a number, or half of a surrogate pair
+    except (ValueError, RecursionError):  # not a number, half of a surrogate pair, or lists in lists in lists
         raise Malformed("type") from None
 
 

@@ -88,6 +88,8 @@ def commit_of(name: str, revision: str | None) -> str:
 def _hub(recipe: Recipe, quiet: bool) -> Source:
     _library("datasets", quiet)
     name = recipe.source[0]
+    if Path(name).exists():  # load.py of the library would prefer it to the Hub
+        raise UsageError(f"{name} is a set of the Hub and also a folder here", f"--source ./{name}   # for the folder")
     commit = commit_of(name, recipe.revision)
     parts = [part for config in recipe.config or (None,) for part in _splits(recipe, name, name, config, commit)]
     return Source(name, commit, tuple(parts))
@@ -229,6 +231,8 @@ def _meaning(error: BaseException, name: str) -> VitruvianError:
     said = _line(str(error)) or type(error).__name__
     if type(error).__name__ in ("DatasetNotFoundError", "DataFilesNotFoundError") or "BuilderConfig" in said:
         return UsageError(f"{name}: {said}", LOGIN if "Hub" in said else "")
+    if "scripts are no longer supported" in said:
+        return UnsupportedError(f"{name} is a program that makes a set, and no program of others is run here")
     if isinstance(error, OSError) and error.errno is not None:
         return SourceError(f"{error.filename or name}: {error.strerror}")
     return SourceError(f"{name} cannot be read: {type(error).__name__}: {said}")

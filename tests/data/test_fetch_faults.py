@@ -168,6 +168,32 @@ def test_many_at_once_publish_one_whole_file(tmp_path, env):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_file_that_was_just_published_is_not_emptied(tmp_path, monkeypatch):
+    """Between opening OUT.tmp and locking it, another process may have made OUT of it."""
+    from formats.errors import OutputError
+    from train.data import fetch
+
+    (tmp_path / "out.jsonl.tmp").write_text("whole")
+    monkeypatch.setattr(fetch, "lock", lambda *_: (tmp_path / "out.jsonl.tmp").rename(tmp_path / "out.jsonl"))
+    with (
+        pytest.raises(OutputError, match="another process has just written"),
+        fetch.published(tmp_path / "out.jsonl", True) as file,
+    ):
+        file.write(b"mine")
+    assert (tmp_path / "out.jsonl").read_text() == "whole"
+
+
+def test_bytes_are_on_disk_before_the_name(tmp_path, monkeypatch):
+    from train.data import fetch
+
+    done, fsync, rename = [], fetch.os.fsync, Path.rename
+    monkeypatch.setattr(fetch.os, "fsync", lambda handle: (done.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(Path, "rename", lambda one, to: (done.append("rename"), rename(one, to)))
+    with fetch.published(tmp_path / "out.jsonl", False) as file:
+        file.write(b"mine")
+    assert done == ["fsync", "rename", "fsync"]
+
+
 def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(tmp_path, env):
     write_lines(tmp_path / "in.jsonl", records(3))
     made = recipe(tmp_path / "r.yml", PAIR.format(tmp_path / "in.jsonl"))

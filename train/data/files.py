@@ -190,8 +190,8 @@ def parquet_rows(file: IO[bytes], fields: Sequence[str], place: str) -> Iterator
         SourceError: the file is damaged.
         UsageError: it lacks a column.
     """
-    import pyarrow as pa  # type: ignore[import-untyped]
-    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(file, pre_buffer=False) as held:

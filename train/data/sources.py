@@ -23,7 +23,7 @@ from train.data.files import Row, files_of, parquet_rows, require, rows
 from train.data.recipe import Recipe, expanded, nearest
 
 if TYPE_CHECKING:
-    from datasets import DatasetBuilder  # type: ignore[import-untyped]
+    from datasets import DatasetBuilder
 
 LIBRARIES = ("httpx2", "httpx", "requests", "urllib3", "hf_xet", "aiohttp")
 """What the Hub is spoken to through; an error of theirs is trouble with the network."""
@@ -152,8 +152,8 @@ def _exact(builder: DatasetBuilder) -> None:
 
 def _streamed(builder: DatasetBuilder, split: str, name: str, fields: tuple[str, ...]) -> Iterator[Row]:
     """The records of a split. Parquet is read here, column by column; whatever else it is, the library reads it."""
-    from datasets.packaged_modules.parquet.parquet import Parquet  # type: ignore[import-untyped]
-    from datasets.utils.file_utils import xopen  # type: ignore[import-untyped]
+    from datasets.packaged_modules.parquet.parquet import Parquet
+    from datasets.utils.file_utils import xopen
 
     with explained(name):
         if not isinstance(builder, Parquet):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 
 from converters.entry import Sections, run
-from train.commands import look, pack, packs, tokenize
+from train.commands import look, pack, packs, role_bins, tokenize
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
-    "Data": (look.lint, tokenize.tokenize, look.show, look.count, pack.pack),
+    "Data": (look.lint, tokenize.tokenize, look.show, look.count, pack.pack, role_bins.role_bins),
     "Data packs": (packs.packs,),
 }
 

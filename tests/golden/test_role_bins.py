@@ -229,6 +229,14 @@ def test_what_is_written_is_read_back(train, tmp_path):
     assert documents.indexed.documents.tolist() == documents.roles.documents.tolist() == [0]
 
 
+def test_the_bins_can_be_shown(train, tmp_path):
+    converted(train, tmp_path / "P", [written(tmp_path, HELLO)], "--no-new-tokens")
+    for prefix in (tmp_path / "P-text", REAL / "plain_nopack-text"):
+        ran = train("show", prefix, "--tokenizer", BYTES)
+        assert ran.code == 0, ran.err
+        assert "<700?>" in ran.out, "the id of <|im_start|>, which the model itself lacks"
+
+
 def test_what_is_cut_is_told(train, tmp_path, plain):
     words = ["--no_new_tokens", "--do_packing", "--max_seq_length", 219]
     ran = converted(train, tmp_path / "P", [plain["plain"]], *words)

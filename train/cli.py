@@ -5,10 +5,18 @@ from __future__ import annotations
 import click
 
 from converters.entry import Sections, run
-from train.commands import fetch, look, pack, packs, tokenize
+from train.commands import fetch, look, pack, packs, role_bins, tokenize
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
-    "Data": (fetch.fetch, look.lint, tokenize.tokenize, look.show, look.count, pack.pack),
+    "Data": (
+        fetch.fetch,
+        look.lint,
+        tokenize.tokenize,
+        look.show,
+        look.count,
+        pack.pack,
+        role_bins.role_bins,
+    ),
     "Data packs": (packs.packs,),
 }
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from formats.errors import UsageError
 from train.data.k_bin import k_bin
-from train.data.packing import best_fit, concatenated, next_fit
+from train.data.packing import best_fit, concatenated, longest_first, next_fit
 
 lengths = st.lists(st.integers(1, 64), min_size=1, max_size=300).map(lambda found: np.array(found, np.int32))
 seeds = st.integers(0, 2**32 - 1)
@@ -52,6 +52,29 @@ def test_every_packing_is_an_exact_partition(pack, found, seed):
 @given(found=lengths, seed=seeds)
 def test_best_fit_needs_the_rows_of_the_textbook(found, seed):
     assert len(best_fit(found, 64, seed).offsets) - 1 == rows_of_textbook(found, 64)
+
+
+def rows_of_megatron_llm(found, capacity):
+    """The rule of `pack_docs`, one document at a time: (document, tokens) of each row."""
+    rows, used = [], 0
+    for document in sorted(range(len(found)), key=lambda one: -found[one]):
+        length = int(found[document])
+        if used and used + 1 + length <= capacity:
+            rows[-1].append((document, length))
+            used += 1 + length
+        elif length < capacity:
+            rows.append([(document, length)])
+            used = length
+        else:
+            rows.append([(document, capacity)])
+    return rows
+
+
+@given(found=lengths, capacity=st.integers(1, 70))
+def test_longest_first_is_what_megatron_llm_does(found, capacity):
+    rows = longest_first(found, capacity)
+    pieces = list(zip(rows.documents.tolist(), rows.lengths.tolist(), strict=True))
+    assert [pieces[first:stop] for first, stop in pairwise(rows.offsets)] == rows_of_megatron_llm(found, capacity)
 
 
 @settings(deadline=None, max_examples=10)

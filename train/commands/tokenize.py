@@ -16,6 +16,7 @@ from train.commands.look import told
 
 if TYPE_CHECKING:
     from train.data.inputs import Ranges
+    from train.data.tokenize import Request
     from train.data.workers import Job
 
 KINDS = {
@@ -33,6 +34,21 @@ unused = together(
     click.option("--log-interval", type=int, hidden=True),
 )
 """Flags of the users' tool that change nothing here: `mmap` is what is written, and progress needs no count."""
+running = together(
+    click.option("--workers", type=click.IntRange(1, 1024), help="Processes.  [default: all cores]"),
+    click.option("--strict", is_flag=True, help="One malformed record is an error."),
+    click.option(
+        "--max-drop-rate",
+        type=click.FloatRange(0, 1),
+        default=0.1,
+        show_default=True,
+        help="Share of records that may be malformed.",
+    ),
+    click.option("-n", "--dry-run", is_flag=True, help="Say what would be done, and write nothing."),
+    click.option("--force", is_flag=True, help="Replace the output."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress."),
+    as_json,
+)
 
 
 @click.command()
@@ -77,19 +93,7 @@ unused = together(
 @click.option(
     "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."
 )
-@click.option("--workers", type=click.IntRange(1, 1024), help="Processes.  [default: all cores]")
-@click.option("--strict", is_flag=True, help="One malformed record is an error.")
-@click.option(
-    "--max-drop-rate",
-    type=click.FloatRange(0, 1),
-    default=0.1,
-    show_default=True,
-    help="Share of records that may be malformed.",
-)
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would be done, and write nothing.")
-@click.option("--force", is_flag=True, help="Replace the output.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
-@as_json
+@running
 @unused
 def tokenize(**options: Any) -> None:
     """Text or dialogues to token files for Megatron and GPT-NeoX, on all cores.
@@ -98,29 +102,19 @@ def tokenize(**options: Any) -> None:
     what the template writes. A malformed record is dropped and counted. A killed run goes on when it is run again.
     """
     from train.data.inputs import ranges
-    from train.data.tokenize import Request, tokenize
+    from train.data.tokenize import tokenize
 
-    parts = ranges(_paths(options["inputs"]))
+    parts = ranges(paths(options["inputs"]))
     job = make_job(options, parts)
     prefix = options["prefix"]
-    out = prefix.with_name(f"{prefix.name}_{job.key}_document")
-    if not out.parent.is_dir():
-        raise UsageError(f"the folder {out.parent} of --output-prefix is not there", f"mkdir -p {out.parent}")
-    workers = options["workers"] or len(os.sched_getaffinity(0))
-    if not options["quiet"] or options["dry_run"]:
-        for line in _decisions(job, parts, out, workers):
-            click.echo(line, err=True)
-    if options["dry_run"]:
+    request = make_request(options, job, parts, prefix.with_name(f"{prefix.name}_{job.key}_document"))
+    if not decided(options, request, {"turns": _turns(job), "documents": _end(job), "output": f"{request.prefix}.bin"}):
         return
-    request = Request(
-        job, parts, out, workers, options["force"], options["max_drop_rate"], options["strict"],
-        options["quiet"] or options["as_json"],
-    )  # fmt: skip
     facts = tokenize(request)
-    _report(out, facts.counts, options["as_json"])
+    report(request.prefix, facts.counts, options["as_json"])
 
 
-def _paths(inputs: Sequence[str]) -> list[Path]:
+def paths(inputs: Sequence[str]) -> list[Path]:
     """Files of --input, which may be comma lists; `~` is the home folder."""
     found = []
     for value in inputs:
@@ -179,24 +173,52 @@ def _template(named: str | None, vocabulary: Any, form: str, control: Mapping[st
     )
 
 
-def _decisions(job: Job, parts: Ranges, out: Path, workers: int) -> list[str]:
-    """What was found out, one line each."""
+def _turns(job: Job) -> str:
+    control = ", ".join(f"<|{role}|> {number}" for role, number in job.control.items())
+    turns = "a chat template" if job.template is not None else control or "none"
+    return turns if job.form != "text" else "none"
+
+
+def _end(job: Job) -> str:
+    return "nothing is appended" if job.eod is None else f"each ends with {job.eod_token} {job.eod}"
+
+
+def make_request(options: Mapping[str, Any], job: Job, parts: Ranges, out: Path) -> Request:
+    """What the options that commands share ask for."""
+    from train.data.tokenize import Request
+
+    if not out.parent.is_dir():
+        raise UsageError(f"the folder {out.parent} of --output-prefix is not there", f"mkdir -p {out.parent}")
+    workers = options["workers"] or len(os.sched_getaffinity(0))
+    return Request(
+        job, parts, out, workers, options["force"], options["max_drop_rate"], options["strict"],
+        options["quiet"] or options["as_json"],
+    )  # fmt: skip
+
+
+def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str, str]) -> bool:
+    """Tell what was found out, one line each.
+
+    Returns:
+        Whether it is to be done.
+    """
     from converters.report import size
     from train.data.indexed import best_dtype
 
-    control = ", ".join(f"<|{role}|> {number}" for role, number in job.control.items())
-    turns = "a chat template" if job.template is not None else control or "none"
-    end = "nothing is appended" if job.eod is None else f"each ends with {job.eod_token} {job.eod}"
-    return [
-        f"input      {len(parts.files)} file{'s' * (len(parts.files) > 1)}, {size(parts.nbytes)}, {job.form}",
-        f"tokenizer  {job.tokenizer}, {job.vocabulary} tokens, {best_dtype(job.vocabulary)}",
-        f"turns      {turns if job.form != 'text' else 'none'}",
-        f"documents  {end}",
-        f"output     {out}.bin, {workers} worker{'s' * (workers > 1)}",
-    ]
+    if not options["quiet"] or options["dry_run"]:
+        job, files, nbytes, workers = request.job, request.parts.files, request.parts.nbytes, request.workers
+        lines = {
+            "input": f"{len(files)} file{'s' * (len(files) > 1)}, {size(nbytes)}, {job.form}",
+            "tokenizer": f"{job.tokenizer}, {job.vocabulary} tokens, {best_dtype(job.vocabulary)}",
+        } | dict(decisions)
+        lines["output"] += f", {workers} worker{'s' * (workers > 1)}"
+        for name, line in lines.items():
+            click.echo(f"{name:<10} {line}", err=True)
+    return not options["dry_run"]
 
 
-def _report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
+def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
+    """Tell what became of the records."""
     from train.data.records import REASONS
 
     if as_json:

@@ -3,11 +3,15 @@
 Without a chat template a turn is its role's control token, the content, and the control token again; every content is
 encoded by itself. That is what the users of GPT-NeoX train on: SentencePiece gives each content its own prefix.
 
+In role bins a turn is of ChatML, and each token has the role of its turn.
+
 With a chat template the text of a dialogue is encoded as transformers does (`apply_chat_template`), except that what
 the template wrote and what a turn says are kept apart: a content that spells a control token stays text.
 
 Facts: the users' preprocess_sft.py (tilde-nlp/llm-gpt-neox 374a5c6, `Encoder.encode`); transformers 5.23.0
-tokenization_utils_base.py, `apply_chat_template`: a token belongs to a generation block if any of its characters does.
+tokenization_utils_base.py, `apply_chat_template`: a token belongs to a generation block if any of its characters does;
+xingyaoww/Megatron-LLM 1b07577, `format_message` of tools/preprocess_instruct_data.py, `Role` of
+megatron/data/instruction_dataset.py.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
 
 REPLY, LAST_REPLY = 1, 2
 """Bits of a mask: the token belongs to a reply, to the last reply."""
+CHATML = ("<|im_start|>", "<|im_end|>")
+ROLE_NUMBERS = {"system": 0, "user": 1, "assistant": 2}
+"""What role bins have for a role."""
 PROBES = ("a", " a", "a ", "\n", "\n\nHello", "don't  stop", "ā", "2+2=4.", " \t x \n")
 """Texts on which a tokenizer shows whether it looks past a control token."""
 
@@ -40,13 +47,14 @@ class Encoded(NamedTuple):
     Attributes:
         ids: the tokens of all documents, int32.
         sizes: tokens of each document.
-        mask: one byte for each token, bits `REPLY` and `LAST_REPLY`; None where the tokens tell it themselves.
+        mask: bits `REPLY` and `LAST_REPLY` of each token, uint8; in role bins the number of its role, uint16; None
+            where the tokens tell it themselves.
         refused: place and reason of records that became no document.
     """
 
     ids: NDArray[np.int32]
     sizes: list[int]
-    mask: NDArray[np.uint8] | None
+    mask: NDArray[np.uint8] | NDArray[np.uint16] | None
     refused: list[tuple[int, str]]
 
 
@@ -85,6 +93,31 @@ def control_encoder(vocabulary: Vocabulary, control: Mapping[str, int], eod: int
             pieces.append(end)
             sizes.append(size)
         return Encoded(np.concatenate(pieces), sizes, None, refused)
+
+    return encode
+
+
+def role_encoder(vocabulary: Vocabulary, opener: int, closer: int) -> Encoder:
+    """The function that encodes conversations for role bins.
+
+    A turn is <|im_start|>, the name of its role and its content in one piece, <|im_end|> and the end of a line.
+
+    Args:
+        vocabulary: the tokenizer.
+        opener: id of <|im_start|>.
+        closer: id of <|im_end|>.
+    """
+    end = (closer, *vocabulary.encode(["\n"])[0])
+
+    def encode(records: Sequence[Record]) -> Encoded:
+        turns = [turn for record in records for turn in zip(record.roles, record.contents, strict=True)]
+        encoded = vocabulary.encode([f"{role}\n{content}" for role, content in turns])
+        lengths = np.array([1 + len(ids) + len(end) for ids in encoded], np.int64)
+        ids = chain.from_iterable((opener, *ids, *end) for ids in encoded)
+        numbers = np.array([ROLE_NUMBERS[role] for role, _ in turns], "<u2")
+        places = np.cumsum([0, *(len(record.roles) for record in records)])
+        sizes = np.diff(np.concatenate([[0], np.cumsum(lengths)])[places]).tolist()
+        return Encoded(np.fromiter(ids, np.int32, lengths.sum()), sizes, np.repeat(numbers, lengths), [])
 
     return encode
 

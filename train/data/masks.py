@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.encode import LAST_REPLY, REPLY
+from train.data.encode import LAST_REPLY, REPLY, ROLE_NUMBERS
 
 Tokens = NDArray[Any]
 Mask = NDArray[np.bool_]
@@ -150,5 +150,4 @@ def megatron_llm_mask(roles: Tokens) -> Mask:
     return mask
 
 
-ASSISTANT = 2
-"""The assistant's number in a role file (`Role` in the users' preprocess_instruct_data.py)."""
+ASSISTANT = ROLE_NUMBERS["assistant"]

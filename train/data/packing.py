@@ -131,12 +131,30 @@ def next_fit(lengths: Lengths, capacity: int, seed: int) -> Rows:
     """Documents in random order, a new row whenever one does not fit (`pack_until_overflow` of GPT-NeoX)."""
     _check(lengths, capacity)
     order = np.random.default_rng(seed).permutation(len(lengths)).astype(np.int32)
-    ends = np.concatenate([[0], np.cumsum(lengths[order], dtype=np.int64)])
+    return Rows(order, _filled(lengths[order], capacity))
+
+
+def longest_first(lengths: Lengths, capacity: int) -> Rows:
+    """The longest first, of equal ones the first; a new row whenever one does not fit (`pack_docs` of Megatron-LLM).
+
+    There is a token between two documents of a row. A document that is longer than a row is cut, and has it for itself.
+
+    Source: xingyaoww/Megatron-LLM 1b07577, tools/preprocess_instruct_data.py: the first of a row needs room for a
+    separator as well, so that one that fills it to the last token is written there by the branch that cuts.
+    """
+    order = np.argsort(-lengths, kind="stable").astype(np.int32)
+    taken = np.minimum(lengths[order], capacity)
+    return Rows(order, _filled(taken + 1, capacity + 1), np.zeros(len(order), np.int32), taken)
+
+
+def _filled(lengths: Lengths, capacity: int) -> NDArray[np.int64]:
+    """The first document of each row, and their number, if each row takes in turn what has room, int64[r + 1]."""
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     following = (np.searchsorted(ends, ends[:-1] + capacity, "right") - 1).tolist()
     offsets = [0]
-    while offsets[-1] < len(order):
+    while offsets[-1] < len(lengths):
         offsets.append(following[offsets[-1]])
-    return Rows(order, np.array(offsets, np.int64))
+    return np.array(offsets, np.int64)
 
 
 def concatenated(lengths: Lengths, capacity: int, seed: int) -> Rows:

@@ -30,7 +30,7 @@ REASONS: Mapping[str, str] = {
     "pair": "a turn that another role's marker closes",
     "outside": "text outside turns: the text itself may hold a marker",
     "empty turn": "a turn without text",
-    "role": "a role that has no control token",
+    "role": "a role that has no control token, or no number in role bins",
     "no reply": "no turn of the assistant",
     "keys": "turns with from and value: --format sharegpt reads them",
     "template": "the chat template refuses the turns",
@@ -62,20 +62,22 @@ class Malformed(Exception):
 Reader = Callable[[Any], Record]
 
 
-def reader(form: str, roles: Sequence[str], key: str = "text") -> Reader:
+def reader(form: str, roles: Sequence[str], key: str = "text", any_turns: bool = False) -> Reader:
     """The function that reads records of a format.
 
     Args:
         form: one of `FORMS`.
         roles: roles that have a control token; empty if a chat template judges roles.
         key: the field that holds text.
+        any_turns: whether turns may have no text and conversations no reply, as role bins have them; plain text is
+            no record then.
 
     Returns:
         A function that takes a JSON value and gives its record, or raises Malformed.
     """
     known = frozenset(roles)
-    turns = _conversation(known)
-    shared = _sharegpt(known)
+    turns = _conversation(known, any_turns)
+    shared = _sharegpt(known, any_turns)
 
     def control_text(value: Any) -> Record:
         return _dialogue(_field(value, key, str), known)
@@ -93,7 +95,7 @@ def reader(form: str, roles: Sequence[str], key: str = "text") -> Reader:
         return turns(value)
 
     def conversations(value: Any) -> Record:
-        if isinstance(value, dict) and key in value and not any(name in value for name in FIELDS):
+        if isinstance(value, dict) and key in value and not any(name in value for name in FIELDS) and not any_turns:
             return text(value)
         return turns(value)
 
@@ -151,9 +153,11 @@ def _unbalanced(parts: Sequence[str]) -> str:
     return "odd" if len(parts) % 4 != 1 else "pair"
 
 
-def _checked(roles: Sequence[str], contents: Sequence[str], known: frozenset[str]) -> Record:
+def _checked(roles: Sequence[str], contents: Sequence[str], known: frozenset[str], any_turns: bool = False) -> Record:
     if known and not known.issuperset(roles):
         raise Malformed("role")
+    if any_turns:
+        return Record(roles, contents)
     if "" in contents or any(map(str.isspace, contents)):
         raise Malformed("empty turn")
     if "assistant" not in roles:
@@ -175,7 +179,7 @@ def _turns(value: Any) -> list[dict[str, Any]]:
     return turns
 
 
-def _conversation(known: frozenset[str]) -> Reader:
+def _conversation(known: frozenset[str], any_turns: bool) -> Reader:
     def read(value: Any) -> Record:
         turns = _turns(value)
         roles: list[Any] = [turn.get("role") for turn in turns]
@@ -184,12 +188,12 @@ def _conversation(known: frozenset[str]) -> Reader:
             raise Malformed("keys" if "from" in turns[0] and "value" in turns[0] else "field")
         if not all(isinstance(one, str) for one in (*roles, *contents)):
             raise Malformed("type")
-        return _checked(roles, contents, known)
+        return _checked(roles, contents, known, any_turns)
 
     return read
 
 
-def _sharegpt(known: frozenset[str]) -> Reader:
+def _sharegpt(known: frozenset[str], any_turns: bool) -> Reader:
     def read(value: Any) -> Record:
         turns = _turns(value)
         speakers: list[Any] = [turn.get("from") for turn in turns]
@@ -200,6 +204,6 @@ def _sharegpt(known: frozenset[str]) -> Reader:
             raise Malformed("type")
         if not SHAREGPT.keys() >= set(speakers):
             raise Malformed("role")
-        return _checked([SHAREGPT[one] for one in speakers], contents, known)
+        return _checked([SHAREGPT[one] for one in speakers], contents, known, any_turns)
 
     return read

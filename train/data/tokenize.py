@@ -11,9 +11,9 @@ import json
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -32,7 +32,7 @@ from train.data.records import REASONS
 from train.data.workers import EXAMPLES, Job, Part, Workers
 
 STREAMS = ("bin", "sizes", "mask")
-"""What is appended to: tokens, int32 sizes of documents, and the loss mask of a chat template."""
+"""What is appended to: tokens, int32 sizes of documents, and the loss mask of a chat template, or the roles of bins."""
 EVERY = 5.0
 """Seconds between two notes of how far the work is."""
 AHEAD = 4
@@ -112,7 +112,26 @@ def tokenize(request: Request) -> Facts:
         SourceError: no document is left.
         Interrupted: a signal came; the same call goes on.
     """
-    _check_free(request)
+    prefix = request.prefix
+    finals = {"bin": bin_path(prefix), "mask": mask_path(prefix), "json": facts_path(prefix), "idx": idx_path(prefix)}
+    with staged(request, finals) as (done, _):
+        return _publish(request, done, finals)
+
+
+@contextmanager
+def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done, Callable[[], bool]]]:
+    """Turn the whole input into the streams of the staging folder, for whoever publishes them.
+
+    Args:
+        request: what is asked for.
+        finals: the files that will be published; one that is there already must be meant to be replaced.
+
+    Yields:
+        The account, and a function that says whether a signal came.
+    """
+    taken = [path for path in finals.values() if path.exists()]
+    if taken and not request.force:
+        raise OutputError(f"{taken[0]} exists", "choose another --output-prefix, or replace it with --force")
     staging = request.staging
     staging.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -123,17 +142,7 @@ def tokenize(request: Request) -> Facts:
         stopped = stack.enter_context(stoppable())
         done = _append_all(request, done, stopped)
         _judge(request, done)
-        return _publish(request, done)
-
-
-def _check_free(request: Request) -> None:
-    taken = [path for path in _finals(request.prefix).values() if path.exists()]
-    if taken and not request.force:
-        raise OutputError(f"{taken[0]} exists", "choose another --output-prefix, or replace it with --force")
-
-
-def _finals(prefix: Path) -> dict[str, Path]:
-    return {"bin": bin_path(prefix), "mask": mask_path(prefix), "json": facts_path(prefix), "idx": idx_path(prefix)}
+        yield done, stopped
 
 
 def _resumed(request: Request) -> Done:
@@ -149,12 +158,20 @@ def _resumed(request: Request) -> Done:
                     f"remove {request.staging}, or start over with --force",
                 )
             done = fresh
+    if any(_length(request.staging / stream) < length for stream, length in done.lengths.items()):
+        done = fresh  # a run was killed while it published: what it has renamed is no longer here
+    if done is fresh:
+        path.unlink(missing_ok=True)
     for stream in STREAMS:
         with (request.staging / stream).open("ab") as file:
             file.truncate(done.lengths[stream])
     shutil.rmtree(request.staging / "parts", ignore_errors=True)
     (request.staging / "parts").mkdir()
     return done
+
+
+def _length(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Done:
@@ -242,21 +259,38 @@ def _judge(request: Request, done: Done) -> None:
         )
 
 
-def _publish(request: Request, done: Done) -> Facts:
+def _publish(request: Request, done: Done, finals: dict[str, Path]) -> Facts:
     """Write the index and the facts, and put all files in their places, the index last."""
-    job, staging, finals = request.job, request.staging, _finals(request.prefix)
+    job, staging = request.job, request.staging
     sizes = np.memmap(staging / "sizes", "<i4", "r")
-    counts = {"documents": len(sizes), "tokens": done.counts["tokens"]} | {
-        reason: number for reason, number in done.counts.items() if reason in REASONS
-    }
-    facts = Facts(job.digest, job.vocabulary, dict(job.control), job.eod, job.template_digest, counts)
     write_index(staging / "idx", best_dtype(job.vocabulary), sizes)
-    write_file(staging / "json", facts_text(facts).encode())
-    finals["idx"].unlink(missing_ok=True)  # an old index never speaks of new tokens
-    if job.template is None:
-        finals.pop("mask").unlink(missing_ok=True)
+    facts = write_facts(request, done, {"documents": len(sizes), "tokens": done.counts["tokens"]})
+    old_mask = finals.pop("mask") if job.template is None else None
+    put_in_place(staging, finals, [old_mask] if old_mask else [])
+    return facts
+
+
+def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Facts:
+    """Leave the facts in the staging folder, with these counts and those of dropped records."""
+    job = request.job
+    counts = dict(counts) | {reason: number for reason, number in done.counts.items() if reason in REASONS}
+    facts = Facts(job.digest, job.vocabulary, dict(job.control), job.eod, job.template_digest, counts)
+    write_file(request.staging / "json", facts_text(facts).encode())
+    return facts
+
+
+def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path] = ()) -> None:
+    """Publish files of the staging folder, and remove it.
+
+    Args:
+        staging: the folder.
+        finals: name in the folder to path; indexes come last, and the last of them makes the others count.
+        stale: files of an earlier run that go with its index.
+    """
+    indexes = [path for path in finals.values() if path.suffix == ".idx"]
+    for path in (*reversed(indexes), *stale):
+        path.unlink(missing_ok=True)  # an old index never speaks of new tokens
     for name, path in finals.items():
         (staging / name).rename(path)
-    sync_folder(request.prefix.parent)
+    sync_folder(next(iter(finals.values())).parent)
     shutil.rmtree(staging)
-    return facts

@@ -24,7 +24,7 @@ import numpy as np
 from blake3 import blake3
 
 from formats.errors import SourceError, VitruvianError
-from train.data.encode import Encoder, TemplateEncoder, control_encoder
+from train.data.encode import CHATML, ROLE_NUMBERS, Encoder, TemplateEncoder, control_encoder, role_encoder
 from train.data.indexed import best_dtype
 from train.data.inputs import Range, values
 from train.data.records import Malformed, Record, reader
@@ -50,6 +50,7 @@ class Job:
         eod: what ends a document, None for nothing.
         eod_token: its name.
         template: the text of a chat template, None for control tokens.
+        special: name to id of the special tokens that role bins are made with, None for other files.
     """
 
     tokenizer: Path
@@ -61,6 +62,14 @@ class Job:
     eod: int | None
     eod_token: str | None
     template: str | None
+    special: dict[str, int] | None = None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that records may have; none if a chat template judges them."""
+        if self.template is not None:
+            return ()
+        return tuple(self.control if self.special is None else ROLE_NUMBERS)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -91,7 +100,9 @@ class Part(NamedTuple):
 
 def encoder(job: Job) -> Encoder:
     """The function that encodes records for a job."""
-    vocabulary = open_vocabulary(job.tokenizer, [job.eod_token] if job.eod_token else [])
+    vocabulary = open_vocabulary(job.tokenizer, [*(job.special or ()), *([job.eod_token] if job.eod_token else ())])
+    if job.special is not None:
+        return role_encoder(vocabulary, *(job.special[token] for token in CHATML))
     if job.template is None:
         return control_encoder(vocabulary, job.control, job.eod)
     assert isinstance(vocabulary, Fast)  # the command has seen to it
@@ -99,7 +110,7 @@ def encoder(job: Job) -> Encoder:
 
 
 def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
-    """Encode a range and leave its tokens in `OUT.bin`, `OUT.sizes` and, with a chat template, `OUT.mask`."""
+    """Encode a range and leave its tokens in `OUT.bin`, `OUT.sizes` and, where there is a mask, `OUT.mask`."""
     dtype, lines = best_dtype(job.vocabulary), 0
     counts, lengths = Counter[str](), Counter[str](bin=0, sizes=0, mask=0)
     examples: list[tuple[int, str]] = []
@@ -129,7 +140,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(job: Job, part: Range) -> Iterator[_Batch]:
-    read = reader(job.form, () if job.template else tuple(job.control), job.key)
+    read = reader(job.form, job.roles, job.key, any_turns=job.special is not None)
     records: list[Record] = []
     numbers: list[int] = []
     dropped: list[tuple[int, str]] = []
@@ -146,7 +157,7 @@ def _batches(job: Job, part: Range) -> Iterator[_Batch]:
             continue
         records.append(record)
         numbers.append(number)
-        held += sum(map(len, record.contents))
+        held += sum(map(len, record.contents)) + len(record.contents)
         if held >= BATCH:
             yield _Batch(records, numbers, dropped, number + 1)
             records, numbers, dropped, held = [], [], [], 0

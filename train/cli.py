@@ -6,6 +6,7 @@ import click
 
 from converters.entry import Sections, run
 from train.commands import fetch, look, pack, packs, role_bins, tokenize
+from train.commands import run as training
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Data": (
@@ -18,6 +19,7 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
         role_bins.role_bins,
     ),
     "Data packs": (packs.packs,),
+    "Train": (training.run,),
 }
 
 

@@ -1,0 +1,239 @@
+"""The settings of a training: one tree, typed, with an explanation for every key.
+
+A YAML file gives it, dotted words on the command line override it (`--optim.lr 1e-5`). Unknown keys are errors that
+name the nearest known one. Keys of the users' GPT-NeoX files are understood, see `aliases.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from formats.errors import UsageError
+from train.aliases import translated
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(_Part):
+    """What is trained."""
+
+    path: Path = Field(description="Hugging Face folder to start from; `train init` makes it of any checkpoint.")
+    dtype: Literal["bf16", "fp32"] = Field("bf16", description="Type of the computation; weights to step are float32.")
+    attention: Literal["auto", "flash", "varlen", "flex", "sdpa", "eager"] = Field(
+        "auto", description="How documents of a row are kept apart; auto takes the fastest that the device has."
+    )
+    activation_checkpointing: bool = Field(True, description="Compute each layer twice instead of keeping it.")
+    compile: bool = Field(False, description="torch.compile for each layer.")
+
+
+class Data(_Part):
+    """What it is trained on."""
+
+    train: list[Path] = Field(min_length=1, description="Token files, without .bin (train tokenize).")
+    validation: dict[str, Path] = Field(default_factory=dict, description="Named sets, each evaluated by itself.")
+    seq_length: Count = Field(description="Tokens that a step sees of a row.")
+    packing: Literal["bfd", "k_bin", "overflow", "packed"] = Field("bfd", description="See train pack.")
+    overlong: Literal["drop", "error", "truncate"] = Field("drop", description="Documents longer than a row.")
+    loss: Literal["assistant", "last_turn", "all"] = Field("assistant", description="Which labels are trained.")
+
+
+class Batch(_Part):
+    """Rows of a step. Two of the three give the third, with the number of ranks."""
+
+    micro: Count | None = Field(None, description="Rows that a rank computes at a time.")
+    size: Count | None = Field(None, description="Rows of a step, over all ranks.")
+    accumulation: Count | None = Field(None, description="Micro-batches of a step.")
+
+
+class Optim(_Part):
+    """AdamW."""
+
+    lr: Annotated[float, Field(gt=0)] = Field(description="The highest learning rate.")
+    betas: tuple[Share, Share] = Field((0.9, 0.95))
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8)
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="For matrices; norms and biases have none.")
+    clip: Annotated[float, Field(ge=0)] = Field(1.0, description="Largest norm of the gradient; 0 does not clip.")
+
+
+class Schedule(_Part):
+    """The learning rate. Warm-up counts steps of this run, everything else the run's global step."""
+
+    style: Literal["constant", "linear", "cosine", "exponential", "sqrt"] = Field("cosine")
+    warmup: Annotated[float, Field(ge=0)] = Field(0.0, description="Steps, or a share of them if below 1.")
+    min_lr: Annotated[float, Field(ge=0)] = Field(0.0, description="Where it ends.")
+    start: int | None = Field(None, description="Global step where the decay begins.  [default: the run's first]")
+    end: int | None = Field(None, description="Global step where it ends.  [default: the run's last]")
+
+
+class Steps(_Part):
+    """How long, and how steps are numbered."""
+
+    train_iters: Count | None = Field(None, description="Steps of this run; or give epochs.")
+    epochs: Annotated[float, Field(gt=0)] | None = Field(None, description="Passes over the rows.")
+    iteration_offset: Annotated[int, Field(ge=0)] = Field(0, description="Global step of the checkpoint to start from.")
+    exit_interval: Count | None = Field(None, description="Save and end after so many steps; the next job goes on.")
+    exit_minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="Likewise after so much time.")
+
+
+class Save(_Part):
+    """Checkpoints."""
+
+    path: Path = Field(description="Folder of the run's checkpoints.")
+    every: Count = Field(100, description="Steps between two checkpoints.")
+    keep: Count | None = Field(None, description="How many stay; None keeps all. The start is never deleted.")
+
+
+class Parallel(_Part):
+    """How ranks share the model."""
+
+    replicas: Count = Field(1, description="HSDP: copies of the sharded model; the world is replicas times shards.")
+
+
+class Log(_Part):
+    """What is written down."""
+
+    every: Count = Field(1, description="Steps between two lines.")
+    tensorboard: bool = Field(True, description="Event files in SAVE/tensorboard, if tensorboard is installed.")
+
+
+class Config(_Part):
+    """A training."""
+
+    model: Model
+    data: Data
+    batch: Batch
+    optim: Optim
+    schedule: Schedule = Schedule()  # type: ignore[call-arg]
+    steps: Steps = Steps()  # type: ignore[call-arg]
+    save: Save
+    parallel: Parallel = Parallel()  # type: ignore[call-arg]
+    log: Log = Log()  # type: ignore[call-arg]
+    seed: int = Field(1234, description="Of the order of rows, of packing and of noise.")
+    init: Literal["auto", "finetune", "resume"] = Field(
+        "auto", description="finetune takes weights only, resume goes on; auto resumes if this run has a checkpoint."
+    )
+    neftune_alpha: Annotated[float, Field(ge=0)] = Field(0.0, description="Noise on embeddings, for each document.")
+    export: Path | None = Field(None, description="Hugging Face folder that is written at the end.")
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
+    """Read settings.
+
+    Args:
+        path: a YAML file.
+        overrides: `--optim.lr`, `1e-5`, `--model.compile=true`, ….
+
+    Returns:
+        The settings, and a line for each key of GPT-NeoX that was translated.
+
+    Raises:
+        UsageError: a key is unknown, or a value is wrong.
+    """
+    try:
+        held = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(held, dict):
+        raise UsageError(f"{path} is no list of settings")
+    tree, notes = translated(held, str(path))
+    for name, value in _words(overrides):
+        _put(tree, name, value)
+    try:
+        return Config(**tree), notes
+    except ValidationError as error:
+        raise UsageError(*_explained(error, str(path))) from None
+
+
+def _words(overrides: Iterable[str]) -> Iterable[tuple[str, Any]]:
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise UsageError(f"{word} is no setting such as --optim.lr 1e-5")
+        name, equals, value = word[2:].partition("=")
+        if not equals:
+            if not words:
+                raise UsageError(f"--{name} has no value")
+            value = words.pop(0)
+        yield name.replace("-", "_"), _value(value)
+
+
+def _value(text: str) -> Any:
+    """A value as YAML reads it; `1e-5` is a number too, which YAML takes for a text."""
+    try:
+        return float(text) if text.lower().lstrip("+-")[:1].isdigit() and "e" in text.lower() else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return text
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    *sections, last = name.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UsageError(f"--{name}: {section} is no section")
+    tree[last] = value
+
+
+def _explained(error: ValidationError, path: str) -> tuple[str, str]:
+    """The first fault as a sentence, and the nearest known key as a hint."""
+    fault = error.errors()[0]
+    where = [str(part) for part in fault["loc"]]
+    more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if fault["type"] == "extra_forbidden":
+        near = nearest(".".join(where))
+        return f"{path}: {'.'.join(where)} is no setting{more}", f"did you mean {near}?" if near else ""
+    if fault["type"] == "missing":
+        return f"{path}: {'.'.join(where)} is missing{more}", described(".".join(where))
+    return f"{path}: {'.'.join(where)} is {fault['input']!r}: {fault['msg']}{more}", described(".".join(where))
+
+
+def keys(part: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:
+    """Every setting with its explanation, in the order of the file."""
+    found: dict[str, str] = {}
+    for name, info in part.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found |= keys(kind, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = info.description or ""
+    return found
+
+
+def nearest(name: str) -> str:
+    """The known setting whose name is nearest, empty if none is near."""
+    known = list(keys())
+    last = {key.rpartition(".")[2]: key for key in known}
+    found = difflib.get_close_matches(name, known, 1, 0.6)
+    return found[0] if found else last.get((difflib.get_close_matches(name.rpartition(".")[2], last, 1) or [""])[0], "")
+
+
+def described(name: str) -> str:
+    """What a setting means."""
+    return keys().get(name, "")
+
+
+def flat(config: Config) -> Mapping[str, Any]:
+    """Every setting by its dotted name."""
+
+    def walk(value: Any, prefix: str) -> Iterable[tuple[str, Any]]:
+        for name, held in value:
+            if isinstance(held, BaseModel):
+                yield from walk(held, f"{prefix}{name}.")
+            else:
+                yield prefix + name, held
+
+    return dict(walk(config, ""))

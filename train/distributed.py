@@ -1,0 +1,121 @@
+"""Ranks: who we are, the mesh that shards the model, and process groups that never share a collective.
+
+Three kinds of traffic run at the same time: FSDP's, the few numbers of each step, and checkpoints in the background. On
+gloo two of them in one group abort or hang, so each has its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from formats.errors import UsageError
+
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a training.
+
+    Attributes:
+        rank: of this process.
+        ranks: how many there are.
+        device: of this process.
+        mesh: (replicate, shard).
+        numbers: group for the numbers of each step, on CPU.
+        saving: group for checkpoints, on CPU.
+    """
+
+    rank: int
+    ranks: int
+    device: torch.device
+    mesh: DeviceMesh
+    numbers: Any
+    saving: Any
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that speaks."""
+        return self.rank == 0
+
+    def sums(self, *values: float) -> list[float]:
+        """Sums of numbers over all ranks, float64."""
+        held = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(held, group=self.numbers)
+        found: list[float] = held.tolist()
+        return found
+
+    def told(self, value: Any) -> Any:
+        """What the first rank has, on all of them."""
+        box = [value]
+        dist.broadcast_object_list(box, 0, group=self.numbers)
+        return box[0]
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        dist.barrier(group=self.numbers)
+
+
+def environment(held: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torch.distributed reads: of torchrun, of Slurm with a task for each GPU, or of one process."""
+    if "RANK" in held and "WORLD_SIZE" in held:
+        return {}
+    if int(held.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in held:
+        port = 20_000 + int(held.get("SLURM_JOB_ID", "0")) % 20_000
+        return {
+            "RANK": held["SLURM_PROCID"],
+            "WORLD_SIZE": held["SLURM_NTASKS"],
+            "LOCAL_RANK": held.get("SLURM_LOCALID", "0"),
+            "MASTER_ADDR": held.get("MASTER_ADDR") or _first_host(held.get("SLURM_JOB_NODELIST", "")),
+            "MASTER_PORT": held.get("MASTER_PORT") or str(port),
+        }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _first_host(nodes: str) -> str:
+    command = ["scontrol", "show", "hostnames", nodes]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # of the job's own list
+    if ran.returncode or not ran.stdout.split():
+        raise UsageError(f"{nodes!r} has no first host: scontrol says {ran.stderr.strip()}", "set MASTER_ADDR")
+    return ran.stdout.split()[0]
+
+
+@contextmanager
+def world(replicas: int) -> Iterator[World]:
+    """Join the other ranks.
+
+    Args:
+        replicas: copies of the sharded model (HSDP); 1 shards it over all ranks.
+
+    Raises:
+        UsageError: the ranks cannot be divided so.
+    """
+    os.environ.update(environment(os.environ))
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks % replicas:
+        raise UsageError(f"{ranks} ranks cannot be {replicas} replicas of equal shards")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
+    try:
+        mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+        groups = [dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2)]
+        yield World(rank, ranks, device, mesh, *groups)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,206 @@
+"""The model: made without memory, sharded, and filled from a Hugging Face folder, each rank its own pieces.
+
+No rank ever holds a whole tensor that is sharded: a rank reads the rows of its shard out of the safetensors file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from formats.errors import SourceError, UnsupportedError
+from train.attention import BACKENDS, forward_words, register
+from train.config import Config
+from train.distributed import World
+from train.rows import IGNORED, Flat
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CHUNK = 2048
+"""Tokens whose logits are held at a time: a vocabulary of 131,072 takes 1 GiB for them in float32."""
+
+
+class Trainee(nn.Module):
+    """A causal language model with its loss.
+
+    The loss is inside because FSDP gathers the head's weights for one forward of the root only.
+    """
+
+    def __init__(self, model: Any, backend: str) -> None:
+        super().__init__()
+        self.model, self.backend = model, backend
+
+    def forward(self, flat: Flat, device: torch.device, noise: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of the losses of all trained labels, float32."""
+        words = forward_words(flat, device, self.backend)
+        if noise is not None:
+            embedded = self.model.get_input_embeddings()(words.pop("input_ids"))
+            words["inputs_embeds"] = embedded + noise.to(embedded.dtype)
+        hidden = self.model.get_decoder()(**words).last_hidden_state[0]
+        return summed_loss(hidden, self.model.get_output_embeddings(), torch.from_numpy(flat.labels).to(device))
+
+
+def summed_loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy, a chunk of tokens at a time, whose logits are computed again for the gradient.
+
+    Args:
+        hidden: [n, hidden].
+        head: from hidden states to logits.
+        labels: int64[n].
+
+    Returns:
+        The sum over trained labels, float32; 0 if there is none.
+    """
+
+    def loss_of(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits = head(states).float()
+        return nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
+
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for states, wanted in zip(torch.split(hidden, CHUNK), torch.split(labels, CHUNK), strict=True):
+        total = total + checkpoint(loss_of, states, wanted, use_reentrant=False)
+    return total
+
+
+def build(config: Config, made: Any, world: World, backend: str) -> Trainee:
+    """Make, shard and fill the model.
+
+    Args:
+        config: `model`.
+        made: the model's configuration, of transformers.
+        world: the ranks.
+        backend: a key of `attention.BACKENDS`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if backend == "varlen":
+        register()
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            made, dtype=torch.float32, attn_implementation=BACKENDS[backend]
+        )
+    model.config.use_cache = False
+    layers = _layers(model)
+    if config.model.activation_checkpointing:
+        for layer in layers:
+            layer.forward = _twice(layer.forward)
+    if config.model.compile:
+        for layer in layers:
+            layer.compile()
+    trainee = Trainee(model, backend)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.model.dtype], reduce_dtype=torch.float32)
+    mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(trainee, mesh=mesh, mp_policy=policy)
+    trainee.to_empty(device=world.device)
+    model.tie_weights()
+    _fill_buffers(model, world.device)
+    with torch.no_grad():
+        fill(model, config.model.path)
+    return trainee
+
+
+def _layers(model: Any) -> list[Any]:
+    """The decoder's layers."""
+    decoder = model.get_decoder()
+    for name in ("layers", "h", "blocks"):
+        if isinstance(getattr(decoder, name, None), nn.ModuleList):
+            return list(getattr(decoder, name))
+    raise UnsupportedError(f"{model.config.model_type} has no list of layers where others have it")
+
+
+def _twice(forward: Any) -> Any:
+    def again(*args: Any, **words: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **words)
+
+    return again
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Compute what no checkpoint has: the frequencies of rotary positions. Nothing else may be left without a value."""
+    stored = model.state_dict().keys()
+    for name, module in list(model.named_modules()):
+        lacking = [key for key, _ in module.named_buffers(recurse=False) if f"{name}.{key}".lstrip(".") not in stored]
+        if not lacking:
+            continue
+        if "rotary" not in type(module).__name__.lower():
+            raise UnsupportedError(f"{name} of {model.config.model_type} has a buffer {lacking[0]} that nothing fills")
+        with torch.device(device):
+            model.set_submodule(name, type(module)(model.config))
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """The model's own tensors by their Hugging Face names, each once: a tied head is the embedding."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *_stored_buffers(model)]:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def _stored_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    stored = model.state_dict().keys()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+
+
+def fill(model: Any, path: Path) -> None:
+    """Read the pieces of this rank.
+
+    Raises:
+        SourceError: a tensor is missing, left over, or has another shape.
+    """
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(safe_open(path / name, "pt")) for name in _files(path)}
+        held = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118  # a handle is no mapping
+        wanted = weights(model)
+        lacking = sorted(wanted.keys() - held.keys())
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted.keys()
+        over = sorted(held.keys() - wanted.keys() - tied)
+        if lacking or over:
+            names = ", ".join((lacking or over)[:3])
+            what = "lacks" if lacking else "has, and the model has not,"
+            raise SourceError(f"{path} {what} {len(lacking or over)} tensors, such as {names}")
+        for name, tensor in wanted.items():
+            _read(tensor, held[name].get_slice(name), name, path)
+
+
+def _read(tensor: torch.Tensor, piece: Any, name: str, path: Path) -> None:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if list(piece.get_shape()) != list(tensor.shape):
+        raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {list(tensor.shape)}")
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(piece[...])
+        return
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    if local.numel():
+        local.copy_(piece[tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))])
+
+
+def _files(path: Path) -> list[str]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        held: Mapping[str, str] = json.loads(index.read_bytes())["weight_map"]
+        return sorted(set(held.values()))
+    if not (path / "model.safetensors").is_file():
+        raise SourceError(
+            f"{path} has no model.safetensors", "make it of any other checkpoint: train init DIR --from CHECKPOINT"
+        )
+    return ["model.safetensors"]

@@ -1,0 +1,120 @@
+"""Rows as tensors. Documents lie behind each other without padding, each predicts its own next tokens only.
+
+The last token of a document is nobody's input and the first nobody's label, so a row has one input less than tokens for
+each document: no label ever crosses a boundary.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from formats.errors import RefusedError
+from train.batching import shares
+from train.config import Data
+from train.data.documents import Documents, open_documents
+from train.data.plan import Plan, make_plan
+
+IGNORED = -100
+"""A label that is not trained (the default of torch.nn.functional.cross_entropy)."""
+
+
+class Flat(NamedTuple):
+    """Rows of a micro-batch, flattened.
+
+    Attributes:
+        input_ids: int64[n].
+        labels: the next token, or `IGNORED`, int64[n].
+        position_ids: from 0 in each document, int64[n].
+        cu_seqlens: where documents begin, and n, int32[d + 1].
+        longest: inputs of the longest document.
+        trained: labels that are trained.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+    longest: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The packed rows of one or several token files.
+
+    Attributes:
+        documents: the files.
+        plans: the rows of each.
+        ends: first row of each file, and their number.
+        loss: what is trained, see `masks.LOSSES`.
+    """
+
+    documents: Sequence[Documents]
+    plans: Sequence[Plan]
+    ends: Sequence[int]
+    loss: str
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    @property
+    def digest(self) -> str:
+        """What the rows are made of: hashes of the files, and everything that decides which documents share a row."""
+        made = [[sorted(p.made_from.items()), p.algorithm, p.capacity, p.seed, len(p)] for p in self.plans]
+        return blake3(repr([made, self.loss]).encode()).hexdigest()
+
+    def flat(self, numbers: Sequence[int]) -> Flat:
+        """Some rows, flattened; no rows give one input that trains nothing, because every rank takes every step."""
+        pieces = [piece for number in numbers for piece in self._pieces(number)]
+        pieces = [(tokens, mask) for tokens, mask in pieces if len(tokens) > 1]
+        if not pieces:
+            zero = np.zeros(1, np.int64)
+            return Flat(zero, zero + IGNORED, zero, np.array([0, 1], np.int32), 1, 0)
+        sizes = [len(tokens) - 1 for tokens, _ in pieces]
+        labels = np.concatenate([np.where(mask[1:], tokens[1:], IGNORED) for tokens, mask in pieces])
+        return Flat(
+            np.concatenate([tokens[:-1] for tokens, _ in pieces]),
+            labels,
+            np.concatenate([np.arange(size) for size in sizes]),
+            np.array(shares(sizes), np.int32),
+            max(sizes),
+            int((labels != IGNORED).sum()),
+        )
+
+    def _pieces(self, number: int) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        """Tokens and masks of the documents of a row."""
+        file = bisect_right(self.ends, number) - 1
+        documents, plan = self.documents[file], self.plans[file]
+        found = []
+        for document, low, many in plan.row(number - self.ends[file], documents.indexed.sizes):
+            tokens = documents.indexed[document][low : low + many].astype(np.int64)
+            found.append((tokens, documents.trained(document, document + 1, self.loss)[low : low + many]))
+        return found
+
+
+def open_rows(data: Data, prefixes: Sequence[Path], seed: int, control: Mapping[str, int] | None = None) -> Rows:
+    """Pack token files.
+
+    Raises:
+        RefusedError: nobody knows which tokens are replies.
+    """
+    documents = [open_documents(prefix, None, control) for prefix in prefixes]
+    for one in documents:
+        if not one.control and one.stored is None and one.roles is None and data.loss != "all":
+            raise RefusedError(
+                f"{one.indexed.prefix} does not tell which of its tokens are replies",
+                "tokenize it with train tokenize, or train all of them: --data.loss all",
+            )
+    plans = [
+        make_plan(one.indexed, algorithm=data.packing, seq_length=data.seq_length, seed=seed, overlong=data.overlong)
+        for one in documents
+    ]
+    return Rows(documents, plans, shares([len(plan) for plan in plans]), data.loss)

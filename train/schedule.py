@@ -1,0 +1,51 @@
+"""The learning rate as a function of the step: nothing to store, nothing to restore."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from formats.errors import UsageError
+from train.config import Config
+
+SHAPES: Mapping[str, Callable[[float, float, float], float]] = {
+    "constant": lambda high, _, __: high,
+    "linear": lambda high, low, share: high - (high - low) * share,
+    "cosine": lambda high, low, share: low + (high - low) * (1 + math.cos(math.pi * share)) / 2,
+    "exponential": lambda high, low, share: high * (low / high) ** share,
+    "sqrt": lambda high, low, share: high - (high - low) * math.sqrt(share),
+}
+"""Style: the rate where a share of the decay is done."""
+
+
+def learning_rate(config: Config, step: int, total: int) -> float:
+    """The rate of a step.
+
+    Args:
+        config: `schedule` and `optim.lr`; warm-up counts steps of this run, the decay global steps.
+        step: of this run, from 0.
+        total: steps of this run.
+    """
+    schedule, high, offset = config.schedule, config.optim.lr, config.steps.iteration_offset
+    warmup = schedule.warmup if schedule.warmup >= 1 else schedule.warmup * total
+    if step < warmup:
+        return high * (step + 1) / math.ceil(warmup)
+    start = schedule.start if schedule.start is not None else offset + math.ceil(warmup)
+    end = schedule.end if schedule.end is not None else offset + total
+    share = min(1.0, max(0.0, (offset + step - start) / max(1, end - start)))
+    return SHAPES[schedule.style](high, schedule.min_lr, share)
+
+
+def check_schedule(config: Config) -> None:
+    """See that the settings make sense together.
+
+    Raises:
+        UsageError: they do not.
+    """
+    schedule = config.schedule
+    if schedule.min_lr > config.optim.lr:
+        raise UsageError(f"schedule.min_lr {schedule.min_lr:g} is above optim.lr {config.optim.lr:g}")
+    if schedule.style == "exponential" and not schedule.min_lr:
+        raise UsageError("an exponential decay never reaches schedule.min_lr 0", "such as --schedule.min_lr 1e-6")
+    if schedule.start is not None and schedule.end is not None and schedule.end <= schedule.start:
+        raise UsageError(f"schedule.end {schedule.end} does not come after schedule.start {schedule.start}")

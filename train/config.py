@@ -190,7 +190,7 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
 
 def _explained(error: ValidationError, path: str) -> tuple[str, str]:
     """The first fault as a sentence, and the nearest known key as a hint."""
-    fault = error.errors()[0]
+    fault = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # what is misspelled is missing too
     where = [str(part) for part in fault["loc"]]
     more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if fault["type"] == "extra_forbidden":

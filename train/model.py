@@ -24,6 +24,8 @@ from train.distributed import World
 from train.rows import IGNORED, Flat
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FILED: Mapping[str, Mapping[str, str]] = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+"""Model type: names in memory that are others in its files (transformers 5.23.0 conversion_mapping.py)."""
 CHUNK = 2048
 """Tokens whose logits are held at a time: a vocabulary of 131,072 takes 1 GiB for them in float32."""
 
@@ -142,13 +144,14 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
-    """The model's own tensors by their Hugging Face names, each once: a tied head is the embedding."""
+    """The model's own tensors by the names that they have in its files, each once: a tied head is the embedding."""
+    names = FILED.get(model.config.model_type, {})
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *_stored_buffers(model)]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            found[name] = tensor
+            found[names.get(name, name)] = tensor
     return found
 
 
@@ -168,13 +171,13 @@ def fill(model: Any, path: Path) -> None:
     with ExitStack() as stack:
         files = {name: stack.enter_context(safe_open(path / name, "pt")) for name in _files(path)}
         held = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118  # a handle is no mapping
-        wanted = weights(model)
+        wanted, renamed = weights(model), FILED.get(model.config.model_type, {})
         lacking = sorted(wanted.keys() - held.keys())
-        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted.keys()
-        over = sorted(held.keys() - wanted.keys() - tied)
+        known = {renamed.get(name, name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        over = sorted(held.keys() - wanted.keys() - known)
         if lacking or over:
-            names = ", ".join((lacking or over)[:3])
             what = "lacks" if lacking else "has, and the model has not,"
+            names = ", ".join((lacking or over)[:3])
             raise SourceError(f"{path} {what} {len(lacking or over)} tensors, such as {names}")
         for name, tensor in wanted.items():
             _read(tensor, held[name].get_slice(name), name, path)

@@ -1,0 +1,94 @@
+"""A tiny model, tokenized dialogues, and trainings in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests/golden/data/1_sft"
+PROGRAM = "from train.cli import main; main()"
+
+
+class Trained(NamedTuple):
+    """What a training left."""
+
+    code: int
+    out: str
+    save: Path
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Its log."""
+        return [json.loads(line) for line in (self.save / "log.jsonl").read_text().splitlines()]
+
+    def series(self, name: str) -> list[float]:
+        """One number of each step."""
+        return [line[name] for line in self.lines]
+
+
+def spawn(words: list[str], ranks: int) -> subprocess.Popen[str]:
+    """Start `train` on some ranks."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", "-m", "train"]
+    command = [sys.executable, *(launcher if ranks > 1 else ["-c", PROGRAM]), *words]
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token files of 200 dialogues."""
+    folder = tmp_path_factory.mktemp("data")
+    words = ["tokenize", "--input", GOLDEN / "sft.jsonl", "--vocab-file", GOLDEN / "model.model", "--append-eod"]
+    ran = spawn([*map(str, words), "--output-prefix", str(folder / "P"), "--workers", "1", "-q"], 1)
+    out, _ = ran.communicate(timeout=60)
+    assert ran.returncode == 0, out
+    return folder / "P_text_document"
+
+
+@pytest.fixture
+def settings(model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`settings(name, **sections)`: a file for a training of 8 steps of 8 rows."""
+
+    def write(family: str = "llama", **sections: Any) -> Path:
+        tree: dict[str, Any] = {
+            "model": {"path": str(model(family, vocab_size=253)), "dtype": "fp32"},
+            "data": {"train": [str(data)], "seq_length": 64},
+            "batch": {"size": 8, "micro": 2},
+            "optim": {"lr": 1e-3},
+            "steps": {"train_iters": 8, "iteration_offset": 100},
+            "save": {"path": str(tmp_path / "save"), "every": 4},
+        }
+        for name, held in sections.items():
+            tree[name] = tree.get(name, {}) | held if isinstance(held, dict) else held
+        path = tmp_path / "config.yml"
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Trained]:
+    """`run(config, words, ranks=2)`: train to the end, or whatever end it finds."""
+
+    def train(config: Path, *words: object, ranks: int = 1, save: str = "save") -> Trained:
+        place = tmp_path / save
+        ran = spawn(["run", str(config), "--save.path", str(place), *map(str, words)], ranks)
+        try:
+            out, _ = ran.communicate(timeout=120)
+        finally:
+            ran.kill()
+        return Trained(ran.returncode, out, place)
+
+    return train

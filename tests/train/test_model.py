@@ -1,0 +1,125 @@
+"""Packed rows and documents alone: the same logits, losses and gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from train.attention import forward_words, self_check
+from train.config import Data
+from train.data.documents import open_documents
+from train.model import Trainee, summed_loss
+from train.neftune import noise_for
+from train.rows import IGNORED, Flat, open_rows
+
+CPU = torch.device("cpu")
+FAMILIES = ["llama", "mistral", "qwen3", "gpt_neox"]
+
+
+def loaded(folder, backend="sdpa"):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=backend, dtype=torch.float32)
+    return Trainee(model, backend)
+
+
+def flat_of(documents):
+    """Documents of (tokens, mask), as `Rows.flat` lays them out."""
+    inputs = [tokens[:-1] for tokens, _ in documents]
+    labels = [np.where(mask[1:], tokens[1:], IGNORED) for tokens, mask in documents]
+    sizes = [len(one) for one in inputs]
+    ends = np.array([0, *np.cumsum(sizes)], np.int32)
+    positions = np.concatenate([np.arange(size) for size in sizes])
+    whole = np.concatenate(labels)
+    return Flat(np.concatenate(inputs), whole, positions, ends, max(sizes), int((whole != IGNORED).sum()))
+
+
+@pytest.fixture
+def documents():
+    random = np.random.default_rng(1)
+    return [(random.integers(0, 253, size), random.random(size) < 0.6) for size in (40, 2, 17, 5, 64, 9)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_is_unpacked_in_losses_and_gradients(model, documents, family):
+    folder = model(family, vocab_size=253)
+    packed, alone = loaded(folder), loaded(folder)
+    total = packed(flat_of(documents), CPU)
+    total.backward()
+    parts = [alone(flat_of([one]), CPU) for one in documents]
+    torch.stack(parts).sum().backward()
+    assert total.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-6)
+    for (name, one), (_, other) in zip(packed.named_parameters(), alone.named_parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=2e-5, rtol=1e-4), name
+
+
+def test_a_cache_would_mix_documents(model, documents):
+    """What the arguments of `forward_words` protect from: the default of every model."""
+    trainee = loaded(model("llama", vocab_size=253))
+    words = forward_words(flat_of(documents), CPU, "sdpa")
+    assert words["use_cache"] is False
+    assert "attention_mask" not in words
+    with torch.no_grad():
+        right = trainee.model(**words).logits
+        mixed = trainee.model(**words | {"use_cache": True}).logits
+        ones = trainee.model(**words | {"attention_mask": torch.ones_like(words["input_ids"])}).logits
+    assert (mixed - right).abs().max() > 0.1
+    assert (ones - right).abs().max() > 0.1
+
+
+def test_the_self_check_refuses_what_mixes_documents(model, monkeypatch):
+    from transformers import AutoConfig
+
+    from formats.errors import VerificationError
+    from train import attention
+
+    config = AutoConfig.from_pretrained(model("llama", vocab_size=253))
+    assert self_check(config, CPU, "sdpa", torch.float32) < 1e-5
+    monkeypatch.setattr(attention, "forward_words", lambda *_: forward_words(*_) | {"use_cache": True})
+    with pytest.raises(VerificationError, match="documents of a row see each other"):
+        self_check(config, CPU, "sdpa", torch.float32)
+
+
+def test_chunks_of_the_loss(monkeypatch):
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(16, 50), torch.randn(100, 16, requires_grad=True)
+    labels = torch.randint(0, 50, (100,))
+    labels[::3] = IGNORED
+    whole = torch.nn.functional.cross_entropy(head(hidden), labels, ignore_index=IGNORED, reduction="sum")
+    expected = torch.autograd.grad(whole, hidden)[0]
+    monkeypatch.setattr("train.model.CHUNK", 7)
+    found = summed_loss(hidden, head, labels)
+    assert found.item() == pytest.approx(whole.item(), rel=1e-6)
+    assert torch.allclose(torch.autograd.grad(found, hidden)[0], expected, atol=1e-6)
+    assert float(summed_loss(hidden, head, torch.full((100,), IGNORED))) == 0
+
+
+def test_rows_are_flattened_as_a_slow_reader_would(data):
+    rows = open_rows(Data(train=[data], seq_length=64), [data], 1)
+    documents = open_documents(data)
+    for number in range(len(rows)):
+        flat = rows.flat([number])
+        pairs = []
+        for document, _, _ in rows.plans[0].row(number, documents.indexed.sizes):
+            tokens, mask = documents.indexed[document].tolist(), documents.trained(document, document + 1).tolist()
+            pairs += [
+                (tokens[place], tokens[place + 1] if mask[place + 1] else IGNORED, place)
+                for place in range(len(tokens) - 1)
+            ]
+        assert list(zip(flat.input_ids, flat.labels, flat.position_ids, strict=True)) == pairs
+        assert len(pairs) <= 64
+        assert flat.trained == sum(label != IGNORED for _, label, _ in pairs)
+        assert flat.cu_seqlens[-1] == len(pairs)
+
+
+def test_noise_is_scaled_for_each_document(model, documents):
+    trainee, flat = loaded(model("llama", vocab_size=253)), flat_of(documents)
+    noise = noise_for(trainee.model, flat, 5.0, (1, 2, 3))[0]
+    for begin, end in zip(flat.cu_seqlens, flat.cu_seqlens[1:], strict=False):
+        bound = 5.0 / ((end - begin) * 64) ** 0.5
+        assert noise[begin:end].abs().max() <= bound
+        assert noise[begin:end].abs().max() > 0.8 * bound
+    assert torch.equal(noise, noise_for(trainee.model, flat, 5.0, (1, 2, 3))[0])
+    assert not torch.equal(noise, noise_for(trainee.model, flat, 5.0, (1, 2, 4))[0])

@@ -1,0 +1,141 @@
+"""Trainings on gloo: the same on any ranks, and the same after any interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.train.conftest import spawn
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+NEAR = 2e-6
+"""Of losses around 5 and norms around 3: sums in another order."""
+
+
+@pytest.fixture
+def whole(settings, run):
+    """The training that nothing interrupts, on one rank."""
+    found = run(settings(), save="whole")
+    assert found.code == 0, found.out
+    return found
+
+
+def require_same(found, whole, near=NEAR):
+    assert found.series("trained_tokens") == whole.series("trained_tokens")
+    assert found.series("global_step") == list(range(101, 109))
+    for name in ("loss", "grad_norm"):
+        assert found.series(name) == pytest.approx(whole.series(name), abs=near), name
+
+
+def test_ranks_meshes_and_micro_batches_change_nothing(settings, run, whole):
+    config = settings()
+    require_same(run(config, ranks=2, save="two"), whole)
+    require_same(run(config, "--parallel.replicas", 2, "--batch.micro", 1, ranks=4, save="hsdp"), whole)
+    require_same(run(config, "--batch.micro", 8, save="micro"), whole)
+    require_same(
+        run(config, "--model.activation_checkpointing", "false", "--model.attention", "eager", save="e"), whole
+    )
+
+
+def test_an_interrupted_training_goes_on_bit_for_bit(settings, run, whole, convert):
+    config = settings()
+    stopped = run(config, "--steps.exit_interval", 4)
+    assert stopped.code == 75, stopped.out
+    assert "stopped behind step 4 of 8, saved as global_step104" in stopped.out
+    assert (stopped.save / "latest").read_text() == "global_step104"
+    again = run(config)
+    assert again.code == 0, again.out
+    assert again.series("loss") == whole.series("loss")
+    assert again.series("grad_norm") == whole.series("grad_norm")
+    ours, theirs = (convert("digest", one.save / "global_step108").out.split()[0] for one in (again, whole))
+    assert ours == theirs
+
+
+def test_it_goes_on_with_other_ranks(settings, run, whole):
+    config = settings()
+    assert run(config, "--steps.exit_interval", 3, ranks=2).code != 0
+    require_same(run(config, ranks=4, save="save"), whole)
+
+
+def test_killed_at_any_moment(settings, run, whole, tmp_path):
+    """kill -9 of all ranks, again and again: the loss series and the weights are those of the unbroken run."""
+    config, chosen, killed = settings(save={"every": 1}), random.Random(3), 0
+    for _ in range(6):
+        ran = spawn(["run", str(config), "--save.path", str(tmp_path / "save")], 1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ran.wait(timeout=chosen.uniform(3.0, 5.0))
+        if ran.returncode is None:
+            ran.kill()
+            ran.wait()
+            killed += 1
+    last = run(config)
+    assert last.code == 0, last.out
+    assert killed
+    assert last.series("loss") == whole.series("loss")
+
+
+def test_sigterm_saves_and_ends_with_75(settings, run, whole, tmp_path):
+    config = settings(steps={"train_iters": 400}, save={"every": 1000})
+    ran = spawn(["run", str(config), "--save.path", str(tmp_path / "save")], 1)
+    log = tmp_path / "save/log.jsonl"
+    for _ in range(600):
+        if log.is_file() and log.read_text().count("\n") > 2:
+            break
+        time.sleep(0.05)
+    ran.send_signal(signal.SIGTERM)
+    out, _ = ran.communicate(timeout=60)
+    assert ran.returncode == 75, out
+    done = json.loads((tmp_path / "save" / (tmp_path / "save/latest").read_text() / "progress").read_text())["step"]
+    assert done == len(log.read_text().splitlines())
+    assert f"stopped behind step {done} of 400" in out
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "mistral", "qwen3", "gpt_neox"])
+def test_every_family_trains_and_converts_without_a_flag(settings, run, convert, tmp_path, family):
+    config = settings(family, steps={"train_iters": 3})
+    ran = run(config, "--export", tmp_path / "out", ranks=2)
+    assert ran.code == 0, ran.out
+    losses = ran.series("loss")
+    assert losses[-1] < losses[0]
+    found = convert("verify", tmp_path / "out", "--json")
+    assert found.code == 0, found.err
+
+
+def test_bf16_is_near(settings, run, whole):
+    require_same(run(settings(model={"dtype": "bf16"}), save="bf16"), whole, near=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--optim.rl", "1"], 2, "did you mean optim.lr?"),
+        (["--optim.lr", "fast"], 2, "optim.lr is 'fast'"),
+        (["--batch.micro", "3"], 2, "batch.size is 8"),
+        (["--steps.epochs", "1"], 2, "give one of steps.train_iters and steps.epochs"),
+        (["--parallel.replicas", "2"], 2, "1 ranks cannot be 2 replicas"),
+        (["--model.path", "nowhere"], 2, "nowhere is no Hugging Face folder"),
+        (["--init", "resume"], 5, "no checkpoint to resume from"),
+        (["--data.train", "[nowhere]"], 3, "nowhere.idx is not there"),
+    ],
+)
+def test_wrong_settings_are_one_sentence(settings, run, words, code, message):
+    ran = run(settings(), *words)
+    assert ran.code == code, ran.out
+    assert message in ran.out
+    assert "Traceback" not in ran.out
+
+
+def test_another_run_in_the_same_folder_is_refused(settings, run):
+    assert run(settings()).code == 0
+    other = run(settings(), "--seed", 5)
+    assert other.code == 5
+    assert "seed: 1234, now 5" in other.out
+    again = run(settings(), "--init", "finetune")
+    assert again.code == 5
+    assert "go on with --init auto" in again.out

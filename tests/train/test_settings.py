@@ -1,0 +1,153 @@
+"""Settings, the batch equation, the order of rows, and the learning rate."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from formats.errors import UsageError
+from train.batching import Order, Sizes, batch_sizes, make_order
+from train.config import Batch, Steps, load_config
+from train.schedule import learning_rate
+
+NEOX = """
+"train_data_paths": ["/data/P_text_document"]
+"seq_length": 8192
+"finetune": true
+"optimizer": {"type": "Adam", "params": {"lr": 8.0e-6, "betas": [0.9, 0.95], "eps": 1.0e-8}}
+"clip_grad": 1.0
+"gradient_clipping": 1.0
+"train_micro_batch_size_per_gpu": 3
+"train_batch_size": 192
+"gradient_accumulation_steps": 1
+"train_iters": 1337
+"iteration_offset": 423858
+"pack_impl": "k_bin_packed"
+"checkpoint_factor": 100
+"exit_interval": 8550
+"keep_last_n_checkpoints": 100000
+"save": "/ckpt"
+"load": "/ckpt/start"
+"loss_mask_pairs": [7, 7]
+"loss-mask-alternating-individual": [8]
+"override_lr_scheduler": true
+"""
+
+
+def write(tmp_path, text):
+    (tmp_path / "c.yml").write_text(text)
+    return tmp_path / "c.yml"
+
+
+def test_the_users_file_is_understood(tmp_path):
+    """The keys of the users' own guide, as they stand there."""
+    config, notes = load_config(write(tmp_path, NEOX), ["--schedule.style", "constant"])
+    assert config.optim.lr == 8e-6
+    assert (config.batch.micro, config.batch.size, config.batch.accumulation) == (3, 192, 1)
+    assert (config.steps.train_iters, config.steps.iteration_offset, config.steps.exit_interval) == (1337, 423858, 8550)
+    assert (config.data.packing, config.data.loss, config.init) == ("k_bin", "assistant", "finetune")
+    assert config.optim.clip == 1.0
+    assert "pack_impl -> data.packing: k_bin" in notes
+    assert "override_lr_scheduler: no effect" in notes
+    with pytest.raises(UsageError, match=r"x 192 ranks is 576, batch\.size is 192"):
+        batch_sizes(config.batch, 192)
+    assert batch_sizes(config.batch, 64) == Sizes(3, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '"clip_grad": 1.0',
+            '"clip_grad": 0.5',
+            "clip_grad says 0.5, gradient_clipping says 1.0: both mean optim.clip",
+        ),
+        ('"Adam"', '"Lion"', "the optimizer Lion is not known"),
+        ('"save": "/ckpt"', '"saev": "/ckpt"', "saev is no setting"),
+        ('"seq_length": 8192', '"seq_length": -1', "data.seq_length is -1"),
+        ('"train_iters": 1337', '"train_iters": 1.5', "steps.train_iters is 1.5"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, old, new, message):
+    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
+        load_config(write(tmp_path, NEOX.replace(old, new)))
+
+
+def test_words_override_the_file(tmp_path):
+    path = write(tmp_path, NEOX)
+    config, _ = load_config(path, ["--optim.lr", "1e-5", "--model.compile=true", "--data.train", "[/a, /b]"])
+    assert config.optim.lr == 1e-5
+    assert config.model.compile
+    assert [str(one) for one in config.data.train] == ["/a", "/b"]
+    for words in (["optim.lr", "1"], ["--optim.lr"], ["--seed.x", "1"]):
+        with pytest.raises(UsageError):
+            load_config(path, words)
+
+
+@given(micro=st.integers(1, 8), accumulation=st.integers(1, 8), ranks=st.integers(1, 16))
+def test_two_of_three_give_the_third(micro, accumulation, ranks):
+    size = micro * accumulation * ranks
+    expected = Sizes(micro, accumulation, ranks)
+    assert batch_sizes(Batch(micro=micro, size=size), ranks) == expected
+    assert batch_sizes(Batch(accumulation=accumulation, size=size), ranks) == expected
+    assert batch_sizes(Batch(micro=micro, accumulation=accumulation), ranks) == expected
+    assert batch_sizes(Batch(micro=micro, accumulation=accumulation, size=size), ranks) == expected
+
+
+@given(
+    rows=st.integers(1, 40), seed=st.integers(0, 9), steps=st.integers(1, 12), micro=st.integers(1, 3),
+    accumulation=st.integers(1, 3), ranks=st.integers(1, 4),
+)  # fmt: skip
+def test_every_row_once_an_epoch_on_any_ranks(rows, seed, steps, micro, accumulation, ranks):
+    sizes = Sizes(micro, accumulation, ranks)
+    order = Order(rows, seed, steps * sizes.size)
+    taken = [
+        row
+        for step in range(steps)
+        for part in range(accumulation)
+        for rank in range(ranks)
+        for row in order.batch(step, sizes, rank)[part]
+    ]
+    for epoch in range(len(taken) // rows):
+        assert sorted(taken[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+    other = Sizes(sizes.size, 1, 1)
+    assert taken == [row for step in range(steps) for row in order.batch(step, other, 0)[0]]
+
+
+def test_epochs_end_with_empty_places():
+    order, total = make_order(10, 1, Steps(epochs=1.0), 4)
+    assert total == 3
+    last = order.batch(2, Sizes(2, 1, 2), 0) + order.batch(2, Sizes(2, 1, 2), 1)
+    assert [len(rows) for rows in last] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("style", "at_start", "half", "end"),
+    [
+        ("constant", 1.6e-4, 1.6e-4, 1.6e-4),
+        ("linear", 1.6e-4, 8.4e-5, 8e-6),
+        ("cosine", 1.6e-4, 8.4e-5, 8e-6),
+        ("exponential", 1.6e-4, (1.6e-4 * 8e-6) ** 0.5, 8e-6),
+        ("sqrt", 1.6e-4, 1.6e-4 - (1.6e-4 - 8e-6) * 0.5**0.5, 8e-6),
+    ],
+)
+def test_learning_rates_of_a_cool_down(tmp_path, style, at_start, half, end):
+    """The users' cool-down: global steps 339086 to 423858, from 1.6e-4 to 8e-6."""
+    told = {
+        "model": {"path": "m"}, "data": {"train": ["d"], "seq_length": 8}, "batch": {}, "save": {"path": "s"},
+        "optim": {"lr": 1.6e-4}, "steps": {"iteration_offset": 339086},
+        "schedule": {"style": style, "min_lr": 8e-6, "start": 339086, "end": 423858},
+    }  # fmt: skip
+    config, _ = load_config(write(tmp_path, yaml.safe_dump(told)))
+    rates = [learning_rate(config, step, 84772) for step in (0, 42386, 84772)]
+    assert rates == pytest.approx([at_start, half, end], rel=1e-6)
+
+
+def test_warm_up_counts_steps_of_this_run(tmp_path):
+    told = NEOX + '"lr_decay_style": "constant"\n"warmup": 0.01\n'
+    config, _ = load_config(write(tmp_path, told))
+    assert learning_rate(config, 0, 1000) == pytest.approx(8e-7)
+    assert learning_rate(config, 9, 1000) == pytest.approx(8e-6)
+    assert learning_rate(config, 500, 1000) == 8e-6

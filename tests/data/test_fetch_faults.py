@@ -95,11 +95,15 @@ def test_signals(env, tmp_path):
     write_lines(tmp_path / "in.jsonl", records(300_000))
     made = recipe(tmp_path / "r.yml", PAIR.format(tmp_path / "in.jsonl"))
     for number in (signal.SIGTERM, signal.SIGINT):
-        process = start(env, made, tmp_path / "out.jsonl")
-        while not (tmp_path / "out.jsonl.tmp").exists() and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        for _ in range(5):
+            process = start(env, made, tmp_path / "out.jsonl")
+            while not (tmp_path / "out.jsonl.tmp").exists() and process.poll() is None:
+                time.sleep(0.01)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+            if process.returncode:
+                break
+            (tmp_path / "out.jsonl").unlink()  # a busy machine: the work was done before the signal came
         assert (process.returncode, out, err.strip()) == (75, "", "error: interrupted")
         assert not list(tmp_path.glob("out*"))
 

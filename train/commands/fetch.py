@@ -17,12 +17,16 @@ import click
 from converters.commands.options import FOLDER, as_json
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from train.data.fetch import Counts
     from train.data.recipe import Recipe
     from train.data.sources import Source
 
 OFTEN, MASK = 0.5, 0xFF
 """Seconds between two updates of a line on a terminal; the clock is read for one record of 256."""
+AGAIN = 5.0
+"""Seconds after which an interruption that was swallowed is raised again."""
 PREVIEW = 1000
 """How many records --dry-run reads at most."""
 
@@ -156,14 +160,25 @@ def _list(as_json: bool) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the work as Control-C does: exit 75, and nothing half-written remains."""
+    """SIGTERM and Control-C end the work: exit 75, and nothing half-written remains.
+
+    A library may swallow what is raised in the midst of it, and wait on for a server: it is raised again every 5 s.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)
+        signal.default_int_handler(number, frame)
+
     main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM) if main else ()
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
         if main:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -100,11 +100,16 @@ class Parallel(_Part):
     replicas: Count = Field(1, description="HSDP: copies of the sharded model; the world is replicas times shards.")
 
 
+class Evaluate(_Part):
+    """Perplexity of the validation sets."""
+
+    every: Count | None = Field(None, description="Steps between two evaluations.  [default: save.every]")
+
+
 class Log(_Part):
     """What is written down."""
 
     every: Count = Field(1, description="Steps between two lines.")
-    tensorboard: bool = Field(True, description="Event files in SAVE/tensorboard, if tensorboard is installed.")
 
 
 class Config(_Part):
@@ -118,6 +123,7 @@ class Config(_Part):
     steps: Steps = Steps()  # type: ignore[call-arg]
     save: Save
     parallel: Parallel = Parallel()  # type: ignore[call-arg]
+    evaluate: Evaluate = Evaluate()  # type: ignore[call-arg]
     log: Log = Log()  # type: ignore[call-arg]
     seed: int = Field(1234, description="Of the order of rows, of packing and of noise.")
     init: Literal["auto", "finetune", "resume"] = Field(

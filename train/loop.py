@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from train.batching import Order, Sizes, batch_sizes, make_order
 from train.checkpoint import Progress, Saver, check_same, load, newest, read_progress
 from train.config import Config
 from train.distributed import World
+from train.evaluate import Score, evaluate, line_of, open_sets, write_csv
 from train.model import DTYPES, Trainee, build
 from train.neftune import noise_for
 from train.rows import Rows, open_rows
@@ -38,6 +39,7 @@ class Run(NamedTuple):
     trainee: Trainee
     optimizer: torch.optim.AdamW
     saver: Saver
+    sets: dict[str, Rows]
 
 
 class Step(NamedTuple):
@@ -82,6 +84,8 @@ def train(config: Config, world: World, say: Callable[[str], None]) -> Progress:
                 leaving = _leaving(config, done, step.stop, time.monotonic() - began) and done < run.total
                 if done % config.save.every == 0 or done == run.total or leaving:
                     run.saver.start(run.trainee.model, run.optimizer, progress)
+                if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == run.total):
+                    log.scores(progress, evaluate(run.trainee, run.sets, world), say)
                 if leaving:
                     run.saver.finish()
                     raise Interrupted(
@@ -132,7 +136,7 @@ def _prepare(config: Config, world: World, say: Callable[[str], None]) -> tuple[
         say(f"steps      {total}, from global step {config.steps.iteration_offset + progress.step + 1}")
         say(f"attention  {backend}, packed documents differ by {apart:.1e} from documents alone")
         say(f"weights    {start or config.model.path}")
-    return Run(config, world, rows, sizes, order, total, trainee, optimizer, saver), progress
+    return Run(config, world, rows, sizes, order, total, trainee, optimizer, saver, open_sets(config)), progress
 
 
 def _start(config: Config, now: Progress) -> str | None:
@@ -230,6 +234,18 @@ class _Log:
             where = f"step {progress.step}/{run.total} (global {record['global_step']})"
             speed = f"{step.tokens} tokens  {step.tokens / seconds:.0f}/s  {left:.0f} s left"
             say(f"{where}  loss {step.loss:.4f}  lr {rate:.3g}  norm {step.norm:.3f}  {speed}")
+
+    def scores(self, progress: Progress, found: Mapping[str, Score], say: Callable[[str], None]) -> None:
+        """Write down an evaluation."""
+        if not self.first:
+            return
+        step = progress.offset + progress.step
+        record: dict[str, float] = {"step": progress.step, "global_step": step}
+        record |= {f"{name}_loss": one.loss for name, one in found.items()}
+        with self.path.with_name("evaluations.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        write_csv(self.path.with_name("perplexity"), step, found)
+        say(line_of(step, found))
 
 
 def _step_of(line: str) -> float:

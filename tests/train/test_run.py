@@ -107,6 +107,20 @@ def test_every_family_trains_and_converts_without_a_flag(settings, run, convert,
     assert found.code == 0, found.err
 
 
+def test_perplexity_is_the_same_on_any_ranks(settings, run, data):
+    config = settings(data={"validation": {"one": str(data), "two": str(data)}}, steps={"train_iters": 2})
+    found = []
+    for ranks in (1, 3):
+        ran = run(config, "--batch.micro", "1", "--batch.size", "6", ranks=ranks, save=f"eval{ranks}")
+        assert ran.code == 0, ran.out
+        assert "global_step=102 one: eval_ppl=" in ran.out
+        found.append(json.loads((ran.save / "evaluations.jsonl").read_text()))
+        head, values = (ran.save / "perplexity/102.csv").read_text().splitlines()
+        assert head == "time,step,one_TotalCE,one_CE,one_PPL,two_TotalCE,two_CE,two_PPL"
+        assert float(values.split(",")[3]) == found[-1]["one_loss"] == found[-1]["two_loss"]
+    assert found[0]["one_loss"] == pytest.approx(found[1]["one_loss"], abs=NEAR)
+
+
 def test_bf16_is_near(settings, run, whole):
     require_same(run(settings(model={"dtype": "bf16"}), save="bf16"), whole, near=0.05)
 

@@ -19,7 +19,7 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
         role_bins.role_bins,
     ),
     "Data packs": (packs.packs,),
-    "Train": (training.run,),
+    "Train": (training.plan, training.run),
 }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
+
+from converters.commands.options import as_json
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
@@ -35,3 +38,40 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     if settings.export is not None and ranks.first:
         export(settings.save.path / progress.name, settings.export)
         click.echo(f"exported to {settings.export}")
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="How many GPUs it will run on.")
+@as_json
+def plan(config: Path, overrides: tuple[str, ...], ranks: int, as_json: bool) -> None:
+    """What a training will take: batch equation, steps, tokens, memory. Needs no GPU."""
+    from converters.report import size, table
+    from train.config import load_config
+    from train.planning import estimate
+
+    settings, notes = load_config(config, overrides)
+    found = estimate(settings, ranks)
+    total, tokens = sum(found.memory.values()), sum(one.counts["tokens"] for one in found.rows.plans)
+    flops = found.flops(settings.data.seq_length)
+    if as_json:
+        facts = {"rows": len(found.rows), "tokens": tokens, "batch": found.sizes.size, "steps": found.steps}
+        facts |= {"parameters": found.parameters, "bytes": total}
+        click.echo(json.dumps(facts | {"epochs": found.epochs, "flops": flops, "memory": found.memory}))
+        return
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in found.memory.items())
+    fill = tokens / (len(found.rows) * (settings.data.seq_length + 1))
+    lines = [
+        ("rows", f"{len(found.rows)}, {100 * fill:.2f} % full, {tokens} tokens"),
+        ("batch", found.sizes),
+        ("steps", f"{found.steps}, {found.epochs:.3g} epochs"),
+        ("model", f"{found.parameters:,} parameters, {flops:.3g} floating point operations in all"),
+        (
+            "memory",
+            f"about {size(total)} a rank: " + ", ".join(f"{name} {size(n)}" for name, n in found.memory.items()),
+        ),
+    ]
+    click.echo(table(lines, ""))

@@ -1,0 +1,80 @@
+"""What a training will take, from its settings and the headers of its files: no GPU, no torch.
+
+Memory is that of one rank: float32 weights, gradients and two moments of its shard; the gathered weights of two layers
+and of the root in the computation's type; the inputs of every layer, which activation checkpointing keeps; and the
+logits of a chunk. It is an estimate: kernels and the allocator add their own.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from formats.errors import UnsupportedError, UsageError
+from train.batching import Sizes, batch_sizes, make_order
+from train.config import Config
+from train.rows import Rows, open_rows
+
+STATES = 4 * 4
+"""Bytes of a parameter in its shard: weight, gradient and two moments."""
+WIDTH = {"bf16": 2, "fp32": 4}
+LOGITS = 2048
+"""Tokens whose logits are held at a time, see `model.CHUNK`."""
+
+
+class Estimate(NamedTuple):
+    """What a training will take.
+
+    Attributes:
+        sizes: the batch equation.
+        steps: how many there are.
+        rows: of the data, and how full they are.
+        parameters: of the model.
+        memory: bytes of a rank, by what they are for.
+    """
+
+    sizes: Sizes
+    steps: int
+    rows: Rows
+    parameters: int
+    memory: dict[str, int]
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the rows."""
+        return self.steps * self.sizes.size / len(self.rows)
+
+    def flops(self, seq_length: int) -> float:
+        """Floating point operations of all steps: 6 for each parameter and token, 8 with activation checkpointing."""
+        return 6.0 * self.parameters * self.steps * self.sizes.size * seq_length
+
+
+def estimate(config: Config, ranks: int) -> Estimate:
+    """Look at the settings, the data's indexes and the model's headers.
+
+    Raises:
+        UsageError: the settings contradict each other, or the ranks cannot be divided.
+    """
+    from formats.registry import open_checkpoint
+    from formats.spec import ModelSpec
+
+    if ranks % config.parallel.replicas:
+        raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
+    sizes = batch_sizes(config.batch, ranks)
+    rows = open_rows(config.data, config.data.train, config.seed)
+    _, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
+    spec = open_checkpoint(config.model.path).spec
+    counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
+    if not isinstance(spec, ModelSpec):
+        raise UnsupportedError(f"{config.model.path} is of no known family: its sizes are not known either")
+    hidden, layers, vocabulary = spec.hidden, spec.layers, spec.vocab or 0
+    width, tokens = WIDTH[config.model.dtype], sizes.micro * config.data.seq_length
+    shards = ranks // config.parallel.replicas
+    kept = 1 if config.model.activation_checkpointing else 16
+    memory = {
+        "weights, gradients, moments": STATES * counted // shards,
+        "gathered weights": width * (2 * (counted - 2 * vocabulary * hidden) // layers + 2 * vocabulary * hidden),
+        "activations": kept * layers * tokens * hidden * width + 40 * tokens * hidden * width,
+        "logits": 3 * 4 * min(LOGITS, tokens) * vocabulary,
+    }
+    return Estimate(sizes, steps, rows, counted, memory)

@@ -69,9 +69,6 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, as_json: bool) ->
         ("batch", found.sizes),
         ("steps", f"{found.steps}, {found.epochs:.3g} epochs"),
         ("model", f"{found.parameters:,} parameters, {flops:.3g} floating point operations in all"),
-        (
-            "memory",
-            f"about {size(total)} a rank: " + ", ".join(f"{name} {size(n)}" for name, n in found.memory.items()),
-        ),
+        ("memory", f"about {size(total)} a rank: {parts}"),
     ]
     click.echo(table(lines, ""))

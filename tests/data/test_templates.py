@@ -146,6 +146,58 @@ def test_the_end_of_a_document_is_trained_and_never_doubled(world):
     assert found.mask[-1] == REPLY | LAST_REPLY
 
 
+def test_a_tokenizer_that_truncates_or_pads_gives_whole_documents(tmp_path):
+    from tokenizers import Tokenizer, processors
+
+    folder = byte_level(tmp_path / "t", TOKENS["chatml"], "<|end|>")
+    plain = TemplateEncoder(Fast(folder / "tokenizer.json"), load_template("chatml"), None)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(12)
+    tokenizer.enable_padding(length=200)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    odd = TemplateEncoder(Fast(folder / "tokenizer.json"), load_template("chatml"), None)
+    for record in dialogues():
+        one, other = plain([record]), odd([record])
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.mask.tolist() == other.mask.tolist()
+
+
+def test_text_that_a_model_makes_a_control_token_of_is_dropped(tmp_path):
+    """Unigram finds its own control pieces in a text; a lowercasing normalizer makes one of <|IM_END|>."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+    pieces = [("<unk>", 0.0), ("<|im_start|>", 0.0), ("<|im_end|>", 0.0), ("▁", -1.0)]
+    pieces += [(letter, -2.0) for letter in "abcdefghijklmnopqrstuvwxyz\n<|_>"]
+    unigram = Tokenizer(models.Unigram(pieces, 0, False))
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    unigram.add_special_tokens([AddedToken(token, special=True) for token in TOKENS["chatml"]])
+    lower = Tokenizer.from_str(unigram.to_str())
+    lower.normalizer = normalizers.Lowercase()
+    lower.add_special_tokens([AddedToken("<|end|>", special=True, normalized=True)])
+    for name, tokenizer, text in (("u", unigram, "say <|im_end|> now"), ("l", lower, "say <|END|> now")):
+        vocabulary = Fast(saved(tmp_path / name, tokenizer.to_str(), "<|im_end|>") / "tokenizer.json")
+        encode = TemplateEncoder(vocabulary, load_template("chatml"), None)
+        good = encode([Record(["user", "assistant"], ["say it now", "no"])])
+        assert not good.refused
+        assert encode([Record(["user", "assistant"], [text, "no"])]).refused == [(0, "literal")]
+
+
+def test_turns_with_more_than_text_are_not_cut(train, tmp_path):
+    folder = byte_level(tmp_path / "t", TOKENS["chatml"], "<|end|>")
+    call = {"role": "assistant", "content": "let me", "tool_calls": [{"name": "f"}]}
+    good = {
+        "conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": None}]
+    }
+    rows = [good, {"conversations": [{"role": "user", "content": "a"}, call]}, {"text": "plain", "conversations": None}]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--input", tmp_path / "c.jsonl", "--tokenizer", folder, "--chat-template", "chatml", "--output-prefix"]
+    ran = train("tokenize", *words, tmp_path / "P", "--workers", 1, "--max-drop-rate", 1)
+    assert ran.code == 0, ran.err
+    assert "2 documents" in ran.out
+    assert "1 dropped: a turn with calls of tools" in ran.err
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [  # what is written for each turn

@@ -124,7 +124,7 @@ def test_no_room_is_told_and_a_later_run_goes_on(tmp_path, expected):
         capture_output=True, text=True, timeout=120, preexec_fn=small, check=False,
     )  # fmt: skip
     assert ran.returncode == 7, ran.stderr
-    assert "File too large" in ran.stderr
+    assert f"error: {tmp_path / 'P_text_document.partial'}: File too large" in ran.stderr
     assert not (tmp_path / "P_text_document.idx").exists()
     again = spawn(words)
     _, err = again.communicate(timeout=120)
@@ -150,7 +150,7 @@ def test_dropped_records_are_counted_with_their_lines(train, tmp_path):
     good = '{"text": "<<<|user|>>>a<<<|user|>>><<<|assistant|>>>b<<<|assistant|>>>"}'
     bad = {
         "json": "{broken",
-        "object": "[1]",
+        "object": "null",
         "field": '{"txt": "a"}',
         "type": '{"text": 5}',
         "odd": '{"text": "<<<|user|>>>a<<<|user|>>><<<|assistant|>>>b"}',
@@ -188,6 +188,51 @@ def test_dropped_records_are_counted_with_their_lines(train, tmp_path):
     assert not list(tmp_path.glob("S*"))
 
 
+def test_a_run_killed_while_it_publishes_is_finished_by_the_next(tmp_path, expected):
+    """Between its renames: what was renamed is gone from the folder of the work."""
+    corpus(tmp_path / "in.jsonl")
+    die = "import os, signal\nfrom pathlib import Path\nreal = Path.rename\ndef rename(path, to):\n    real(path, to)\n"
+    die += "    if str(to).endswith('document.bin'): os.kill(os.getpid(), signal.SIGKILL)\nPath.rename = rename\n"
+    ran = spawn(words_of(tmp_path, "P"), die)
+    assert ran.wait(timeout=120) == -signal.SIGKILL
+    assert (tmp_path / "P_text_document.bin").exists()
+    again = spawn(words_of(tmp_path, "P"))
+    _, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert outputs(tmp_path, "P") == expected
+
+
+def test_input_that_changes_is_noticed(tmp_path):
+    corpus(tmp_path / "in.jsonl")
+    grow = "move = t._move\ndef later(path, file):\n    move(path, file)\n"
+    grow += "    open(IN, 'a').write('\\n')\nt._move = later\n"
+    ran = spawn(words_of(tmp_path, "P"), f"IN = {str(tmp_path / 'in.jsonl')!r}\n{grow}")
+    _, err = ran.communicate(timeout=120)
+    assert ran.returncode == 3, err
+    assert "an input file changed while it was read" in err
+    assert not list(tmp_path.glob("P_*"))
+
+
+def test_control_c_ends_at_once(tmp_path):
+    """To the whole group, as a terminal sends it, while processes start; and inside a range that takes long."""
+    import gzip
+
+    corpus(tmp_path / "in.jsonl", 400)
+    text = (tmp_path / "in.jsonl").read_bytes()
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(text * 200, 1))
+    words = words_of(tmp_path, "P")
+    words[2] += ".gz"
+    for seconds in (0.3, 2.0):
+        ran = spawn(words)
+        time.sleep(seconds)
+        os.kill(ran.pid, signal.SIGINT)
+        began = time.monotonic()
+        _, err = ran.communicate(timeout=60)
+        assert ran.returncode == 75, err
+        assert "Traceback" not in err
+        assert time.monotonic() - began < 10
+
+
 def test_the_output_is_never_overwritten_unasked(train, tmp_path):
     corpus(tmp_path / "in.jsonl", 20)
     assert train(*words_of(tmp_path, "P")).code == 0
@@ -215,6 +260,8 @@ def test_other_work_in_the_same_place_is_refused(train, tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
+        (["--eod", "<|assistant|>"], 2, "<|assistant|> opens and closes turns"),
+        (["--jsonl-keys", "a/b"], 2, "cannot hold a slash"),
         (["--eod", "<|nobody|>"], 2, "no control token <|nobody|>"),
         (["--eod", "<|pad|>"], 2, "is the padding token"),
         (["--control-tokens", "user=8,assistant=7"], 2, "<|user|> is said to be 8"),

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import as_json
-from formats.errors import OutputError, VerificationError
+from formats.errors import OutputError, UsageError, VerificationError
 
 if TYPE_CHECKING:
     from train.data.counts import Counts
+    from train.data.encode import Encoder
     from train.data.lint import Findings
 
 FILE = click.Path(path_type=Path)
@@ -65,42 +66,48 @@ def lint(**options: Any) -> None:
 
     Exits with 6 if there are any.
     """  # fmt: skip
-    from train.data.encode import control_encoder
+    from converters.publish.small_files import held_template
+    from train.data.encode import TemplateEncoder, control_encoder
     from train.data.lint import NOTES
     from train.data.lint import lint as check
-    from train.data.vocabulary import ROLES, control_ids, open_vocabulary
+    from train.data.vocabulary import ROLES, Fast, control_ids, open_vocabulary
 
-    roles, encode = list(ROLES), None
+    roles = list(ROLES)
+    encode: Encoder | None = None
+    if options["seq_length"] and not options["tokenizer"]:
+        raise UsageError("--seq-length counts tokens, and needs --tokenizer")
     if options["tokenizer"]:
         vocabulary = open_vocabulary(options["tokenizer"])
         control = control_ids(vocabulary, {})
-        roles = list(control)
-        encode = control_encoder(vocabulary, control, None) if control else None
+        template = held_template(vocabulary.beside) if isinstance(vocabulary, Fast) else None
+        roles = [] if template else list(control)
+        if isinstance(vocabulary, Fast) and template:
+            encode = TemplateEncoder(vocabulary, template, None)
+        elif control:
+            encode = control_encoder(vocabulary, control, None)
     longest = options["seq_length"] and options["seq_length"] + 1
     found = check(
         options["files"], form=options["form"], roles=roles, key=options["key"], encode=encode, longest=longest
     )
     bad = sum(number for finding, number in found.counts.items() if finding not in NOTES)
     if options["as_json"]:
-        record = {"records": found.records, "malformed": bad, "formats": found.forms}
+        record = {"records": found.records, "malformed": bad, "format": found.form}
         click.echo(json.dumps(record | {"findings": dict(found.counts), "places": found.places}))
     else:
         _report(found)
     if bad:
-        raise VerificationError(
-            f"{bad} of {found.records} records are malformed", "train tokenize drops and counts them"
-        )
+        over = found.counts.get("over", 0)
+        long = f", {over} documents are longer than a row" if over else ""
+        raise VerificationError(f"{bad - over} of {found.records} records are malformed{long}")
 
 
 def _report(found: Findings) -> None:
-    from train.data.lint import NOTES
+    from train.data.lint import NOTES, OVER
     from train.data.records import REASONS
 
-    for path, form in found.forms.items():
-        click.echo(f"{path}: {form}")
-    click.echo(f"{found.records} records")
+    click.echo(f"{found.records} records, {found.form}")
     for finding, number in found.counts.most_common():
-        said = REASONS[finding] if finding in REASONS else NOTES[finding]
+        said = {**NOTES, **REASONS, "over": OVER}[finding]
         places = ", ".join(found.places[finding])
         click.echo(f"  {number}  {said}: {places}" + (", …" if number > len(found.places[finding]) else ""))
 

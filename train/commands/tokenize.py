@@ -148,6 +148,12 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
         )
     eod = eod_id(vocabulary, options["eod"]) if options["append_eod"] else None
     token = vocabulary.pieces([eod])[0] if eod is not None else None
+    if eod in control.values() and template is None:
+        raise UsageError(f"{token} opens and closes turns, it cannot end documents too", "name another --eod")
+    if options["eod"] and not options["append_eod"]:
+        raise UsageError("--eod names the token of --append-eod", "add --append-eod")
+    if "/" in key:
+        raise UsageError(f"--jsonl-keys {key} becomes part of a file name, and cannot hold a slash")
     return Job(vocabulary.path, vocabulary.digest, vocabulary.size, form, key, control, eod, token, template)
 
 

@@ -71,27 +71,26 @@ def control_encoder(vocabulary: Vocabulary, control: Mapping[str, int], eod: int
     """
     marks = {role: np.array([number], np.int32) for role, number in control.items()}
     end = np.array([] if eod is None else [eod], np.int32)
+    guarded = bool(vocabulary.special.any())
 
     def encode(records: Sequence[Record]) -> Encoded:
         encoded = iter(vocabulary.encode([text for record in records for text in record.contents]))
         pieces: list[NDArray[np.int32]] = [end[:0]]
         sizes, refused = [], []
         for place, record in enumerate(records):
-            size = len(end)
-            if record.roles:
-                for role in record.roles:
-                    mark, ids = marks[role], next(encoded)
-                    pieces += (mark, ids, mark)
-                    size += len(ids) + 2
-            else:
-                ids = next(encoded)
-                pieces.append(ids)
-                size += len(ids)
-            if size == len(end):
-                refused.append((place, "nothing"))
+            found = [next(encoded) for _ in record.contents]
+            size = sum(map(len, found)) + 2 * len(record.roles)
+            if not size or (guarded and any(vocabulary.special[ids].any() for ids in found)):
+                refused.append((place, "literal" if size else "nothing"))
                 continue
+            if record.roles:
+                pieces += chain.from_iterable(
+                    (marks[role], ids, marks[role]) for role, ids in zip(record.roles, found, strict=True)
+                )
+            else:
+                pieces += found
             pieces.append(end)
-            sizes.append(size)
+            sizes.append(size + len(end))
         return Encoded(np.concatenate(pieces), sizes, None, refused)
 
     return encode
@@ -139,7 +138,8 @@ class TemplateEncoder:
     special: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = sorted((name for name, special in self.vocabulary.added.items() if special), key=len, reverse=True)
+        ids, special = self.vocabulary.ids, self.vocabulary.special
+        names = sorted((name for name in self.vocabulary.added if special[ids[name]]), key=len, reverse=True)
         pattern = "|".join(map(re.escape, names)) or "(?!)"
         object.__setattr__(self, "special", re.compile(f"({pattern})"))
         object.__setattr__(self, "separable", all(map(self._separable, names[:64])))
@@ -169,12 +169,14 @@ class TemplateEncoder:
     def _document(self, record: Record) -> tuple[list[int], NDArray[np.uint8]]:
         """Tokens and mask of one record."""
         if not record.roles:
-            ids = self.vocabulary.encode([record.contents[0]])[0].tolist()
+            ids = self._plain(record.contents[0]).ids
             return ids, np.full(len(ids), REPLY | LAST_REPLY, np.uint8)
         spelled = [self.special.search(text) for text in record.contents]
         if not any(spelled):
             text, spans = self._render(record.roles, record.contents)
             found = self.vocabulary.marking.encode(text, add_special_tokens=False)
+            if int(self.vocabulary.special[found.ids].sum()) != len(self.special.findall(text)):
+                raise Malformed("literal")  # the tokenizer's normalizer, or its model, makes one of other text
             return found.ids, _masked(np.array(found.offsets).reshape(-1, 2), spans)
         if not self.separable:
             raise Malformed("literal")
@@ -187,7 +189,9 @@ class TemplateEncoder:
         """
         whole = "".join(record.contents)
         hidden = {first: _unused(whole, number) for number, first in enumerate(sorted(self._firsts))}
-        disguised = [self.special.sub(lambda one: hidden[one[0][0]] + one[0][1:], text) for text in record.contents]
+        disguised = list(record.contents)
+        while any(map(self.special.search, disguised)):  # one may lie inside another
+            disguised = [self.special.sub(lambda one: hidden[one[0][0]] + one[0][1:], text) for text in disguised]
         text, spans = self._render(record.roles, disguised)
         shown = {ord(there): first for first, there in hidden.items()}
         ids: list[int] = []
@@ -198,12 +202,18 @@ class TemplateEncoder:
                 ids.append(self.vocabulary.ids[part])
                 offsets.append((position, position + len(part)))
             elif part:
-                real = part.translate(shown)
-                found = self.vocabulary.plain.encode(real, add_special_tokens=False)
+                found = self._plain(part.translate(shown))
                 ids += found.ids
                 offsets += [(position + low, position + high) for low, high in found.offsets]
             position += len(part)
         return ids, _masked(np.array(offsets).reshape(-1, 2), spans)
+
+    def _plain(self, text: str) -> Any:
+        """The encoding of a text in which no control token may come to be."""
+        found = self.vocabulary.plain.encode(text, add_special_tokens=False)
+        if self.vocabulary.special[found.ids].any():
+            raise Malformed("literal")
+        return found
 
     @property
     def _firsts(self) -> set[str]:
@@ -263,6 +273,11 @@ def check_template(vocabulary: Fast, template: str) -> str:
 
     named = vocabulary.named
     seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
+    asked = sorted(name for name in seen.names if name.endswith("_token") and name not in ("bos_token", "eos_token"))
+    if asked:
+        raise RefusedError(
+            f"the chat template asks for {asked[0]}, which is not passed to it", "write the token itself"
+        )
     strange = [token for token in seen.markers() if vocabulary.id_of(token) is None]
     if strange:
         raise RefusedError(

@@ -163,9 +163,10 @@ def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
 
     def value(line: bytes) -> Any:
         try:
-            return loads(line)
+            found = loads(line)
         except JSONDecodeError:
             return Malformed("json")
+        return Malformed("object") if found is None else found  # None is a blank line
 
     def text(line: bytes) -> Any:
         try:

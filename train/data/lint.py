@@ -13,11 +13,11 @@ from train.data.inputs import ranges, values
 from train.data.records import Malformed, Reader, Record, form_of, reader
 
 NOTES = {
-    "long": "documents longer than a row",
     "token": "contents that spell a control token; they stay text",
     "twice": "records that stand there twice",
 }
 """Findings that drop nothing."""
+OVER = "documents longer than a row"
 SHOWN = 5
 """Places that are told for each finding."""
 
@@ -28,13 +28,13 @@ class Findings:
 
     Attributes:
         records: how many there are, malformed ones included.
-        forms: the format of each file.
+        form: the format of all files, decided by the first record as `train tokenize` does.
         counts: finding to how often.
         places: finding to the first places, `FILE:LINE`.
     """
 
     records: int = 0
-    forms: dict[str, str] = field(default_factory=dict)
+    form: str = ""
     counts: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
 
@@ -67,8 +67,8 @@ def lint(
     """
     found = Findings()
     seen: set[int] = set()
+    read: Reader | None = None
     for path in paths:
-        read: Reader | None = None
         for number, value in _numbered(path, key):
             place = f"{path}:{number + 1}"
             found.records += 1
@@ -76,8 +76,8 @@ def lint(
                 if isinstance(value, Malformed):
                     raise value
                 if read is None:
-                    found.forms[str(path)] = form_of(value, key) if form == "auto" else form
-                    read = reader(found.forms[str(path)], roles, key)
+                    found.form = form_of(value, key) if form == "auto" else form
+                    read = reader(found.form, roles, key)
                 record = read(value)
             except Malformed as error:
                 found.note(error.reason, place)
@@ -111,4 +111,4 @@ def _notes(
         if encoded.refused:
             yield encoded.refused[0][1]
         elif encoded.sizes[0] > longest:
-            yield "long"
+            yield "over"

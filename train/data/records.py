@@ -16,9 +16,14 @@ from typing import Any, NamedTuple
 
 MARKER = re.compile(r"<<<\|([^|<>]*)\|>>>")
 FIELDS = ("conversations", "messages")
+MORE = (
+    "tools", "functions", "documents", "tool_calls", "tool_call_id", "function_call", "thinking", "reasoning",
+    "reasoning_content", "images", "audio", "videos",
+)  # fmt: skip
+"""What a record or a turn may hold beside role and content that no model would be trained on here."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 REASONS: Mapping[str, str] = {
-    "json": "the line is no JSON",
+    "json": "the line is no JSON that can be read",
     "object": "the line is no JSON object",
     "long": "the line is longer than 64 MiB",
     "field": "the field is missing",
@@ -33,6 +38,7 @@ REASONS: Mapping[str, str] = {
     "role": "a role that has no control token, or no number in role bins",
     "no reply": "no turn of the assistant",
     "keys": "turns with from and value: --format sharegpt reads them",
+    "more": "a turn with calls of tools, thoughts or media, which would be lost",
     "template": "the chat template refuses the turns",
     "literal": "the text holds a control token, and the tokenizer cannot keep the two apart",
     "nothing": "nothing is left after tokenization",
@@ -89,13 +95,13 @@ def reader(form: str, roles: Sequence[str], key: str = "text", any_turns: bool =
         return _plain(found)
 
     def mixed(value: Any) -> Record:
-        if isinstance(value, dict) and not any(name in value for name in FIELDS):
+        if isinstance(value, dict) and _named(value) is None:
             found = _field(value, key, str)
             return _dialogue(found, known) if MARKER.search(found) else _plain(found)
         return turns(value)
 
     def conversations(value: Any) -> Record:
-        if isinstance(value, dict) and key in value and not any(name in value for name in FIELDS) and not any_turns:
+        if isinstance(value, dict) and value.get(key) is not None and _named(value) is None and not any_turns:
             return text(value)
         return turns(value)
 
@@ -114,10 +120,15 @@ FORMS = ("control-text", "conversations", "sharegpt", "text", "mixed")
 
 def form_of(value: Any, key: str = "text") -> str:
     """The format that a record has: what `--format auto` makes of the first one."""
-    if isinstance(value, dict) and any(name in value for name in FIELDS):
+    if isinstance(value, dict) and _named(value) is not None:
         return "conversations"
     text = value.get(key) if isinstance(value, dict) else None
     return "control-text" if isinstance(text, str) and MARKER.search(text) else "text"
+
+
+def _named(value: dict[str, Any]) -> str | None:
+    """The field that holds turns; null counts as absent, for tables have every field in every row."""
+    return next((name for name in FIELDS if value.get(name) is not None), None)
 
 
 def _field(value: Any, key: str, kind: type) -> Any:
@@ -168,7 +179,7 @@ def _checked(roles: Sequence[str], contents: Sequence[str], known: frozenset[str
 def _turns(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, dict):
         raise Malformed("object")
-    name = next((name for name in FIELDS if name in value), None)
+    name = _named(value)
     if name is None:
         raise Malformed("field")
     turns = value[name]
@@ -176,6 +187,8 @@ def _turns(value: Any) -> list[dict[str, Any]]:
         raise Malformed("type")
     if not turns:
         raise Malformed("empty")
+    if any(held.get(more) for held in (value, *turns) for more in MORE):
+        raise Malformed("more")
     return turns
 
 

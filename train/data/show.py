@@ -83,7 +83,7 @@ def _runs(mask: Mask, colour: bool, text: Any) -> str:
 def _require(tokens: NDArray[Any], vocabulary: Vocabulary, documents: Documents) -> None:
     if documents.roles is not None:
         return  # their special tokens may lie behind the last piece of the tokenizer
-    if len(tokens) and int(tokens.max()) >= vocabulary.size:
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary.size:
         raise RefusedError(
             f"{documents.indexed.prefix} has the token {int(tokens.max())}, {vocabulary.path} has {vocabulary.size}: "
             "it is not the tokenizer that made it"

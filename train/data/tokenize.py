@@ -13,6 +13,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Waited
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -129,20 +130,36 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
     Yields:
         The account, and a function that says whether a signal came.
     """
-    taken = [path for path in finals.values() if path.exists()]
-    if taken and not request.force:
-        raise OutputError(f"{taken[0]} exists", "choose another --output-prefix, or replace it with --force")
     staging = request.staging
+    taken = [path for path in finals.values() if path.exists()]
+    half = staging.is_dir() and not any(path.suffix == ".idx" for path in taken)  # killed while it published
+    if taken and not (request.force or half):
+        raise OutputError(f"{taken[0]} exists", "choose another --output-prefix, or replace it with --force")
     staging.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         handle = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         stack.callback(os.close, handle)
         lock(handle, staging)
+        stack.enter_context(_named(staging))
         done = _resumed(request)
         stopped = stack.enter_context(stoppable())
         done = _append_all(request, done, stopped)
+        if request.fingerprint != done.fingerprint:
+            shutil.rmtree(staging)
+            raise SourceError("an input file changed while it was read", "run again when nothing writes to it")
         _judge(request, done)
         yield done, stopped
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """An error of the disk that names no file gets the name of the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(folder)) from None
+        raise
 
 
 def _resumed(request: Request) -> Done:
@@ -150,7 +167,7 @@ def _resumed(request: Request) -> Done:
     path, fresh = request.staging / "done.json", Done(request.fingerprint, 0, dict.fromkeys(STREAMS, 0), 0, {}, {})
     done = fresh
     if path.is_file():
-        done = Done(**json.loads(path.read_bytes()))
+        done = _read_done(path)
         if done.fingerprint != request.fingerprint:
             if not request.force:
                 raise OutputError(
@@ -170,6 +187,13 @@ def _resumed(request: Request) -> Done:
     return done
 
 
+def _read_done(path: Path) -> Done:
+    try:
+        return Done(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise OutputError(f"{path} is damaged: {error}", f"remove {path.parent}, or start over with --force") from None
+
+
 def _length(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
@@ -185,15 +209,16 @@ def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Do
         waiting: deque[Future[Part]] = deque()
         asked, noted = done.ranges, monotonic()
         while done.ranges < len(parts):
-            while asked < len(parts) and len(waiting) < AHEAD * request.workers and not stopped():
+            while asked < len(parts) and len(waiting) < AHEAD * request.workers:
                 waiting.append(workers.submit(parts[asked], staging / "parts" / str(asked)))
                 asked += 1
-            if not waiting:
+            part = _first_of(waiting, stopped)
+            if part is None:
+                workers.kill()
                 _note(request, done, files)
                 raise Interrupted(
                     f"stopped behind {done.ranges} of {len(parts)} ranges", "run the same command again to go on"
                 )
-            part = waiting.popleft().result()
             for stream in STREAMS:
                 _move(staging / "parts" / f"{done.ranges}.{stream}", files[stream])
             done = _counted(done, part, parts)
@@ -201,10 +226,20 @@ def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Do
             if monotonic() - noted > EVERY:
                 _note(request, done, files)
                 noted = monotonic()
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
+        _note(request, done, files)
     return done
+
+
+def _first_of(waiting: deque[Future[Part]], stopped: Callable[[], bool]) -> Part | None:
+    """The result that is next, None if a signal comes first: a compressed file is one range, and a long one."""
+    while not stopped():
+        try:
+            part = waiting[0].result(timeout=0.2)
+        except Waited:
+            continue
+        waiting.popleft()
+        return part
+    return None
 
 
 def _move(path: Path, file: Any) -> None:
@@ -246,9 +281,10 @@ def _judge(request: Request, done: Done) -> None:
     lost = sum(dropped.values())
     worst = max(dropped, key=lambda reason: dropped[reason], default="")
     shown = f", most of them because of {REASONS[worst]} ({done.examples[worst][0]})" if worst else ""
-    hint = "train lint names each of them; --format tells what the records are"
+    hint = f"train lint names each of them; what is tokenized stays in {request.staging.name} for the same input"
     if not kept:
         shutil.rmtree(request.staging)
+        hint = "train lint names each of them; --format tells what the records are"
         raise SourceError(f"none of {lost} records became a document{shown}", hint if lost else "")
     if lost and request.strict:
         raise RefusedError(f"{lost} of {kept + lost} records are malformed{shown}", f"{hint}; --strict refuses them")

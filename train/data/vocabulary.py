@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -33,12 +33,14 @@ class Vocabulary(Protocol):
         path: its file.
         digest: BLAKE3 of the file.
         size: how many tokens there are.
+        special: which ids are control tokens that a text might become all the same, bool[size].
         unusable: ids that cannot mean anything at the end of a document: unknown and padding.
     """
 
     path: Path
     digest: str
     size: int
+    special: NDArray[np.bool_]
     unusable: dict[int, str]
 
     def id_of(self, token: str) -> int | None:
@@ -101,6 +103,7 @@ class SentencePiece:
         kinds = (UNKNOWN, CONTROL, USER_DEFINED)
         self.control = {piece.piece: number for number, piece in enumerate(proto.pieces) if piece.type in kinds}
         pads = {self.model.pad_id(), self.control.get("<|pad|>", -1)} - {-1}
+        self.special = np.zeros(self.size, bool)  # no text becomes a control token here
         self.unusable = dict.fromkeys(pads, "padding") | {self.model.unk_id(): "unknown"}
 
     def id_of(self, token: str) -> int | None:
@@ -130,15 +133,18 @@ class Fast:
 
         raw = path.read_bytes()
         self.path, self.digest = path, blake3(raw).hexdigest()
-        known = read_vocabulary(raw, str(path))
+        known = _whole(read_vocabulary(raw, str(path)))
         self.size, self.ids, self.added = known.length, known.ids, known.added
         self.marking = known.tokenizer
         """The tokenizer that finds control tokens in a text: for what a chat template has written."""
-        self.plain = read_vocabulary(raw, str(path)).tokenizer
+        self.plain = _whole(read_vocabulary(raw, str(path))).tokenizer
         self.plain.encode_special_tokens = True
         unknown = [known.tokenizer.token_to_id(token) for token in ("<unk>", "[UNK]")]
         pad = self.named.get("pad", "")
         padding = [self.ids[pad]] if pad in self.ids and pad != self.named.get("eos") else []
+        self.special = np.zeros(self.size, bool)
+        self.special[[known.ids[token] for token, special in known.added.items() if special]] = True
+        self.special[[one for one in unknown if one is not None]] = False  # what a text may well hold
         self.unusable = dict.fromkeys(padding, "padding") | {one: "unknown" for one in unknown if one is not None}
 
     @cached_property
@@ -168,7 +174,20 @@ class Fast:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens included."""
-        return self.plain.decode([int(one) for one in ids], skip_special_tokens=False)
+        text: str = self.plain.decode([int(one) for one in ids], skip_special_tokens=False)
+        return text
+
+
+def _whole(known: Any) -> Any:
+    """A tokenizer that gives all tokens of a text, the same each time, and tells where each begins."""
+    from tokenizers.processors import ByteLevel
+
+    known.tokenizer.no_truncation()
+    known.tokenizer.no_padding()
+    known.tokenizer.post_processor = ByteLevel(trim_offsets=False)
+    if getattr(known.tokenizer.model, "dropout", None):
+        known.tokenizer.model.dropout = None
+    return known
 
 
 def control_ids(vocabulary: Vocabulary, told: Mapping[str, int]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from formats.errors import SourceError, VitruvianError
+from formats.errors import SourceError
 from train.data.encode import CHATML, ROLE_NUMBERS, Encoder, TemplateEncoder, control_encoder, role_encoder
 from train.data.indexed import best_dtype
 from train.data.inputs import Range, values
@@ -32,6 +32,7 @@ from train.data.vocabulary import Fast, open_vocabulary
 
 BATCH = 1 << 20
 """Characters that are encoded at a time."""
+STOPS = (signal.SIGINT, signal.SIGTERM)
 EXAMPLES = 5
 """Dropped records of a batch whose lines are told."""
 
@@ -117,6 +118,7 @@ def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
     with ExitStack() as stack:
         tokens, sizes, masks = (stack.enter_context(Path(f"{out}.{name}").open("wb")) for name in lengths)
         for batch in _batches(job, part):
+            _require_parent()
             encoded = encode(batch.records)
             dropped = batch.dropped + [(batch.numbers[place], reason) for place, reason in encoded.refused]
             examples += sorted(dropped)[:EXAMPLES]
@@ -164,10 +166,15 @@ def _batches(job: Job, part: Range) -> Iterator[_Batch]:
     yield _Batch(records, numbers, dropped, number + 1)
 
 
+def _require_parent() -> None:
+    """End here if the writer was killed: nobody wants the rest of a long range."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        raise SystemExit
+
+
 def _work(pipe: Connection, job: Job) -> None:
     """What a process does: take ranges from the pipe until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the writer hears it, and asks for nothing more
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         encode = encoder(job)
@@ -175,7 +182,7 @@ def _work(pipe: Connection, job: Job) -> None:
             part, out = pipe.recv()
             try:
                 pipe.send(encode_range(job, encode, part, out))
-            except (VitruvianError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  # whatever it is, the writer raises it
                 pipe.send(error)
     except (EOFError, BrokenPipeError):
         return
@@ -189,6 +196,7 @@ class Workers:
         self.idle: SimpleQueue[Connection] = SimpleQueue()
         self.pipes: list[Connection] = []
         self.processes = []
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # processes inherit it: the writer alone hears of them
         for _ in range(number):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, job), daemon=True)
@@ -197,6 +205,7 @@ class Workers:
             self.pipes.append(ours)
             self.processes.append(process)
             self.idle.put(ours)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         self.threads = ThreadPoolExecutor(max(1, number))
         self.before: Any = None
 
@@ -204,6 +213,11 @@ class Workers:
         if threading.current_thread() is threading.main_thread():  # a dead worker is an error here, not our end
             self.before = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         return self
+
+    def kill(self) -> None:
+        """End all processes, whatever they do; what they were asked for fails."""
+        for process in self.processes:
+            process.kill()
 
     def submit(self, part: Range, out: Path) -> Future[Part]:
         """Encode a range as soon as a process is idle."""

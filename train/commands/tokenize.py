@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import as_json, together
-from formats.errors import UsageError
+from formats.errors import UsageError, short
 from train.commands.look import told
 
 if TYPE_CHECKING:
@@ -117,9 +117,14 @@ def tokenize(**options: Any) -> None:
 def paths(inputs: Sequence[str]) -> list[Path]:
     """Files of --input, which may be comma lists; `~` is the home folder."""
     found = []
-    for value in inputs:
-        names = [value] if Path(value).expanduser().exists() else value.split(",")
-        found += [Path(name).expanduser() for name in names if name]
+    try:
+        for value in inputs:
+            names = [value] if Path(value).expanduser().exists() else value.split(",")
+            found += [Path(name).expanduser() for name in names if name]
+    except RuntimeError as error:  # nobody has that home folder
+        raise UsageError(f"--input {','.join(inputs)}: {error}", "write the whole path") from None
+    except OSError as error:
+        raise UsageError(f"--input {short(value)} names no file: {error.strerror}") from None
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +84,58 @@ def test_megatrons_splits():
         shares = [float(one) for one in text.replace("/", ",").split(",")]
         bounds = _bounds(number, shares + [0.0] * (3 - len(shares)))
         assert [0, *(high for _, high in bounds)] == ends
+
+
+def test_splits_never_overlap_and_leave_nothing_out():
+    from train.data.plan import _bounds
+
+    shares = (0, 1e-300, 0.5, 1, 2, 3.7, 5, 33, 50, 98)
+    for split in [(a, b, c) for a in shares for b in shares for c in shares if a or b or c] + [(1,), (1, 1), (0, 7)]:
+        for number in (*range(40), 99, 101, 199, 299, 300):
+            bounds = _bounds(number, split)
+            assert [low for low, _ in bounds] == [0, *(high for _, high in bounds[:-1])]
+            assert bounds[-1][1] == number
+            assert all(low <= high for low, high in bounds)
+            assert all(low == high for (low, high), share in zip(bounds, split, strict=True) if not share)
+    for number in range(301):
+        for split in ((0, 50, 50), (1, 1, 1), (0, 1, 1), (2, 1, 1), (0, 3, 1), (98, 1, 1)):
+            held = [one for low, high in _bounds(number, split) for one in range(number)[low:high]]
+            assert held == list(range(number))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--split", "nan"), ("--split", "inf,1"), ("--split", "1e308,1e308"), ("--split", "-1,2"),
+        ("--split", "0"), ("--seq-length", 2**31 - 1), ("--seq-length", 2**70),
+    ],
+)  # fmt: skip
+def test_shares_and_lengths_that_are_none(train, prefix, words):
+    assert train("pack", prefix, "--seq-length", 63, *words).code == 2
+    assert not prefix.with_name("P.pack").exists()
+
+
+def test_only_a_plan_is_replaced(train, prefix, tmp_path):
+    assert train("pack", prefix, "--seq-length", 63).code == 0
+    (tmp_path / "P.pack/thesis.tex").write_text("years of work")
+    ran = train("pack", prefix, "--seq-length", 127, "--force")
+    assert ran.code == 7
+    assert "holds 1 files that are no part of a plan, such as 'thesis.tex'" in ran.err
+    assert (tmp_path / "P.pack/thesis.tex").exists()
+    (tmp_path / "P.pack/thesis.tex").rename(tmp_path / "thesis.tex")
+    (tmp_path / "P.pack.partial").mkdir()
+    (tmp_path / "P.pack.partial/mine").touch()
+    assert train("pack", prefix, "--seq-length", 127, "--force").code == 7
+    (tmp_path / "P.pack.partial/mine").unlink()
+    assert train("pack", prefix, "--seq-length", 127, "--force").code == 0
+
+
+def test_a_full_disk_leaves_no_plan(prefix, tmp_path):
+    words = ["tests.data.limited", "4096", "pack", str(prefix), "--seq-length", "63"]
+    ran = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    assert ran.returncode == 7
+    assert "documents.npy: File too large" in ran.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["P.bin", "P.idx"]
 
 
 def test_a_plan_is_for_the_files_that_it_was_made_from(prefix, tmp_path):

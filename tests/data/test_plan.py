@@ -138,6 +138,27 @@ def test_a_full_disk_leaves_no_plan(prefix, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["P.bin", "P.idx"]
 
 
+@pytest.mark.parametrize("name", ["", ".", "/", ".."])
+def test_prefixes_without_a_name(train, tmp_path, name):
+    for words in (("count", name), ("show", name), ("pack", name, "--seq-length", 8),
+                  ("packs", "append-eod", name, 3, "append")):  # fmt: skip
+        ran = train(*words)
+        assert (ran.code, "no prefix" in ran.err) == (2, True), words
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    words = ("--vocab-file", GOLDEN / "1_sft/model.model", "--format", "text", "--output-prefix", name)
+    assert train("tokenize", "--input", tmp_path / "x.jsonl", *words).code == 2
+
+
+def test_an_index_with_a_negative_size_is_not_counted(train, tmp_path):
+    prefix = made(tmp_path / "P", [3, 4, 5])
+    content = bytearray((tmp_path / "P.idx").read_bytes())
+    content[38:42] = (-4).to_bytes(4, "little", signed=True)
+    (tmp_path / "P.idx").write_bytes(content)
+    ran = train("count", prefix)
+    assert ran.code == 3
+    assert "has a sequence of -4 tokens" in ran.err
+
+
 def test_a_plan_is_for_the_files_that_it_was_made_from(prefix, tmp_path):
     plan = make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1)
     write_plan(plan, tmp_path / "plan")

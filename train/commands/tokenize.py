@@ -101,13 +101,14 @@ def tokenize(**options: Any) -> None:
     A turn is its role's control token, the text, and the token again (<|user|>…<|user|>); with a chat template it is
     what the template writes. A malformed record is dropped and counted. A killed run goes on when it is run again.
     """
+    from train.data.indexed import named_prefix
     from train.data.inputs import ranges
     from train.data.tokenize import tokenize
 
     parts = ranges(paths(options["inputs"]))
     job = make_job(options, parts)
     prefix = options["prefix"]
-    request = make_request(options, job, parts, prefix.with_name(f"{prefix.name}_{job.key}_document"))
+    request = make_request(options, job, parts, named_prefix(prefix).with_name(f"{prefix.name}_{job.key}_document"))
     if not decided(options, request, {"turns": _turns(job), "documents": _end(job), "output": f"{request.prefix}.bin"}):
         return
     facts = tokenize(request)

@@ -137,7 +137,7 @@ def _state(name: Any, content: Any) -> State:
     content = content if isinstance(content, dict) else {}
     path, idxs = content.get("datapath"), content.get("idxs")
     sound = isinstance(idxs, list) and idxs and all(type(one) is int and one >= 0 for one in idxs)
-    if not isinstance(path, str) or not sound or idxs != sorted(idxs):
+    if not isinstance(path, str) or Path(path).name in ("", "..") or not sound or idxs != sorted(idxs):
         raise ValueError(f"{name} needs a datapath and idxs, document numbers that never fall, at least one")
     return State(path, tuple(idxs))
 

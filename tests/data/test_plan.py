@@ -213,13 +213,35 @@ def test_counts(train, tmp_path):
     ran = train("count", prefix, tmp_path / "out.txt", "--seq-length", 7, "--json")
     found = json.loads(ran.out)
     assert (found["documents"], found["tokens"], found["shortest"], found["longest"]) == (8, 2_001_023, 0, 2_000_000)
-    assert found["bars"] == [[0, 0, 1], [1, 1, 1], [2, 3, 2], [8, 15, 2], [512, 1023, 1], [1048576, 2097151, 1]]
+    assert found["bars"] == [[0, 0, 1], [1, 1, 1], [2, 3, 2], [8, 15, 2], [512, 1023, 1], [1048576, 2_000_000, 1]]
     assert found["over"] == [3, 2_001_009]
     assert found["quantiles"]["0.5"] == 3
     assert (tmp_path / "out.txt").read_text().split() == ["0", "1", "2", "3", "8", "9", "1000", "2000000"]
     assert train("count", prefix, tmp_path / "out.txt").code == 7
     (tmp_path / "P.bin").unlink()
     assert train("count", prefix).code == 0, "the index alone is read"
+
+
+def test_the_last_bar_has_the_longest_document(train, tmp_path):
+    prefix = made(tmp_path / "P", [7, 1 << 20, 5_000_000], dtype="int8")
+    found = json.loads(train("count", prefix, "--json").out)
+    assert found["bars"] == [[4, 7, 1], [1 << 20, 5_000_000, 2]]
+
+
+def test_a_full_disk_leaves_no_numbers(prefix, tmp_path):
+    words = ["tests.data.limited", "1000", "count", str(prefix), str(tmp_path / "out.txt")]
+    ran = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    assert ran.returncode == 7
+    assert "out.txt.tmp: File too large" in ran.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["P.bin", "P.idx"]
+
+
+def test_numbers_of_documents_go_to_a_file(train, prefix, tmp_path):
+    assert train("count", prefix, tmp_path, "--force").code == 7
+    (tmp_path / "link").symlink_to(tmp_path / "out.txt")
+    assert train("count", prefix, tmp_path / "link", "--force").code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert len((tmp_path / "out.txt").read_text().split()) == 2000
 
 
 def test_showing(train, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
+from train.data.facts import Facts, facts_path, read_facts
 from train.data.indexed import open_indexed, write_index
 from train.data.plan import document_sizes, make_plan, open_plan, write_plan
 
@@ -242,6 +243,29 @@ def test_numbers_of_documents_go_to_a_file(train, prefix, tmp_path):
     assert train("count", prefix, tmp_path / "link", "--force").code == 0
     assert (tmp_path / "link").is_symlink()
     assert len((tmp_path / "out.txt").read_text().split()) == 2000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"control": []}, {"control": {"user": "7"}}, {"control": {"user": True}}, {"control": None}, {"eod": "3"},
+        {"vocabulary": 1e3}, {"tokenizer": 5}, {"template": 5}, {"counts": 3}, {"eod": -1}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_odd_facts(tmp_path, change):
+    held = {"tokenizer": "aa", "vocabulary": 1000, "control": {"user": 7}, "eod": None, "template": None, "counts": {}}
+    facts_path(tmp_path / "P").write_text(json.dumps(held))
+    assert read_facts(tmp_path / "P") == Facts(**held)
+    facts_path(tmp_path / "P").write_text(json.dumps(held | change))
+    with pytest.raises(SourceError, match=f"does not tell how the tokens were made: .*{next(iter(change))}"):
+        read_facts(tmp_path / "P")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", "[" * 100_000])
+def test_facts_that_are_none(tmp_path, text):
+    facts_path(tmp_path / "P").write_text(text)
+    with pytest.raises(SourceError, match="does not tell how the tokens were made"):
+        read_facts(tmp_path / "P")
 
 
 def test_showing(train, tmp_path):

@@ -13,7 +13,7 @@ from formats.errors import SourceError, UsageError
 from train.data import inputs
 from train.data.records import Malformed
 
-lines = st.lists(st.one_of(st.integers(), st.text(max_size=30), st.none()), min_size=1, max_size=30)
+lines = st.lists(st.one_of(st.integers(-(2**63), 2**64 - 1), st.text(max_size=30), st.none()), min_size=1, max_size=30)
 
 
 def read(paths, key="text"):
@@ -95,3 +95,76 @@ def test_a_file_named_twice_is_refused(tmp_path):
     (tmp_path / "x.jsonl").write_text("{}\n")
     with pytest.raises(UsageError, match="named twice"):
         inputs.ranges([tmp_path / "x.jsonl"] * 2)
+
+
+def packed(kind, text):
+    import zstandard
+
+    if kind == "gz":
+        return gzip.compress(text)
+    return zstandard.compress(text[:1000]) + zstandard.compress(text[1000:])
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("cut", [1, 5, 40, "frame"])
+def test_compressed_files_that_are_cut_short(tmp_path, kind, cut):
+    text = b"".join(b'{"text": "%x"}\n' % (number**7) for number in range(5000))
+    whole = packed(kind, text)
+    keep = len(packed(kind, text[:1000])) // 2 if cut == "frame" else len(whole) - cut
+    path = tmp_path / f"x.jsonl.{kind}"
+    path.write_bytes(whole[:keep])
+    with pytest.raises(SourceError, match=rf"x\.jsonl\.{kind} is cut short: it ends after \d+ decompressed bytes"):
+        read([path])
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_compressed_files_with_other_bytes(tmp_path, kind):
+    text = b"".join(b'{"text": "%x"}\n' % (number**7) for number in range(5000))
+    path = tmp_path / f"x.jsonl.{kind}"
+    whole = packed(kind, text)
+    for content in (whole[: len(whole) // 2] + b"\xff" * 300 + whole[len(whole) // 2 + 300 :], whole + b"no frame"):
+        path.write_bytes(content)
+        with pytest.raises(SourceError, match=r"is damaged after|is cut short"):
+            read([path])
+    path.write_bytes(text)
+    with pytest.raises(SourceError, match="is not compressed with"):
+        inputs.ranges([path])
+
+
+def test_of_parquet_only_what_records_need_is_read(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    odd = pyarrow.array([-(10**17), 2], pyarrow.timestamp("ms"))  # no date that Python has
+    bad = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, pyarrow.array([b"a", b"\xff\xfe"], pyarrow.binary()).buffers()
+    )
+    messages = pyarrow.array([[{"role": "user", "content": "a"}], None])
+    parquet.write_table(pyarrow.table({"odd": odd, "bad": bad, "messages": messages}), tmp_path / "x.parquet")
+    assert read([tmp_path / "x.parquet"]) == [{"messages": [{"role": "user", "content": "a"}]}, {"messages": None}]
+    parquet.write_table(pyarrow.table({"odd": odd}), tmp_path / "y.parquet")
+    assert read([tmp_path / "y.parquet"]) == [{}, {}]
+    for key in ("odd", "bad"):
+        with pytest.raises(SourceError, match=r"x\.parquet is damaged in row group 0: "):
+            read([tmp_path / "x.parquet"], key)
+    content = bytearray((tmp_path / "x.parquet").read_bytes())
+    content[4 : len(content) // 3] = bytes(len(content) // 3 - 4)
+    (tmp_path / "z.parquet").write_bytes(content)
+    with pytest.raises(SourceError, match=r"z\.parquet"):
+        read([tmp_path / "z.parquet"], "bad")
+
+
+def test_a_file_named_twice_in_other_words_is_refused(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/x.jsonl").write_text("{}\n")
+    (tmp_path / "y.jsonl").symlink_to(tmp_path / "in/x.jsonl")
+    for other in (tmp_path / "y.jsonl", tmp_path / "in/../in/x.jsonl"):
+        with pytest.raises(UsageError, match="named twice, first as"):
+            inputs.ranges([tmp_path / "in/x.jsonl", other])
+
+
+def test_paths_that_lead_nowhere():
+    from train.commands.tokenize import paths
+
+    with pytest.raises(UsageError, match="home directory"):
+        paths(["~nosuch-user-of-this-test/x.jsonl"])

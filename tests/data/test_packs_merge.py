@@ -13,6 +13,7 @@ import pytest
 from blake3 import blake3
 
 from tests.data.pack_world import GOLDEN, contents, make
+from train.data.encode import LAST_REPLY, REPLY
 from train.data.facts import Facts, mask_path, read_facts
 from train.data.indexed import bin_path, idx_path, open_indexed, write_index
 from train.data.packs import append, files
@@ -262,6 +263,29 @@ def test_numbers_as_awk_prints_them(number, text):
     assert as_awk(number) == text
 
 
+def test_neither_states_nor_merged_packs_are_counted(train, tmp_path):
+    """What document 002 makes: packs, the states beside them, and `merged` in the same folder."""
+    out = tmp_path / "out"
+    for pack in ("U1_1", "N_2"):
+        for name in "ab":
+            make(out / pack / f"{name}_slice", [30, 40])
+        train("packs", "merge", out / pack, out / "merged" / pack)
+    (out / "states/a").mkdir(parents=True)
+    (out / "states/a/state.0.yaml").touch()
+    alone = [f"{out}/{pack}/: {140 / 100:.6g}" for pack in ("N_2", "U1_1")]
+    size = ["--seq-length", 10, "--batch-size", 10]
+    ran = train("packs", "iters", out, *size)
+    assert ran.out.splitlines() == alone
+    assert f"{out}/merged/U1_1/U1_1 is a copy of what was counted" in ran.err
+    assert train("packs", "iters", out / "merged", *size).out.count(": 1.4\n") == 2, "merged packs alone are packs"
+    for pack in ("U1_1", "N_2"):
+        train("packs", "merge", out / pack, out)
+    (out / "N_2.merge.log").unlink()
+    assert train("packs", "iters", out, *size).out.splitlines() == alone
+    make(out / "other/U1_1", [9])
+    assert train("packs", "iters", out, *size).out.splitlines() == [*alone, f"{out}/other/: 0.09"]
+
+
 # --- append-eod ------------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +325,7 @@ def test_append_to_anything(train, tmp_path, monkeypatch, chunk, marked):
     mask = np.fromfile(mask_path(prefix), "u1")
     lows = np.r_[0, np.cumsum(sizes)]
     tokens = [np.r_[source.tokens[lows[a] : lows[b]], 999] for a, b in pairwise(marks)]
-    masks = [np.r_[mask[lows[a] : lows[b]], 1] for a, b in pairwise(marks)]
+    masks = [np.r_[mask[lows[a] : lows[b]], REPLY | LAST_REPLY] for a, b in pairwise(marks)]
     assert np.array_equal(made.tokens, np.concatenate(tokens))
     assert np.array_equal(np.fromfile(mask_path(made.prefix), "u1"), np.concatenate(masks))
     assert np.array_equal(made.documents, marks)
@@ -317,7 +341,7 @@ def test_replace_trains_the_last_token(train, tmp_path):
     assert train("packs", "append-eod", bin_path(prefix), 5, "replace").code == 0
     found = open_indexed(tmp_path / "eod_x")
     assert list(found.tokens[[2, 3]]) == [5, 5]
-    assert list(np.fromfile(mask_path(found.prefix), "u1")) == [*before[:2], 1, 1]
+    assert list(np.fromfile(mask_path(found.prefix), "u1")) == [*before[:2], 3, 3]
 
 
 def test_ends_that_are_refused(train, tmp_path):

@@ -8,9 +8,11 @@ import os
 import pytest
 import yaml
 
+from formats.errors import SourceError
 from tests.data.pack_world import TOTALS, check_cuts, contents, make, slices_json, world
 from train.data.facts import Facts, facts_path, mask_path
 from train.data.indexed import bin_path, open_indexed
+from train.data.packs import inputs
 
 
 def test_everything_that_lacks_is_listed_and_nothing_is_written(train, tmp_path):
@@ -161,3 +163,34 @@ def test_no_room(train, tmp_path, monkeypatch):
     assert ran.code == 7
     assert "has 1 B free" in ran.err
     assert not list((tmp_path / "out").rglob("*.bin"))
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 50_000, "- " * 50_000, "a: " + "{b: " * 50_000, "x: " + "a" * (17 << 20), "? " * 50_000]
+)
+def test_states_of_any_depth(tmp_path, text):
+    (tmp_path / "state.yaml").write_text(text)
+    with pytest.raises(SourceError, match=r"is nested deeper than 100|has more than 16,777,216 bytes|is no state file"):
+        inputs.read_state(tmp_path / "state.yaml")
+
+
+def test_states_without_a_path(tmp_path):
+    for path in ('""', ".", "/"):
+        (tmp_path / "state.yaml").write_text(f"lv: {{datapath: {path}, idxs: [0]}}")
+        with pytest.raises(SourceError, match="lv needs a datapath"):
+            inputs.read_state(tmp_path / "state.yaml")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"names": ' + "[" * 100_000])
+def test_slices_of_any_depth(tmp_path, content):
+    (tmp_path / "slices.json").write_text(content)
+    with pytest.raises(SourceError, match=r"slices\.json is no slices json: it is nested too deep"):
+        inputs.read_slices(tmp_path / "slices.json")
+
+
+@pytest.mark.parametrize(("total", "code"), [(1e300, 3), (10**400, 3), (2**53 + 2, 3), (2**53, 2)])
+def test_totals_that_nobody_has(train, tmp_path, total, code):
+    words, _ = world(tmp_path, train, {"lv": [1000, 0, 0, 1000, total]})
+    ran = train(*words)
+    assert ran.code == code, ran.err
+    assert not (tmp_path / "out").exists()

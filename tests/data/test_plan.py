@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
+from train.data.facts import Facts, facts_path, read_facts
 from train.data.indexed import open_indexed, write_index
 from train.data.plan import document_sizes, make_plan, open_plan, write_plan
 
@@ -84,6 +87,79 @@ def test_megatrons_splits():
         assert [0, *(high for _, high in bounds)] == ends
 
 
+def test_splits_never_overlap_and_leave_nothing_out():
+    from train.data.plan import _bounds
+
+    shares = (0, 1e-300, 0.5, 1, 2, 3.7, 5, 33, 50, 98)
+    for split in [(a, b, c) for a in shares for b in shares for c in shares if a or b or c] + [(1,), (1, 1), (0, 7)]:
+        for number in (*range(40), 99, 101, 199, 299, 300):
+            bounds = _bounds(number, split)
+            assert [low for low, _ in bounds] == [0, *(high for _, high in bounds[:-1])]
+            assert bounds[-1][1] == number
+            assert all(low <= high for low, high in bounds)
+            assert all(low == high for (low, high), share in zip(bounds, split, strict=True) if not share)
+    for number in range(301):
+        for split in ((0, 50, 50), (1, 1, 1), (0, 1, 1), (2, 1, 1), (0, 3, 1), (98, 1, 1)):
+            held = [one for low, high in _bounds(number, split) for one in range(number)[low:high]]
+            assert held == list(range(number))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--split", "nan"), ("--split", "inf,1"), ("--split", "1e308,1e308"), ("--split", "-1,2"),
+        ("--split", "0"), ("--seq-length", 2**31 - 1), ("--seq-length", 2**70),
+    ],
+)  # fmt: skip
+def test_shares_and_lengths_that_are_none(train, prefix, words):
+    assert train("pack", prefix, "--seq-length", 63, *words).code == 2
+    assert not prefix.with_name("P.pack").exists()
+
+
+def test_only_a_plan_is_replaced(train, prefix, tmp_path):
+    assert train("pack", prefix, "--seq-length", 63).code == 0
+    (tmp_path / "P.pack/thesis.tex").write_text("years of work")
+    ran = train("pack", prefix, "--seq-length", 127, "--force")
+    assert ran.code == 7
+    assert "holds 1 files that are no part of a plan, such as 'thesis.tex'" in ran.err
+    assert (tmp_path / "P.pack/thesis.tex").exists()
+    (tmp_path / "P.pack/thesis.tex").rename(tmp_path / "thesis.tex")
+    (tmp_path / "P.pack.partial").mkdir()
+    (tmp_path / "P.pack.partial/mine").touch()
+    assert train("pack", prefix, "--seq-length", 127, "--force").code == 7
+    (tmp_path / "P.pack.partial/mine").unlink()
+    assert train("pack", prefix, "--seq-length", 127, "--force").code == 0
+
+
+def test_a_full_disk_leaves_no_plan(prefix, tmp_path):
+    words = ["tests.data.limited", "4096", "pack", str(prefix), "--seq-length", "63"]
+    ran = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    assert ran.returncode == 7
+    assert "documents.npy: File too large" in ran.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["P.bin", "P.idx"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", ".."])
+def test_prefixes_without_a_name(train, tmp_path, name):
+    for words in (("count", name), ("show", name), ("pack", name, "--seq-length", 8),
+                  ("packs", "append-eod", name, 3, "append")):  # fmt: skip
+        ran = train(*words)
+        assert (ran.code, "no prefix" in ran.err) == (2, True), words
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    words = ("--vocab-file", GOLDEN / "1_sft/model.model", "--format", "text", "--output-prefix", name)
+    assert train("tokenize", "--input", tmp_path / "x.jsonl", *words).code == 2
+
+
+def test_an_index_with_a_negative_size_is_not_counted(train, tmp_path):
+    prefix = made(tmp_path / "P", [3, 4, 5])
+    content = bytearray((tmp_path / "P.idx").read_bytes())
+    content[38:42] = (-4).to_bytes(4, "little", signed=True)
+    (tmp_path / "P.idx").write_bytes(content)
+    ran = train("count", prefix)
+    assert ran.code == 3
+    assert "has a sequence of -4 tokens" in ran.err
+
+
 def test_a_plan_is_for_the_files_that_it_was_made_from(prefix, tmp_path):
     plan = make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1)
     write_plan(plan, tmp_path / "plan")
@@ -138,13 +214,58 @@ def test_counts(train, tmp_path):
     ran = train("count", prefix, tmp_path / "out.txt", "--seq-length", 7, "--json")
     found = json.loads(ran.out)
     assert (found["documents"], found["tokens"], found["shortest"], found["longest"]) == (8, 2_001_023, 0, 2_000_000)
-    assert found["bars"] == [[0, 0, 1], [1, 1, 1], [2, 3, 2], [8, 15, 2], [512, 1023, 1], [1048576, 2097151, 1]]
+    assert found["bars"] == [[0, 0, 1], [1, 1, 1], [2, 3, 2], [8, 15, 2], [512, 1023, 1], [1048576, 2_000_000, 1]]
     assert found["over"] == [3, 2_001_009]
     assert found["quantiles"]["0.5"] == 3
     assert (tmp_path / "out.txt").read_text().split() == ["0", "1", "2", "3", "8", "9", "1000", "2000000"]
     assert train("count", prefix, tmp_path / "out.txt").code == 7
     (tmp_path / "P.bin").unlink()
     assert train("count", prefix).code == 0, "the index alone is read"
+
+
+def test_the_last_bar_has_the_longest_document(train, tmp_path):
+    prefix = made(tmp_path / "P", [7, 1 << 20, 5_000_000], dtype="int8")
+    found = json.loads(train("count", prefix, "--json").out)
+    assert found["bars"] == [[4, 7, 1], [1 << 20, 5_000_000, 2]]
+
+
+def test_a_full_disk_leaves_no_numbers(prefix, tmp_path):
+    words = ["tests.data.limited", "1000", "count", str(prefix), str(tmp_path / "out.txt")]
+    ran = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    assert ran.returncode == 7
+    assert "out.txt.tmp: File too large" in ran.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["P.bin", "P.idx"]
+
+
+def test_numbers_of_documents_go_to_a_file(train, prefix, tmp_path):
+    assert train("count", prefix, tmp_path, "--force").code == 7
+    (tmp_path / "link").symlink_to(tmp_path / "out.txt")
+    assert train("count", prefix, tmp_path / "link", "--force").code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert len((tmp_path / "out.txt").read_text().split()) == 2000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"control": []}, {"control": {"user": "7"}}, {"control": {"user": True}}, {"control": None}, {"eod": "3"},
+        {"vocabulary": 1e3}, {"tokenizer": 5}, {"template": 5}, {"counts": 3}, {"eod": -1}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_odd_facts(tmp_path, change):
+    held = {"tokenizer": "aa", "vocabulary": 1000, "control": {"user": 7}, "eod": None, "template": None, "counts": {}}
+    facts_path(tmp_path / "P").write_text(json.dumps(held))
+    assert read_facts(tmp_path / "P") == Facts(**held)
+    facts_path(tmp_path / "P").write_text(json.dumps(held | change))
+    with pytest.raises(SourceError, match=f"does not tell how the tokens were made: .*{next(iter(change))}"):
+        read_facts(tmp_path / "P")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", "[" * 100_000])
+def test_facts_that_are_none(tmp_path, text):
+    facts_path(tmp_path / "P").write_text(text)
+    with pytest.raises(SourceError, match="does not tell how the tokens were made"):
+        read_facts(tmp_path / "P")
 
 
 def test_showing(train, tmp_path):

@@ -130,6 +130,8 @@ def count(prefix: Path, out: Path | None, seq_length: int | None, force: bool, a
     indexed = open_indexed(prefix, tokens=False)
     found = counted(indexed, None if seq_length is None else seq_length + 1)
     if out is not None:
+        if out.is_dir() or not out.name:
+            raise OutputError(f"{out} is a folder", "name a file for OUT")
         if out.exists() and not force:
             raise OutputError(f"{out} exists", "choose another OUT, or replace it with --force")
         write_counts(indexed, out)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from converters.commands.options import as_json
-from formats.errors import UsageError
+from formats.errors import UsageError, short
 
 FILE = click.Path(path_type=Path)
 
@@ -58,7 +58,7 @@ def pack(prefix: Path, **options: Any) -> None:
     try:
         split = [float(share) for share in options["split"].replace("/", ",").split(",")]
     except ValueError:
-        raise UsageError(f"--split {options['split']} is no list of shares such as 98,1,1") from None
+        raise UsageError(f"--split {short(options['split'])} is no list of shares such as 98,1,1") from None
     plan = make_plan(
         open_indexed(prefix), algorithm=options["algorithm"], seq_length=options["seq_length"], seed=options["seed"],
         overlong=options["overlong"], split=split,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import as_json, together
-from formats.errors import UsageError
+from formats.errors import UsageError, short
 from train.commands.look import told
 
 if TYPE_CHECKING:
@@ -101,13 +101,14 @@ def tokenize(**options: Any) -> None:
     A turn is its role's control token, the text, and the token again (<|user|>…<|user|>); with a chat template it is
     what the template writes. A malformed record is dropped and counted. A killed run goes on when it is run again.
     """
+    from train.data.indexed import named_prefix
     from train.data.inputs import ranges
     from train.data.tokenize import tokenize
 
     parts = ranges(paths(options["inputs"]))
     job = make_job(options, parts)
     prefix = options["prefix"]
-    request = make_request(options, job, parts, prefix.with_name(f"{prefix.name}_{job.key}_document"))
+    request = make_request(options, job, parts, named_prefix(prefix).with_name(f"{prefix.name}_{job.key}_document"))
     if not decided(options, request, {"turns": _turns(job), "documents": _end(job), "output": f"{request.prefix}.bin"}):
         return
     facts = tokenize(request)
@@ -117,9 +118,14 @@ def tokenize(**options: Any) -> None:
 def paths(inputs: Sequence[str]) -> list[Path]:
     """Files of --input, which may be comma lists; `~` is the home folder."""
     found = []
-    for value in inputs:
-        names = [value] if Path(value).expanduser().exists() else value.split(",")
-        found += [Path(name).expanduser() for name in names if name]
+    try:
+        for value in inputs:
+            names = [value] if Path(value).expanduser().exists() else value.split(",")
+            found += [Path(name).expanduser() for name in names if name]
+    except RuntimeError as error:  # nobody has that home folder
+        raise UsageError(f"--input {','.join(inputs)}: {error}", "write the whole path") from None
+    except OSError as error:
+        raise UsageError(f"--input {short(value)} names no file: {error.strerror}") from None
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.indexed import Indexed, chunks
+from train.data.packs.files import named
 
 MOST = 1 << 20
 """Longer documents are counted as if they had so many tokens, for quantiles and bars only."""
@@ -27,7 +29,7 @@ class Counts:
         shortest: tokens.
         longest: tokens.
         quantiles: share to tokens.
-        bars: (from, to, documents) in powers of two.
+        bars: (from, to, documents) in powers of two; the last one, from 2^20 on, has all that are longer.
         over: documents longer than a limit, and their tokens.
     """
 
@@ -65,24 +67,40 @@ def count(indexed: Indexed, limit: int | None = None) -> Counts:
         f"{share:g}": int(np.searchsorted(below, max(1, np.ceil(share * number))))
         for share in (0.05, 0.25, 0.5, 0.75, 0.95)
     }
+    bars = list(_bars(below, longest))
     return Counts(
-        number, tokens, int(held[0]) if number else 0, longest, quantiles if number else {}, list(_bars(below)),
-        (over, over_tokens),
-    )  # fmt: skip
+        number, tokens, int(held[0]) if number else 0, longest, quantiles if number else {}, bars, (over, over_tokens)
+    )
 
 
-def _bars(below: NDArray[Any]) -> Iterator[tuple[int, int, int]]:
+def _bars(below: NDArray[Any], longest: int) -> Iterator[tuple[int, int, int]]:
     low = 0
     while low <= MOST:
         high = max(1, 2 * low)
         many = int(below[min(high - 1, MOST)]) - (int(below[low - 1]) if low else 0)
         if many:
-            yield low, high - 1, many
+            yield low, high - 1 if low < MOST else longest, many
         low = high
 
 
 def write_counts(indexed: Indexed, out: Path) -> None:
-    """One number a line, in the order of the documents."""
-    with out.open("w") as file:
+    """One number a line, in the order of the documents: all of them or no file."""
+    if out.is_symlink() or (out.exists() and not out.is_file()):  # /dev/stdout is not to be replaced
+        _write(indexed, out)
+        return
+    staged = out.with_name(out.name + ".tmp")
+    try:
+        _write(indexed, staged)
+        staged.rename(out)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+
+
+def _write(indexed: Indexed, path: Path) -> None:
+    with named(path), path.open("w") as file:
         for _, sizes in chunks(indexed.sizes):
             file.write("\n".join(map(str, sizes.tolist())) + "\n")
+        file.flush()
+        if path.is_file():
+            os.fsync(file.fileno())

@@ -61,9 +61,34 @@ def read_facts(prefix: Path) -> Facts | None:
     if not path.is_file():
         return None
     try:
-        return Facts(**json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
+        return _sound(Facts(**json.loads(path.read_bytes())))
+    except (ValueError, TypeError, RecursionError) as error:
         raise SourceError(f"{path} does not tell how the tokens were made: {short(str(error))}") from None
+
+
+def _sound(facts: Facts) -> Facts:
+    """The facts, if each is what it should be.
+
+    Raises:
+        ValueError: one is not.
+    """
+    control = facts.control
+    odd = {
+        "tokenizer": not isinstance(facts.tokenizer, str),
+        "vocabulary": not _number(facts.vocabulary),
+        "control": not isinstance(control, dict) or not all(map(_number, control.values())),
+        "eod": facts.eod is not None and not _number(facts.eod),
+        "template": not isinstance(facts.template, str | None),
+        "counts": not isinstance(facts.counts, dict),
+    }
+    wrong = next((name for name, is_odd in odd.items() if is_odd), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong} is {short(getattr(facts, wrong))}")
+    return facts
+
+
+def _number(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def facts_text(facts: Facts) -> str:

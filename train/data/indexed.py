@@ -105,8 +105,24 @@ def idx_path(prefix: Path) -> Path:
 
 
 def prefix_of(path: Path) -> Path:
-    """The prefix that a user means, who may have named one of the two files."""
+    """The prefix that a user means, who may have named one of the two files.
+
+    Raises:
+        UsageError: it has no name.
+    """
+    path = named_prefix(path)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+def named_prefix(path: Path) -> Path:
+    """A prefix, which has a name to put `.bin` behind.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if path.name in ("", ".."):
+        raise UsageError(f"{path} is a folder and no prefix", "name the files in it, without .bin and .idx")
+    return path
 
 
 def open_indexed(path: Path, tokens: bool = True) -> Indexed:
@@ -117,7 +133,7 @@ def open_indexed(path: Path, tokens: bool = True) -> Indexed:
         tokens: whether the `.bin` must be there, with the size that the index tells.
 
     Raises:
-        SourceError: a file is missing, cut short, or does not fit the other one.
+        SourceError: a file is missing, cut short, damaged, or does not fit the other one.
         UnsupportedError: it is an index of another kind.
     """
     prefix = prefix_of(path)
@@ -132,6 +148,9 @@ def open_indexed(path: Path, tokens: bool = True) -> Indexed:
         raw[low:high].view(kind) for low, high, kind in zip(cuts, cuts[1:], ("<i4", "<i8", "<i8"), strict=False)
     )
     found = Indexed(prefix, dtype, sizes, pointers, documents)
+    least = min((int(part.min()) for _, part in chunks(sizes)), default=0)
+    if least < 0:
+        raise SourceError(f"{index} has a sequence of {least} tokens")
     if tokens:
         _check_tokens(found)
     return found
@@ -161,9 +180,6 @@ def _check_tokens(found: Indexed) -> None:
     path = bin_path(found.prefix)
     if not path.is_file():
         raise SourceError(f"{path} is not there, its index is")
-    least = min((int(sizes.min()) for _, sizes in chunks(found.sizes)), default=0)
-    if least < 0:
-        raise SourceError(f"{idx_path(found.prefix)} has a sequence of {least} tokens")
     held, wanted = path.stat().st_size, found.total * found.dtype.itemsize
     if held != wanted:
         raise SourceError(

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from formats.errors import SourceError, UnsupportedError, UsageError
-from train.data.records import Malformed
+from formats.errors import SourceError, UnsupportedError, UsageError, short
+from train.data.records import FIELDS, Malformed
 
 RANGE = 1 << 20
 """Bytes of a range."""
@@ -23,6 +24,13 @@ PACKED = (".gz", ".zst")
 LONGEST = 64 << 20
 """Bytes of the longest line that is read; a longer one is a file of another kind."""
 BOM = b"\xef\xbb\xbf"
+BEGINS = {
+    ".gz": (b"\x1f\x8b",),
+    ".zst": (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + i]) + b"\x2a\x4d\x18" for i in range(16))),
+}
+"""First bytes of a compressed file. One of zstd may begin with a frame that is skipped."""
+STEP = {".gz": 1 << 16, ".zst": 1 << 12}
+"""Bytes that are decompressed at a time. Four KiB of zstd become 128 MiB at the very most."""
 
 
 class Range(NamedTuple):
@@ -89,9 +97,11 @@ def ranges(paths: Iterable[Path]) -> Ranges:
         UsageError: nobody knows how to read it, it was named twice, or there is none.
     """
     found: dict[Path, int] = {}
+    places: dict[Path, Path] = {}
     for path in paths:
-        if path in found:
-            raise UsageError(f"{path} is named twice")
+        first = places.setdefault(_resolved(path), path)
+        if path in found or first != path:
+            raise UsageError(f"{path} is named twice" + (f", first as {first}" if first != path else ""))
         if not path.is_file():
             raise SourceError(f"{path} is no file" if path.exists() else f"{path} is not there")
         nbytes = path.stat().st_size
@@ -101,6 +111,7 @@ def ranges(paths: Iterable[Path]) -> Ranges:
         if kind == "parquet":
             found[path] = _parquet(path).num_row_groups
         elif path.suffix in PACKED:
+            _require_packed(path)
             found[path] = 1
         else:
             if kind == "json":
@@ -109,6 +120,21 @@ def ranges(paths: Iterable[Path]) -> Ranges:
     if not sum(found.values()):
         raise UsageError("there is nothing to read: no input was named, or only parquet files without rows")
     return Ranges(found)
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # links that lead to each other
+        return path
+
+
+def _require_packed(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(4)
+    if not head.startswith(BEGINS[path.suffix]):
+        name = "gzip" if path.suffix == ".gz" else "zstd"
+        raise SourceError(f"{path} is not compressed with {name}: it begins with {head!r}", "rename it if it is not")
 
 
 def _kind(path: Path) -> str:
@@ -148,7 +174,7 @@ def values(part: Range, key: str) -> Iterator[Any]:
     """The JSON value of each line or row of a range, in order: None for a blank one, Malformed for what is none."""
     kind = _kind(part.path)
     if kind == "parquet":
-        yield from _parquet(part.path).read_row_group(part.begin).to_pylist()
+        yield from _rows(part, {key: None} | dict.fromkeys(FIELDS))
         return
     load = _loader(kind, key)
     for line in _lines(part):
@@ -156,6 +182,22 @@ def values(part: Range, key: str) -> Iterator[Any]:
             yield Malformed("long")
         else:
             yield load(line) if line and not line.isspace() else None
+
+
+def _rows(part: Range, wanted: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows of a row group, with no more columns than those that records are made of."""
+    from pyarrow import ArrowException
+
+    file = _parquet(part.path)
+    try:
+        table = file.read_row_group(part.begin, columns=list(wanted))
+        if not table.num_columns:
+            return [{} for _ in range(file.metadata.row_group(part.begin).num_rows)]
+        rows: list[dict[str, Any]] = table.to_pylist()
+    except (ArrowException, OSError, ValueError, OverflowError) as error:
+        reason = short(" ".join(str(error).split()), 200)
+        raise SourceError(f"{part.path} is damaged in row group {part.begin}: {reason}") from None
+    return rows
 
 
 def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
@@ -215,13 +257,77 @@ def _streamed(file: io.BufferedReader) -> Iterator[bytes]:
 
 
 def _decompressed(path: Path) -> io.BufferedReader:
-    if path.suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(path))
+    return io.BufferedReader(_Unpacked(path), 1 << 16)
+
+
+class _Unpacked(io.RawIOBase):
+    """What a compressed file holds.
+
+    A file that is cut short is an error: zstandard's own reader ends without one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.done, self.left = path, 0, memoryview(b"")
+        self.pieces = _gunzipped(path) if path.suffix == ".gz" else _unzstd(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill a buffer, or a part of it."""
+        if not self.left:
+            try:
+                self.left = memoryview(next(self.pieces, b""))
+            except EOFError:
+                raise SourceError(
+                    f"{self.path} is cut short: it ends after {self.done} decompressed bytes",
+                    "copy or download it again",
+                ) from None
+            except (zlib.error, gzip.BadGzipFile, _Damaged) as error:
+                raise SourceError(
+                    f"{self.path} is damaged after {self.done} decompressed bytes: {error}", "copy or download it again"
+                ) from None
+            self.done += len(self.left)
+        many = min(len(buffer), len(self.left))
+        buffer[:many], self.left = self.left[:many], self.left[many:]
+        return many
+
+    def close(self) -> None:
+        """Close the file."""
+        self.pieces.close()
+        super().close()
+
+
+class _Damaged(Exception):
+    """What zstd says of a damaged file."""
+
+
+def _gunzipped(path: Path) -> Generator[bytes, None, None]:
+    with gzip.GzipFile(path) as file:
+        while piece := file.read(STEP[".gz"]):
+            yield piece
+
+
+def _unzstd(path: Path) -> Generator[bytes, None, None]:
+    """Every frame, to its end."""
     try:
-        from zstandard import ZstdDecompressor
+        from zstandard import ZstdDecompressor, ZstdError
     except ImportError:
         raise UnsupportedError(f"{path} is compressed with zstd", "pip install 'vitruvian[zstd]'") from None
-    return io.BufferedReader(ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True))
+    frame = None
+    with path.open("rb") as file:
+        while block := file.read(STEP[".zst"]):
+            while block:
+                frame = frame or ZstdDecompressor().decompressobj()
+                try:
+                    piece = frame.decompress(block)
+                except ZstdError as error:
+                    raise _Damaged(error) from None
+                if piece:
+                    yield piece
+                block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError
 
 
 def first_value(parts: Sequence[Range], key: str) -> Any:

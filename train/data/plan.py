@@ -13,6 +13,8 @@ The tokens themselves stay where they are. A plan knows the files that it was ma
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +32,7 @@ from train.data.facts import mask_path
 from train.data.indexed import Indexed, bin_path, idx_path
 from train.data.k_bin import k_bin
 from train.data.packing import Lengths, Rows, best_fit, concatenated, next_fit
+from train.data.packs.files import named
 
 ALGORITHMS: Mapping[str, Callable[[Lengths, int, int], Rows]] = {
     "bfd": best_fit,
@@ -40,6 +43,10 @@ ALGORITHMS: Mapping[str, Callable[[Lengths, int, int], Rows]] = {
 SPLITS = ("train", "validation", "test")
 RECORD = ("made_from", "algorithm", "capacity", "seed", "splits", "counts")
 """Attributes that stand in `plan.json`."""
+FILES = {"plan.json", "documents.npy", "rows.npy", "pieces.npy"}
+"""All that a plan's folder may hold."""
+LONGEST = 2**31 - 2
+"""The longest sequence: a row has a token more, and lengths are int32."""
 SAMPLED = 256
 """Places at which the content of a large file is hashed, 4 KiB each."""
 
@@ -128,6 +135,8 @@ def make_plan(
         RefusedError: a document is too long and that is an error, or nothing is left.
         UsageError: the algorithm cannot do what is asked.
     """
+    if seq_length > LONGEST:
+        raise UsageError(f"a sequence has up to {LONGEST} tokens, not {seq_length}", "--seq-length 8192")
     sizes, capacity = document_sizes(indexed), seq_length + 1
     if algorithm == "k_bin" and len([share for share in split if share]) > 1:
         raise UsageError(
@@ -187,15 +196,21 @@ def _joined(parts: Sequence[Rows]) -> tuple[NDArray[np.int32], NDArray[np.int64]
 
 
 def _bounds(number: int, split: Sequence[float]) -> list[tuple[int, int]]:
-    """First and last document of each split, as Megatron and GPT-NeoX cut them (`get_train_valid_test_split_`)."""
+    """First document of each split and the one behind its last, as Megatron and GPT-NeoX cut them.
+
+    What rounding gave too much or too little moves all ends but the first one (`get_train_valid_test_split_`). There
+    that may move an end below zero, or give a share of zero a document: here splits never overlap, and such a share
+    has none.
+    """
     total = sum(split)
-    if not total or min(split) < 0 or len(split) > len(SPLITS):
+    if not 0 < total < math.inf or min(split) < 0 or len(split) > len(SPLITS):
         raise UsageError(f"a split is up to three shares such as 98,1,1, not {','.join(map(str, split))}")
     ends = [0]
     for share in split:
         ends.append(ends[-1] + round(share / total * number))
     over = ends[-1] - number
-    ends = [0, *(end - over for end in ends[1:])]
+    first = next(place for place, share in enumerate(split) if share)
+    ends = [0, *(max(0, end - over) if place >= first else 0 for place, end in enumerate(ends[1:]))]
     return list(pairwise(ends))
 
 
@@ -222,23 +237,55 @@ def write_plan(plan: Plan, out: Path, force: bool = False) -> None:
     Raises:
         OutputError: there is something else.
     """
-    if out.exists() and not (force and (out / "plan.json").is_file()):
-        hint = "--force replaces a plan" if (out / "plan.json").is_file() else "choose another --out"
-        raise OutputError(f"{out} exists", hint)
+    if out.name in ("", ".."):
+        raise UsageError(f"{out} is no name for the folder of a plan", "--out PLAN")
     staging = out.with_name(out.name + ".partial")
-    shutil.rmtree(staging, ignore_errors=True)
+    if out.is_symlink() or out.exists():
+        if not (out / "plan.json").is_file():
+            raise OutputError(f"{out} exists", "choose another --out")
+        if not force:
+            raise OutputError(f"{out} exists", "--force replaces a plan")
+        _require_own(out)
+    if staging.is_symlink() or staging.exists():
+        _require_own(staging)
+        shutil.rmtree(staging)
     staging.mkdir(parents=True)
-    np.save(staging / "documents.npy", plan.documents)
-    np.save(staging / "rows.npy", plan.rows)
-    if plan.pieces is not None:
-        np.save(staging / "pieces.npy", plan.pieces)
-    record = {name: getattr(plan, name) for name in RECORD}
-    write_file(staging / "plan.json", (json.dumps(record, indent=1) + "\n").encode())
-    sync_folder(staging)
-    if out.exists():
-        shutil.rmtree(out)
-    staging.rename(out)
+    try:
+        for name in ("documents", "rows", "pieces"):
+            if getattr(plan, name) is not None:
+                _save(staging / f"{name}.npy", getattr(plan, name))
+        record = {name: getattr(plan, name) for name in RECORD}
+        with named(staging / "plan.json"):
+            write_file(staging / "plan.json", (json.dumps(record, indent=1) + "\n").encode())
+        sync_folder(staging)
+        if out.exists():
+            shutil.rmtree(out)
+        staging.rename(out)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     sync_folder(out.parent)
+
+
+def _require_own(folder: Path) -> None:
+    """A folder that is to be deleted holds a plan and nothing else."""
+    if folder.is_symlink() or not folder.is_dir():
+        raise OutputError(f"{folder} exists and is no folder", "remove it, or choose another --out")
+    other = sorted({path.name for path in folder.iterdir()} - FILES - {"plan.json.tmp"})
+    if other:
+        raise OutputError(
+            f"{folder} holds {len(other)} files that are no part of a plan, such as {short(other[0])}",
+            "move them away, or choose another --out",
+        )
+
+
+def _save(path: Path, array: NDArray[Any]) -> None:
+    """`np.save`, whose errors do not tell which file or what is wrong."""
+    array = np.ascontiguousarray(array)
+    with named(path), path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(array.reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def open_plan(path: Path, prefix: Path) -> Plan:

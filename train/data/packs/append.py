@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from converters.durable import stoppable
 from converters.report import Progress
 from formats.errors import OutputError, RefusedError, SourceError
+from train.data.encode import LAST_REPLY, REPLY
 from train.data.facts import Facts, mask_path, read_facts
 from train.data.indexed import CHUNK, Indexed, bin_path, chunks, idx_path, open_indexed, write_index
 from train.data.packs import files
@@ -141,7 +142,7 @@ def _write_block(
 ) -> int:
     """Write the tokens of a block, and their mask: the model learns to end. Returns how many bytes that made."""
     written = 0
-    for reader, writer, value in zip(readers, writers, (work.eod, 1), strict=False):
+    for reader, writer, value in zip(readers, writers, (work.eod, REPLY | LAST_REPLY), strict=False):
         dtype = work.found.dtype if reader is readers[0] else np.dtype("u1")
         held: Tokens = np.frombuffer(reader.read(block.length * dtype.itemsize), dtype)
         if len(held) < block.length:

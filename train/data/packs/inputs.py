@@ -6,7 +6,6 @@ Facts: tilde-nlp/llm-gpt-neox at 374a5c6, misc/slices_final.json, misc/create_0_
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,6 +20,12 @@ from train.data.packs.phases import Pool, pool
 
 POOLS = {"U1": ("U1",), "N": ("N", "U2"), "U3": ("U3",), "E": ("Ext",)}
 """Pool, and the phases of the slices json that it is the sum of."""
+LARGEST = 16 << 20
+"""Bytes of a file; real ones have less than a tenth."""
+DEEPEST = 100
+"""Lists in lists of a state file: real ones have three. Libraries of yaml recurse in C, until the stack overflows."""
+MOST = 2**53
+"""Tokens of a data set in a phase: up to here a float is exact."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ def read_slices(path: Path) -> tuple[tuple[str, ...], dict[str, Pool]]:
         ) from None
     except ValueError as error:
         raise SourceError(f"{path}: {error}") from None
+    except RecursionError:
+        raise SourceError(f"{path} is no slices json: it is nested too deep") from None
     pools = {
         name: pool([sum(parts, Fraction(0)) for parts in zip(*(wanted[phase] for phase in phases), strict=True)])
         for name, phases in POOLS.items()
@@ -62,9 +69,13 @@ def read_slices(path: Path) -> tuple[tuple[str, ...], dict[str, Pool]]:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
+    if len(content) > LARGEST:
+        raise SourceError(f"{path} has more than {LARGEST:,} bytes: it is a file of another kind")
+    return content
 
 
 def _names(names: Any) -> tuple[str, ...]:
@@ -85,8 +96,8 @@ def _totals(content: Mapping[str, Any], phase: str, count: int) -> list[Fraction
         many = f"{len(values)} numbers" if isinstance(values, list) else short(values)
         raise ValueError(f'"total" of {phase} is {many}, for {count} names')
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f'"total" of {phase} holds {short(value)}, which is no number of tokens')
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+            raise ValueError(f'"total" of {phase} holds {short(value)}, which is no number of tokens up to 2^53')
     return [Fraction(value) for value in values]
 
 
@@ -121,14 +132,25 @@ def read_state(path: Path) -> dict[str, State]:
         SourceError: the file is not there, or is no state file.
     """
     try:
-        content = yaml.load(_content(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  # both are safe
+        text, loader = _content(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        _require_flat(text, loader)
+        content = yaml.load(text, loader)  # noqa: S506  # both loaders are safe
         return {name: _state(name, one) for name, one in content.items()}
-    except (yaml.YAMLError, AttributeError, ValueError) as error:
+    except (yaml.YAMLError, AttributeError, ValueError, TypeError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise SourceError(
             f"{path} is no state file: {short(reason, 200)}",
             "`train packs state` writes one for a folder of .bin files",
         ) from None
+
+
+def _require_flat(text: bytes, loader: Any) -> None:
+    """Lists are not in lists in lists and so on: events come one by one, whatever is in what."""
+    depth = 0
+    for event in yaml.parse(text, loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested deeper than {DEEPEST}")
 
 
 def _state(name: Any, content: Any) -> State:
@@ -137,7 +159,7 @@ def _state(name: Any, content: Any) -> State:
     content = content if isinstance(content, dict) else {}
     path, idxs = content.get("datapath"), content.get("idxs")
     sound = isinstance(idxs, list) and idxs and all(type(one) is int and one >= 0 for one in idxs)
-    if not isinstance(path, str) or not sound or idxs != sorted(idxs):
+    if not isinstance(path, str) or Path(path).name in ("", "..") or not sound or idxs != sorted(idxs):
         raise ValueError(f"{name} needs a datapath and idxs, document numbers that never fall, at least one")
     return State(path, tuple(idxs))
 

@@ -15,12 +15,15 @@ from fractions import Fraction
 from itertools import accumulate
 from math import floor
 
-from formats.errors import RefusedError
+from formats.errors import RefusedError, UsageError
 
 ORDER = {"warmup": "U1", "U1": "U1", "N": "N", "U3": "U3", "U3_cd": "U3", "E": "E"}
 """Phase, and the pool that it draws on."""
 FOLDERS = {"U3_cd": "U3_{}_cd"}
 """How a pack of a phase is called, where that is not PHASE_NUMBER."""
+
+MANY = 10_000
+"""Packs of a phase."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +157,17 @@ def _phases(pools: dict[str, Pool], schedule: Schedule) -> dict[str, int]:
 
 
 def cut(tokens: int, most: int) -> list[int]:
-    """A phase in packs: full ones, then one with what is left, if anything is."""
+    """A phase in packs: full ones, then one with what is left, if anything is.
+
+    Raises:
+        UsageError: there are too many.
+    """
     full, rest = divmod(tokens, most)
+    if full > MANY:
+        raise UsageError(
+            f"{tokens:,} tokens are {full:,} packs of {most:,} tokens: more than {MANY:,} of a phase",
+            "a larger --max-tokens-per-pack",
+        )
     return [most] * full + ([rest] if rest else [])
 
 

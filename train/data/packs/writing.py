@@ -164,7 +164,7 @@ def read_record(out: Path) -> dict[str, Any] | None:
         names = [name for pack, stems in files_of(record).items() for name in (pack, *stems)]
         if any(type(name) is not str or "/" in name for name in names):
             raise ValueError("it names files of other folders")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise OutputError(f"{path} does not tell what the packs were made of: {short(str(error))}") from None
     return record
 

@@ -6,6 +6,7 @@ What tokenization is measured against is SentencePiece alone: the same spans, in
 from __future__ import annotations
 
 import argparse
+import filecmp
 import json
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ def tokenize(work: Path, rounds: int, results: Results) -> None:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         taken = [run(one.command) for one in contenders]
-        if (out / "imap").read_bytes() != (out / "P_text_document.bin").read_bytes():
+        if not filecmp.cmp(out / "imap", out / "P_text_document.bin", shallow=False):
             raise FailedError("the two pipelines wrote different tokens")
         bound = run([*PEERS, "bound", str(folder), str(out / "seconds")])
         if number:

@@ -96,6 +96,7 @@ def role_bins(**options: Any) -> None:
     A turn is <|im_start|>ROLE, a line break, the content, <|im_end|> and a line break. A special token that a content
     spells stays text. A malformed record is dropped and counted. A killed run goes on when it is run again.
     """
+    from train.data.indexed import named_prefix
     from train.data.inputs import ranges
     from train.data.role_bins import write_role_bins
 
@@ -105,7 +106,7 @@ def role_bins(**options: Any) -> None:
         raise UsageError(f"--max-seq-length {options['length']} has no effect without --do-packing", "leave it out")
     parts = ranges(paths([*options["inputs"], *options["more"]]))
     job, packing = make_job(options)
-    request = make_request(options, job, parts, options["prefix"])
+    request = make_request(options, job, parts, named_prefix(options["prefix"]))
     if not decided(options, request, _decisions(job, packing, request.prefix)):
         return
     counts = write_role_bins(request, packing).counts

@@ -21,7 +21,7 @@ from train.data.records import FIELDS, Malformed
 RANGE = 1 << 20
 """Bytes of a range."""
 PACKED = (".gz", ".zst")
-LONGEST = 64 << 20
+LONGEST = 16 << 20
 """Bytes of the longest line that is read; a longer one is a file of another kind."""
 BOM = b"\xef\xbb\xbf"
 BEGINS = {

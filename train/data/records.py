@@ -25,7 +25,7 @@ SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 REASONS: Mapping[str, str] = {
     "json": "the line is no JSON that can be read",
     "object": "the line is no JSON object",
-    "long": "the line is longer than 64 MiB",
+    "long": "the line is longer than 16 MiB",
     "field": "the field is missing",
     "type": "the field has the wrong type",
     "empty": "there is no text",

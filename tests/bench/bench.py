@@ -362,6 +362,16 @@ def start(work: Path, results: Results) -> None:
         results.targets.append((f"{contender.name}: wall", wall, 0.3, "s"))
 
 
+def report(results: Results, out: Path | None) -> None:
+    """Print which targets were reached, and write every sample."""
+    print("\ntargets")
+    for what, value, limit, unit in results.targets:
+        bound = f"at {'least' if limit < 0 else 'most'} {abs(limit)} {unit}"
+        print(f"  {'reached' if value <= limit else 'MISSED '}  {abs(value):6.2f} {unit:2} ({bound})  {what}")
+    if out:
+        out.write_text(json.dumps(asdict(results), indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 5, and 30B is not read back")
@@ -383,12 +393,7 @@ def main() -> None:
     if "memory" in wanted:
         print("\nmemory")
         memory(options.work, options.quick, results)
-    print("\ntargets")
-    for what, value, limit, unit in results.targets:
-        bound = f"at {'least' if limit < 0 else 'most'} {abs(limit)} {unit}"
-        print(f"  {'reached' if value <= limit else 'MISSED '}  {abs(value):6.2f} {unit:2} ({bound})  {what}")
-    if options.json:
-        options.json.write_text(json.dumps(asdict(results), indent=1) + "\n")
+    report(results, options.json)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from tests.bench.bench import Contender, FailedError, Results, Sample, environment, machine, ratios, run, show
+from tests.bench.bench import Contender, FailedError, Results, Sample, environment, machine, ratios, report, run, show
 
 TRAIN = str(Path(sys.executable).with_name("train"))
 PEERS = (sys.executable, "-m", "tests.bench.text_peers")
@@ -133,12 +132,7 @@ def main() -> None:
     for part in (tokenize, memory, pack):
         if part.__name__ in (options.only or PARTS):
             part(options.work, 3 if options.quick else 5, results)
-    print("\ntargets")
-    for what, value, limit, unit in results.targets:
-        bound = f"at {'least' if limit < 0 else 'most'} {abs(limit)} {unit}"
-        print(f"  {'reached' if value <= limit else 'MISSED '}  {abs(value):6.2f} {unit:2} ({bound})  {what}")
-    if options.json:
-        options.json.write_text(json.dumps(asdict(results), indent=1) + "\n")
+    report(results, options.json)
 
 
 if __name__ == "__main__":

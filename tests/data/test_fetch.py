@@ -103,8 +103,8 @@ def test_home_and_variables_are_put_in(fetch, tmp_path, monkeypatch):
     monkeypatch.setenv("WORK", str(tmp_path))
     write_lines(tmp_path / "in.jsonl", pairs(1))
     recipe(tmp_path / "r.yml", PAIR.format("$WORK/in.jsonl"))
-    assert fetch("r.yml", "~/work/AYA.jsonl").code == 0
-    assert (tmp_path / "home/work/AYA.jsonl").is_file()
+    assert fetch("r.yml", "~/sets/AYA.jsonl").code == 0
+    assert (tmp_path / "home/sets/AYA.jsonl").is_file()
     assert not (tmp_path / "~").exists()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import as_json
+from converters.commands.options import as_json, together
 from formats.errors import OutputError, UsageError, VerificationError
 
 if TYPE_CHECKING:
@@ -24,6 +24,21 @@ LOSS = click.option("--loss", type=click.Choice(["assistant", "last_turn", "all"
                     show_default=True, help="What is trained: every reply, the last one, or all tokens.")  # fmt: skip
 control_tokens = click.option(
     "--control-tokens", metavar="ROLE=ID,…", help="Ids of control tokens, such as user=7,assistant=8.  [default: found]"
+)
+
+
+record_format = together(
+    click.option(
+        "--format",
+        "form",
+        type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
+        default="auto",
+        show_default=True,
+        help="What the records are; auto looks at the first.",
+    ),
+    click.option(
+        "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."
+    ),
 )
 
 
@@ -40,14 +55,7 @@ def told(text: str | None) -> dict[str, int]:
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=FILE)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
-    default="auto",
-    show_default=True,
-    help="What the records are; auto looks at the first of each file.",
-)
+@record_format
 @click.option(
     "--vocab-file",
     "--tokenizer",
@@ -57,9 +65,6 @@ def told(text: str | None) -> dict[str, int]:
     help="Check roles against this tokenizer, and lengths with --seq-length.",
 )
 @click.option("--seq-length", type=click.IntRange(1), metavar="N", help="Tokens of a row, to find what is longer.")
-@click.option(
-    "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."
-)
 @as_json
 def lint(**options: Any) -> None:
     """Find records that would be dropped: collisions of markers, odd pairs, empty turns, unknown roles.

@@ -12,7 +12,7 @@ import click
 
 from converters.commands.options import as_json, together
 from formats.errors import UsageError, short
-from train.commands.look import told
+from train.commands.look import record_format, told
 
 if TYPE_CHECKING:
     from train.data.inputs import Ranges
@@ -76,23 +76,13 @@ running = together(
 @click.option("--append-eod", is_flag=True, help="End each document with the end-of-document token.")
 @click.option("--eod", metavar="TOKEN", help="That token.  [default: <|endoftext|>, or the tokenizer's eos]")
 @click.option(
-    "--format",
-    "form",
-    type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
-    default="auto",
-    show_default=True,
-    help="What the records are; auto looks at the first.",
-)
-@click.option(
     "--chat-template",
     "template",
     metavar="NAME|FILE",
     help="control, chatml, llama3, or a jinja file.  [default: the tokenizer's, for conversations]",
 )
 @click.option("--control-tokens", metavar="ROLE=ID,…", help="Ids to check, such as user=7,assistant=8.")
-@click.option(
-    "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."
-)
+@record_format
 @running
 @unused
 def tokenize(**options: Any) -> None:

@@ -21,6 +21,7 @@ MORE = (
     "reasoning_content", "images", "audio", "videos",
 )  # fmt: skip
 """What a record or a turn may hold beside role and content that no model would be trained on here."""
+SPELLED = ("from", "value")
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 REASONS: Mapping[str, str] = {
     "json": "the line is no JSON that can be read",
@@ -82,8 +83,8 @@ def reader(form: str, roles: Sequence[str], key: str = "text", any_turns: bool =
         A function that takes a JSON value and gives its record, or raises Malformed.
     """
     known = frozenset(roles)
-    turns = _conversation(known, any_turns)
-    shared = _sharegpt(known, any_turns)
+    turns = _conversation(known, any_turns, ("role", "content"), {})
+    shared = _conversation(known, any_turns, SPELLED, SHAREGPT)
 
     def control_text(value: Any) -> Record:
         return _dialogue(_field(value, key, str), known)
@@ -192,31 +193,19 @@ def _turns(value: Any) -> list[dict[str, Any]]:
     return turns
 
 
-def _conversation(known: frozenset[str], any_turns: bool) -> Reader:
+def _conversation(known: frozenset[str], any_turns: bool, keys: tuple[str, str], names: Mapping[str, str]) -> Reader:
+    """The reader of turns whose speaker and text have these keys; `names` has their roles, if not the same."""
+
     def read(value: Any) -> Record:
         turns = _turns(value)
-        roles: list[Any] = [turn.get("role") for turn in turns]
-        contents: list[Any] = [turn.get("content") for turn in turns]
+        roles: list[Any] = [turn.get(keys[0]) for turn in turns]
+        contents: list[Any] = [turn.get(keys[1]) for turn in turns]
         if None in roles or None in contents:
-            raise Malformed("keys" if "from" in turns[0] and "value" in turns[0] else "field")
+            raise Malformed("keys" if keys != SPELLED and SPELLED[0] in turns[0] else "field")
         if not all(isinstance(one, str) for one in (*roles, *contents)):
             raise Malformed("type")
-        return _checked(roles, contents, known, any_turns)
-
-    return read
-
-
-def _sharegpt(known: frozenset[str], any_turns: bool) -> Reader:
-    def read(value: Any) -> Record:
-        turns = _turns(value)
-        speakers: list[Any] = [turn.get("from") for turn in turns]
-        contents: list[Any] = [turn.get("value") for turn in turns]
-        if None in speakers or None in contents:
-            raise Malformed("field")
-        if not all(isinstance(one, str) for one in (*speakers, *contents)):
-            raise Malformed("type")
-        if not SHAREGPT.keys() >= set(speakers):
+        if names and not names.keys() >= set(roles):
             raise Malformed("role")
-        return _checked([SHAREGPT[one] for one in speakers], contents, known, any_turns)
+        return _checked([names.get(role, role) for role in roles], contents, known, any_turns)
 
     return read

@@ -30,6 +30,7 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     from train.export import export
     from train.loop import train
 
+    notes += [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]
     with world(settings.parallel.replicas) as ranks:
         if ranks.first:
             for note in notes:

@@ -28,7 +28,7 @@ class _Part(BaseModel):
 class Model(_Part):
     """What is trained."""
 
-    path: Path = Field(description="Hugging Face folder to start from; `train init` makes it of any checkpoint.")
+    path: Path = Field(description="Hugging Face folder to start from; `convert` makes it of any checkpoint.")
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="Type of the computation; weights to step are float32.")
     attention: Literal["auto", "flash", "varlen", "flex", "sdpa", "eager"] = Field(
         "auto", description="How documents of a row are kept apart; auto takes the fastest that the device has."

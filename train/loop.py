@@ -75,13 +75,13 @@ def train(config: Config, world: World, say: Callable[[str], None]) -> Progress:
         try:
             for number in range(progress.step, run.total):
                 started = time.monotonic()
-                step = _step(run, number, stopped())
+                step = _step(run, number, stopped() or _late(config, time.monotonic() - began))
                 done = number + 1
                 progress = replace(progress, step=done, tokens=progress.tokens + step.tokens)
                 log.line(run, progress, step, time.monotonic() - started, say)
                 if step.written:
                     run.saver.finish()
-                leaving = _leaving(config, done, step.stop, time.monotonic() - began) and done < run.total
+                leaving = (step.stop or _interval(config, done)) and done < run.total
                 if done % config.save.every == 0 or done == run.total or leaving:
                     run.saver.start(run.trainee.model, run.optimizer, progress)
                 if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == run.total):
@@ -98,11 +98,13 @@ def train(config: Config, world: World, say: Callable[[str], None]) -> Progress:
     return progress
 
 
-def _leaving(config: Config, done: int, stop: bool, seconds: float) -> bool:
-    steps = config.steps
-    after = steps.exit_interval is not None and done % steps.exit_interval == 0
-    late = steps.exit_minutes is not None and seconds > 60 * steps.exit_minutes
-    return stop or after or late
+def _interval(config: Config, done: int) -> bool:
+    return config.steps.exit_interval is not None and done % config.steps.exit_interval == 0
+
+
+def _late(config: Config, seconds: float) -> bool:
+    """Whether this rank's clock says that time is up. Clocks differ: a step sums what ranks think, and all leave."""
+    return config.steps.exit_minutes is not None and seconds > 60 * config.steps.exit_minutes
 
 
 def _prepare(config: Config, world: World, say: Callable[[str], None]) -> tuple[Run, Progress]:
@@ -117,7 +119,7 @@ def _prepare(config: Config, world: World, say: Callable[[str], None]) -> tuple[
     if not (config.model.path / "config.json").is_file():
         raise UsageError(
             f"{config.model.path} is no Hugging Face folder",
-            "make it of any checkpoint: train init DIR --from CHECKPOINT",
+            "make one of another checkpoint: convert fsdp2hf, megatron2hf or neox2hf CHECKPOINT FOLDER",
         )
     made: Any = AutoConfig.from_pretrained(config.model.path)
     require_masks(made)

@@ -203,7 +203,6 @@ def _files(path: Path) -> list[str]:
         held: Mapping[str, str] = json.loads(index.read_bytes())["weight_map"]
         return sorted(set(held.values()))
     if not (path / "model.safetensors").is_file():
-        raise SourceError(
-            f"{path} has no model.safetensors", "make it of any other checkpoint: train init DIR --from CHECKPOINT"
-        )
+        hint = "make one of another checkpoint: convert fsdp2hf, megatron2hf or neox2hf CHECKPOINT FOLDER"
+        raise SourceError(f"{path} has no model.safetensors", hint)
     return ["model.safetensors"]

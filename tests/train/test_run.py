@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import signal
 import subprocess
 import time
@@ -55,6 +56,13 @@ def test_an_interrupted_training_goes_on_bit_for_bit(settings, run, whole, conve
     assert again.series("grad_norm") == whole.series("grad_norm")
     ours, theirs = (convert("digest", one.save / "global_step108").out.split()[0] for one in (again, whole))
     assert ours == theirs
+
+
+def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, whole):
+    config = settings()
+    stopped = run(config, "--steps.exit_minutes", 0.0001, ranks=2)
+    assert re.search(r"stopped behind step [12] of 8, saved as global_step10[12]", stopped.out), stopped.out
+    require_same(run(config, ranks=2), whole)
 
 
 def test_it_goes_on_with_other_ranks(settings, run, whole):

@@ -5,14 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.conftest import Ran
 
@@ -32,24 +29,6 @@ for words in json.loads(sys.argv[1]):
     print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
 """
 """Several commands in one process: loading the library takes longer than any of them."""
-
-
-def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> Ran:
-    """Run the command in this process. A bug is raised, not reported."""
-    from train import cli
-
-    monkeypatch.setattr(sys, "argv", ["train", "fetch", *map(str, words)])
-    capsys.readouterr()
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as done:
-        code = int(done.code or 0)
-    finally:
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    captured = capsys.readouterr()
-    assert "bug:" not in captured.err, captured.err
-    return Ran(code, captured.out, captured.err)
 
 
 def environment(home: Path, **changes: str) -> dict[str, str]:

@@ -8,16 +8,16 @@ import random
 
 import pytest
 
-from tests.data.fetching import here, lines_of, parquet, recipe, write_lines
+from tests.data.fetching import lines_of, parquet, recipe, write_lines
 
 PAIR = "source: {}\nuser: q\nassistant: a\n"
 
 
 @pytest.fixture
-def fetch(capsys, monkeypatch, tmp_path):
+def fetch(train, monkeypatch, tmp_path):
     """`fetch(...)`: run the command in the test's own folder."""
     monkeypatch.chdir(tmp_path)
-    return lambda *words: here(capsys, monkeypatch, *words)
+    return lambda *words: train("fetch", *words)
 
 
 def pairs(count: int, start: int = 0):

@@ -141,7 +141,7 @@ def test_bf16_is_near(settings, run, whole):
         (["--batch.micro", "3"], 2, "batch.size is 8"),
         (["--steps.epochs", "1"], 2, "give one of steps.train_iters and steps.epochs"),
         (["--parallel.replicas", "2"], 2, "1 ranks cannot be 2 replicas"),
-        (["--model.path", "nowhere"], 2, "nowhere is no Hugging Face folder"),
+        (["--model.path", "nowhere"], 3, "nowhere does not exist"),
         (["--init", "resume"], 5, "no checkpoint to resume from"),
         (["--data.train", "[nowhere]"], 3, "nowhere.idx is not there"),
     ],

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.train.test_model import CPU, flat_of
+from tests.train.test_model import flat_of
 from train.speed import flops_of, multiplied
 
 distributed = pytest.mark.distributed

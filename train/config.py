@@ -173,7 +173,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
         raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(held, dict):
         raise UsageError(f"{path} is no list of settings")
-    tree, notes = translated(held, str(path))
+    tree, notes = translated({name: value for name, value in held.items() if value is not None}, str(path))
     for name, value in _words(overrides):
         _put(tree, name, value)
     try:

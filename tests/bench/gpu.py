@@ -26,13 +26,16 @@ MODEL = {
 
 
 def make_model(folder: Path) -> None:
-    """Save a model."""
+    """Save a model and a tokenizer."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from tokenizers import Tokenizer, models
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **MODEL), dtype=torch.bfloat16)
     made.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))  # TRL wants one, and never uses it
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="</s>").save_pretrained(folder)
 
 
 def make_data(folder: Path) -> list[list[int]]:
@@ -89,8 +92,8 @@ def trl(folder: Path, documents: list[list[int]]) -> dict[str, float]:
     attention = "flash_attention_2" if find_spec("flash_attn") else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation=attention)
     settings = SFTConfig(
-        str(folder / "trl"), per_device_train_batch_size=1, gradient_accumulation_steps=ROWS, max_steps=STEPS, bf16=True,
-        gradient_checkpointing=True, packing=True, packing_strategy="bfd", max_length=LENGTH, report_to=[],
+        str(folder / "trl"), per_device_train_batch_size=1, gradient_accumulation_steps=ROWS, max_steps=STEPS,
+        bf16=True, gradient_checkpointing=True, packing=True, packing_strategy="bfd", max_length=LENGTH, report_to=[],
         save_strategy="no", optim="adamw_torch_fused", logging_steps=1000, disable_tqdm=True,
     )  # fmt: skip
     rows = Dataset.from_dict({"input_ids": documents})

@@ -74,7 +74,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
         raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
     sizes = batch_sizes(config.batch, ranks)
     rows = open_rows(config.data, config.data.train, config.seed)
-    _, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
+    order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
     spec = open_checkpoint(config.model.path).spec
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
     if not isinstance(spec, ModelSpec):
@@ -94,4 +94,4 @@ def estimate(config: Config, ranks: int) -> Estimate:
     pairs = np.square(inputs).sum() / 2
     multiplied = counted if spec.tied else counted - vocabulary * hidden
     once = 6.0 * multiplied * inputs.sum() + 12.0 * layers * spec.heads * spec.head_dim * pairs
-    return Estimate(sizes, steps, rows, counted, memory, float(once) * steps * sizes.size / len(rows))
+    return Estimate(sizes, steps, rows, counted, memory, float(once) * order.samples / len(rows))

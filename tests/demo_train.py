@@ -63,9 +63,8 @@ def chain(hub: Hub) -> str:
             "--output-prefix", "data")  # fmt: skip
     command("train", "pack", "data_text_document", "--seq-length", "256", "-n")
     start(Path("model.model"), Path("start"))
-    say(
-        f"\nA tiny Llama with weights of chance, made by transformers, in start/\n\n$ cat config.yml\n{CONFIG}".rstrip()
-    )
+    say("\nA tiny Llama with weights of chance, made by transformers, in start/")
+    say(f"\n$ cat config.yml\n{CONFIG.rstrip()}")
     Path("config.yml").write_text(CONFIG)
     command("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "train", "run", "config.yml")
     command("convert", "fsdp2hf", "run/global_step1060", "model", "--chat-template", "control")

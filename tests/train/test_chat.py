@@ -101,7 +101,7 @@ def test_a_conversation_goes_on_line_by_line(talker, train, told):
 def test_a_terminal_gets_a_sign(talker, train, monkeypatch):
     master, slave = os.openpty()
     os.write(master, b"saule\n\x04")
-    with open(slave, encoding="utf-8") as stream:
+    with os.fdopen(slave) as stream:
         monkeypatch.setattr(sys, "stdin", stream)
         ran = train("chat", talker, "--max-new-tokens", 2)
     os.close(master)

@@ -38,7 +38,7 @@ def turns(line: str) -> tuple[str, str]:
 
 
 def start(vocabulary: Path, out: Path) -> None:
-    """A model that knows nothing yet, and its tokenizer, made of a SentencePiece model."""
+    """A model with random weights, and its tokenizer, made of a SentencePiece model."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -63,7 +63,7 @@ def chain(hub: Hub) -> str:
             "--output-prefix", "data")  # fmt: skip
     command("train", "pack", "data_text_document", "--seq-length", "256", "-n")
     start(Path("model.model"), Path("start"))
-    say("\nA tiny Llama with weights of chance, made by transformers, in start/")
+    say("\nA tiny Llama with random weights, made by transformers, in start/")
     say(f"\n$ cat config.yml\n{CONFIG.rstrip()}")
     Path("config.yml").write_text(CONFIG)
     command("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "train", "run", "config.yml")

@@ -1,7 +1,7 @@
 """Answers of a model in a Hugging Face folder, to see what a training has made of it.
 
-Prompts are encoded as training data is (`train/data/encode.py`): what somebody says never becomes a control token, as
-`apply_chat_template` of transformers would have it. An answer ends where `generation_config.json` says.
+Prompts are encoded as training data is (`train/data/encode.py`): no text becomes a control token, which the
+`apply_chat_template` of transformers would let happen. An answer ends where `generation_config.json` says.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def open_chat(folder: Path, backend: str) -> Chat:
     if vocabulary.size > rows:
         raise RefusedError(f"the tokenizer of {folder} has {vocabulary.size} entries, the embedding {rows} rows")
     _, ending = probed(vocabulary, template)
-    never = ending is None or vocabulary.ids[ending] not in stops
+    never = ending is None or vocabulary.ids.get(ending) not in stops
     note = f"replies end with {ending or 'no token of their own'}, at which generation does not stop: {stops}"
     room = read_json(folder / CONFIG).get("max_position_embeddings")
     return Chat(
@@ -161,13 +161,15 @@ def _transformers(folder: Path) -> Generate:
     library.logging.disable_progress_bar()
     try:
         model, told = library.AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise UnsupportedError(f"transformers cannot load {folder}: {' '.join(str(error).split())[:300]}") from None
-    lost = sorted(told["missing_keys"])
+            folder, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    except (OSError, ValueError, ImportError) as error:
+        said = " ".join(str(error).split()).partition(". ")[0]
+        raise UnsupportedError(f"transformers cannot load {folder}: {said[:300]}") from None
+    lost = sorted([*told["missing_keys"], *(one[0] for one in told["mismatched_keys"])])
     if lost:
-        raise SourceError(f"{folder} lacks {len(lost)} tensors of its model, such as {lost[0]}")
+        raise SourceError(f"{folder} lacks {len(lost)} tensors of its model, or their sizes differ, such as {lost[0]}")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model.to(device).eval()
 

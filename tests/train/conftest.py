@@ -61,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model with weights of chance, the users' tokenizer and the control template."""
+    """The folder of a tiny model with random weights, the users' tokenizer and the control template."""
     folder = tmp_path_factory.mktemp("talker") / "model"
     start(GOLDEN / "model.model", folder)
     command("convert", "assets", str(folder), "--chat-template", "control")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from formats.errors import UsageError
 
 if TYPE_CHECKING:
     from train.chat import Answer
@@ -36,6 +39,8 @@ def chat(
     """
     from train.chat import Sampling, open_chat
 
+    if not math.isfinite(temperature):
+        raise UsageError(f"--temperature {temperature} is no temperature")
     talk = open_chat(model, backend)
     for note in talk.notes:
         click.echo(f"note: {note}", err=True)

@@ -1,4 +1,4 @@
-"""The model: made without memory, sharded, and filled from a Hugging Face folder, each rank its own pieces.
+"""The model: made without memory, and filled from a Hugging Face folder, each rank its own pieces.
 
 No rank ever holds a whole tensor that is sharded: a rank reads the rows of its shard out of the safetensors file.
 """
@@ -6,21 +6,18 @@ No rank ever holds a whole tensor that is sharded: a rank reads the rows of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from formats.errors import SourceError, UnsupportedError
 from train.attention import BACKENDS, forward_words, register
-from train.config import Config
-from train.distributed import World
 from train.rows import IGNORED, Flat
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -72,13 +69,11 @@ def summed_loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> 
     return total
 
 
-def build(config: Config, made: Any, world: World, backend: str) -> Trainee:
-    """Make, shard and fill the model.
+def make(made: Any, backend: str) -> Any:
+    """A model of transformers without memory, all of it float32.
 
     Args:
-        config: `model`.
-        made: the model's configuration, of transformers.
-        world: the ranks.
+        made: its configuration.
         backend: a key of `attention.BACKENDS`.
     """
     from transformers import AutoModelForCausalLM
@@ -90,28 +85,16 @@ def build(config: Config, made: Any, world: World, backend: str) -> Trainee:
             made, dtype=torch.float32, attn_implementation=BACKENDS[backend]
         )
     model.config.use_cache = False
-    layers = _layers(model)
-    if config.model.activation_checkpointing:
-        for layer in layers:
-            layer.forward = _twice(layer.forward)
-    if config.model.compile:
-        for layer in layers:
-            layer.compile()
-    trainee = Trainee(model, backend)
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.model.dtype], reduce_dtype=torch.float32)
-    mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(trainee, mesh=mesh, mp_policy=policy)
-    trainee.to_empty(device=world.device)
-    model.tie_weights()
-    _fill_buffers(model, world.device)
-    with torch.no_grad():
-        fill(model, config.model.path)
-    return trainee
+    return model
 
 
-def _layers(model: Any) -> list[Any]:
+def recompute(held: Iterable[Any]) -> None:
+    """Activation checkpointing: keep the inputs of these layers, and compute the rest again for the gradient."""
+    for layer in held:
+        layer.forward = _twice(layer.forward)
+
+
+def layers(model: Any) -> list[Any]:
     """The decoder's layers."""
     decoder = model.get_decoder()
     for name in ("layers", "h", "blocks"):
@@ -127,7 +110,7 @@ def _twice(forward: Any) -> Any:
     return again
 
 
-def _fill_buffers(model: Any, device: torch.device) -> None:
+def fill_buffers(model: Any, device: torch.device) -> None:
     """Compute what no checkpoint has: the frequencies of rotary positions. Nothing else may be left without a value."""
     stored = model.state_dict().keys()
     for name, module in list(model.named_modules()):

@@ -31,7 +31,7 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     from train.loop import train
 
     notes += [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]
-    with world(settings.parallel.replicas) as ranks:
+    with world(settings.parallel.replicas, settings.parallel.timeout_minutes) as ranks:
         if ranks.first:
             for note in notes:
                 click.echo(f"note: {note}", err=True)

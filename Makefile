@@ -32,8 +32,9 @@ $(VENV)/.test: $(VENV)/.demo
 
 setup: $(VENV)/.test  ## make the virtual environment with everything that development needs
 
-demo: $(VENV)/.demo  ## the main job on a tiny real model: HF -> Megatron TP2xPP2 -> TP4 -> HF, equal logits
+demo: $(VENV)/.demo  ## on tiny real models: HF -> Megatron TP2xPP2 -> TP4 -> HF; dialogues -> training -> Hub -> answer
 	$(BIN)/python -m tests.demo
+	$(BIN)/python -m tests.demo_train
 
 test: $(VENV)/.test  ## all tests, real megatron-core included
 	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from tests.demo import command
+from tests.demo_train import start
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/data/1_sft"
 PROGRAM = "from train.cli import main; main()"
@@ -80,6 +83,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out, _ = ran.communicate(timeout=60)
     assert ran.returncode == 0, out
     return folder / "P_text_document"
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with random weights, the users' tokenizer and the control template."""
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    start(GOLDEN / "model.model", folder)
+    command("convert", "assets", str(folder), "--chat-template", "control")
+    return folder
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from converters.entry import Sections, run
-from train.commands import doctor, fetch, init, look, pack, packs, role_bins, tokenize
+from train.commands import bench, doctor, evaluate, fetch, init, look, pack, packs, plot, role_bins, tokenize
 from train.commands import run as training
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
@@ -20,6 +20,7 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
     ),
     "Data packs": (packs.packs,),
     "Train": (init.init, training.plan, training.run, doctor.doctor),
+    "Look": (evaluate.evaluate, plot.plot, bench.bench),
 }
 
 

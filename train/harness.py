@@ -28,9 +28,8 @@ class Bench:
         gpus: how many copies of the model, each on its own GPU.
         dtype: one of `DTYPES`; None for that of the model's config.
         chat: whether prompts get the chat template; None where the model has one.
-        shots: examples before each question; None for what the task says.
-        limit: questions of each task; None for all.
         out: folder of the results.
+        more: further words for the harness.
     """
 
     model: Path
@@ -39,9 +38,8 @@ class Bench:
     gpus: int
     dtype: str | None
     chat: bool | None
-    shots: int | None
-    limit: int | None
     out: Path
+    more: tuple[str, ...]
 
 
 def command_of(bench: Bench) -> list[str]:
@@ -70,11 +68,7 @@ def command_of(bench: Bench) -> list[str]:
     elif bench.gpus > 1:
         words = ["accelerate", "launch", "--multi_gpu", "--num_processes", str(bench.gpus), "-m", *words]
     words += [",".join(f"{name}={value}" for name, value in arguments.items())]
-    words += ["--tasks", bench.tasks, "--batch_size", "auto", "--output_path", str(bench.out)]
-    if bench.shots is not None:
-        words += ["--num_fewshot", str(bench.shots)]
-    if bench.limit is not None:
-        words += ["--limit", str(bench.limit)]
+    words += ["--tasks", bench.tasks, "--batch_size", "auto", "--output_path", str(bench.out), *bench.more]
     if template if bench.chat is None else bench.chat:
         words += ["--apply_chat_template", "--fewshot_as_multiturn"]
     return words

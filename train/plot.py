@@ -85,7 +85,7 @@ def draw(runs: Sequence[History], out: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(x=0.02)
         if axis.get_legend_handles_labels()[1]:
-            axis.legend(loc="best", fontsize="small", frameon=False)
+            axis.legend(loc="upper right" if name in PANELS else "upper left", fontsize="small", frameon=False)
     axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     axes[-1].set_xlabel("global step")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))

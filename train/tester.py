@@ -14,17 +14,20 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from formats.errors import SourceError, UsageError
 from train.checkpoint import NOTE, PREFIX, Progress, newest, read_progress
 from train.config import Config
 from train.distributed import World
+from train.engines.fsdp import read_weights, sharded
 from train.evaluate import Score, evaluate, open_sets
 from train.metrics import open_judge
-from train.model import fill, unfilled, weights
-from train.opening import open_model
+from train.model import fill
+from train.prepare import choose_attention
 from train.rows import Rows, open_rows
+
+METADATA = ".metadata"
+"""What DCP leaves. A folder that was converted from a checkpoint has its note, but not this."""
 
 
 class Place(NamedTuple):
@@ -56,11 +59,10 @@ def find(save: Path, wanted: str) -> Place:
     if not path.is_dir():
         held = ", ".join(place.path.name for place in every(save)) or "none"
         raise UsageError(f"{inside} is not there", f"checkpoints of {save}: {held}")
-    if (path / NOTE).is_file():
-        if not path.resolve().parent.samefile(save):
-            raise UsageError(
-                f"{path} is a checkpoint of another run than {save}", f"train eval {path.resolve().parent}"
-            )
+    if (path / NOTE).is_file() and (path / METADATA).is_file():
+        home = path.resolve().parent
+        if home != save.resolve():
+            raise UsageError(f"{path} is a checkpoint of another run than {save}", f"train eval {home}")
         return Place(path, read_progress(path))
     if not (path / "config.json").is_file():
         raise SourceError(
@@ -76,13 +78,13 @@ def every(save: Path) -> list[Place]:
     return sorted((Place(folder, read_progress(folder)) for folder in folders), key=lambda one: one.step or 0)
 
 
-def load_weights(path: Path, model: Any, world: World) -> None:
+def load_weights(place: Place, model: Any, world: World) -> None:
     """Fill a model, each rank its own pieces."""
     with torch.no_grad():
-        if (path / NOTE).is_file():
-            dcp_load({"model": weights(model)}, checkpoint_id=str(path), process_group=world.saving)
+        if place.progress is not None:
+            read_weights(model, place.path, world)
         else:
-            fill(model, path)
+            fill(model, place.path)
 
 
 @contextmanager
@@ -154,10 +156,12 @@ def score(
         if world.first:
             _tell_of_long(sets, config, tell)
         judge = open_judge(config.evaluate.metrics, tokenizer, sets)
-        opened = open_model(config, places[0].path, world)
-        trainee = unfilled(config, opened.made, world, opened.backend)
+        start = config.model.model_copy(update={"path": places[0].path})
+        config = config.model_copy(update={"model": start})
+        made, backend, _ = choose_attention(config, world)
+        trainee = sharded(config, made, world, backend)
         for place in places:
-            load_weights(place.path, trainee.model, world)
+            load_weights(place, trainee.model, world)
             yield place, evaluate(trainee, sets, world, judge, config.evaluate.max_rows)
 
 

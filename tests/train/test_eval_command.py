@@ -8,11 +8,12 @@ import math
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from tests.train.conftest import GOLDEN, spawn
+from tests.train.conftest import GOLDEN
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -21,7 +22,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 @pytest.fixture(scope="module")
-def trained(model, data, tmp_path_factory):
+def trained(model, data, forks, tmp_path_factory):
     """The folder of a run with two checkpoints, the second evaluated by the training itself."""
     place = tmp_path_factory.mktemp("run")
     shutil.copytree(model("llama", vocab_size=253), place / "start")
@@ -30,15 +31,14 @@ def trained(model, data, tmp_path_factory):
         "model": {"path": str(place / "start"), "dtype": "fp32"},
         "data": {"train": [str(data)], "seq_length": 64, "validation": {"one": str(data)}},
         "batch": {"size": 8, "micro": 8},
-        "optim": {"lr": 0.01},
-        "steps": {"train_iters": 12, "iteration_offset": 100},
-        "save": {"path": str(place / "save"), "every": 6},
-        "evaluate": {"every": 12},
+        "optim": {"lr": 0.003},
+        "steps": {"train_iters": 40, "iteration_offset": 100},
+        "save": {"path": str(place / "save"), "every": 20},
+        "evaluate": {"every": 40, "metrics": ["rouge", "bleu"]},
     }
     (place / "config.yml").write_text(yaml.safe_dump(tree))
-    ran = spawn(["run", str(place / "config.yml")], 1)
-    out, _ = ran.communicate(timeout=120)
-    assert ran.returncode == 0, out
+    code, out = forks(["run", str(place / "config.yml")], 1)
+    assert code == 0, out
     return place / "save"
 
 
@@ -58,6 +58,12 @@ def evaluate(train, monkeypatch):
 def copy(trained, tmp_path):
     """A run of one's own, moved to another place."""
     return Path(shutil.copytree(trained, tmp_path / "moved"))
+
+
+def told(ran) -> dict[str, Any]:
+    """What a command printed for programs."""
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
 
 
 def content(run: Path) -> dict[str, bytes]:
@@ -109,48 +115,47 @@ def by_hand(folder: Path, prefix: Path) -> dict[str, float]:
     return found | {"tokens": tokens, "loss": total / tokens, "bleu": corpus_bleu(spoken, [meant]).score}
 
 
-def test_any_ranks_and_the_libraries_agree(trained, evaluate, data, convert, tmp_path):
+def test_any_ranks_and_the_libraries_agree(trained, evaluate, data, convert, forks, tmp_path):
     """Three ranks, uneven shares, real gloo; and a Hugging Face folder made of the checkpoint."""
-    one = json.loads(evaluate(trained, *METRICS, "--json").out)
-    ran = spawn(["eval", str(trained), *METRICS, "--json", "--out", str(tmp_path)], 3)
-    out, _ = ran.communicate(timeout=120)
-    assert ran.returncode == 0, out
+    one = told(evaluate(trained, *METRICS, "--json", "--out", tmp_path / "one"))
+    code, out = forks(["eval", str(trained), *METRICS, "--json", "--out", str(tmp_path / "three")], 3)
+    assert code == 0, out
     three = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
-    assert one["global_step"] == three["global_step"] == 112
+    assert one["global_step"] == three["global_step"] == 140
     assert one["sets"]["one"] == pytest.approx(three["sets"]["one"], rel=1e-6)
     assert one["sets"]["one"]["bleu"] == three["sets"]["one"]["bleu"]
-    assert convert("fsdp2hf", trained / "global_step112", tmp_path / "hf").code == 0
+    assert convert("fsdp2hf", trained / "global_step140", tmp_path / "hf").code == 0
     expected = by_hand(tmp_path / "hf", data)
     found = one["sets"]["one"]
     assert found["ppl"] == pytest.approx(math.exp(found.pop("loss")))
     del found["ppl"]
     assert found == pytest.approx({name: value for name, value in expected.items() if name != "loss"}, rel=1e-12)
-    assert found["rouge1"] > 0.1
-    assert found["bleu"] > 1
-    again = json.loads(evaluate(trained, "--checkpoint", tmp_path / "hf", *METRICS, "--json").out)
+    assert found["rouge1"] > 0.05
+    assert found["bleu"] > 0.05
+    again = told(evaluate(trained, "--checkpoint", tmp_path / "hf", *METRICS, "--json"))
     assert again["global_step"] is None
     assert again["sets"]["one"] == pytest.approx(three["sets"]["one"], rel=1e-6)
 
 
 def test_every_checkpoint_without_results(copy, evaluate, data):
     before = content(copy)
-    written = (copy / "perplexity/112.csv").read_bytes()
+    written = (copy / "perplexity/140.csv").read_bytes()
     first = json.loads((copy / "evaluations.jsonl").read_text())
-    ran = evaluate(copy, "--all")
+    ran = evaluate(copy, "--all", "--evaluate.metrics", "[]")
     assert ran.code == 0, ran.err
-    assert ran.out.startswith("global_step=106 one: eval_ppl=")
+    assert ran.out.startswith("global_step=120 one: eval_ppl=")
     assert ran.out.count("\n") == 1
-    head, values = csv.reader((copy / "perplexity/106.csv").read_text().splitlines())
+    head, values = csv.reader((copy / "perplexity/120.csv").read_text().splitlines())
     assert head == ["time", "step", "one_TotalCE", "one_CE", "one_PPL"]
-    assert values[1] == "106"
-    assert (copy / "perplexity/112.csv").read_bytes() == written
+    assert values[1] == "120"
+    assert (copy / "perplexity/140.csv").read_bytes() == written
     assert content(copy) == before
     nothing = evaluate(copy, "--all")
     assert (nothing.code, nothing.out) == (0, "")
     assert "every checkpoint of" in nothing.err
-    assert evaluate(copy, "--checkpoint", 112).code == 0
+    assert evaluate(copy, "--checkpoint", 140).code == 0
     lines = [json.loads(line) for line in (copy / "evaluations.jsonl").read_text().splitlines()]
-    assert [line["global_step"] for line in lines] == [112, 106, 112]
+    assert [line["global_step"] for line in lines] == [140, 120, 140]
     assert lines[2] == first  # what the training itself found, to the last bit
 
 
@@ -183,7 +188,7 @@ def test_texts_that_nobody_tokenized(copy, evaluate, tmp_path):
     assert not list(copy.glob("texts.*"))
     assert not list(copy.glob("perplexity/tests"))
     assert evaluate(copy, "--ppl", folder).code == 0
-    assert (copy / "perplexity/tests/112.csv").read_text().startswith("time,step,en_TotalCE,en_CE,en_PPL,eu_TotalCE")
+    assert (copy / "perplexity/tests/140.csv").read_text().startswith("time,step,en_TotalCE,en_CE,en_PPL,eu_TotalCE")
     (folder / "en.jsonl").write_text('{"text": ""}\n{"text": "a house"}\n')
     refused = evaluate(copy, "--ppl", folder)
     assert refused.code == 5
@@ -193,7 +198,7 @@ def test_texts_that_nobody_tokenized(copy, evaluate, tmp_path):
 
 def test_some_rows_are_spread_over_the_set(trained, evaluate, tmp_path):
     found = [
-        json.loads(evaluate(trained, "--json", "--out", tmp_path, "--evaluate.max_rows", most).out)["sets"]["one"]
+        told(evaluate(trained, "--json", "--out", tmp_path, "--evaluate.max_rows", most))["sets"]["one"]
         for most in (7, 1000)
     ]
     whole = json.loads((trained / "evaluations.jsonl").read_text().splitlines()[0])
@@ -206,7 +211,7 @@ def test_some_rows_are_spread_over_the_set(trained, evaluate, tmp_path):
     [
         (["--checkpoint", 7], 2, "global_step7 is not there"),
         (["--checkpoint", "."], 3, "neither a checkpoint of this trainer nor a Hugging Face folder"),
-        (["--checkpoint", 106, "--all"], 2, "exclude each other"),
+        (["--checkpoint", 120, "--all"], 2, "exclude each other"),
         (["--data.validation", "{}"], 2, "data.validation names no set"),
         (["--evaluate.metrics", "[blue]"], 2, "evaluate.metrics.0 is 'blue'"),
         (["--checkpoint", "START", "--out", "x"], 2, "has no global step"),
@@ -214,7 +219,7 @@ def test_some_rows_are_spread_over_the_set(trained, evaluate, tmp_path):
     ],
 )
 def test_what_cannot_be_evaluated(trained, copy, evaluate, words, code, message):
-    places = {"START": trained.parent / "start", "OTHER": trained / "global_step106"}
+    places = {"START": trained.parent / "start", "OTHER": trained / "global_step120"}
     ran = evaluate(copy, *(places.get(word, word) for word in words))
     assert ran.code == code, ran.err
     assert message in ran.err

@@ -17,19 +17,19 @@ FOLDER = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("model", type=FOLDER)
+@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- WORDS]")
 @click.option("--tasks", required=True, metavar="A,B", help="Names of the harness: lm_eval ls tasks.")
 @click.option("--backend", type=click.Choice(["hf", "vllm"]), default="hf", show_default=True)
 @click.option("--gpus", type=click.IntRange(1), default=1, show_default=True, help="Each with a copy of the model.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="[default: that of config.json]")
 @click.option("--chat/--no-chat", default=None, help="Prompts in the chat template.  [default: if the model has one]")
-@click.option("--shots", type=click.IntRange(0), metavar="N", help="Examples.  [default: what each task says]")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="Questions of each task.  [default: all]")
 @click.option("--out", type=FOLDER, metavar="FOLDER", help="Where results go.  [default: MODEL/benchmarks]")
 @click.option("-n", "--dry-run", is_flag=True, help="Print the command, and do not run it.")
 def bench(model: Path, dry_run: bool, out: Path | None, **options: Any) -> None:
     """Print the command of lm-evaluation-harness for a Hugging Face folder, and run it.
 
-    The harness is found on the PATH, so that it may live in an environment of its own.
+    What stands behind -- goes to the harness, such as --num_fewshot 5 or --include_path FOLDER. The harness is found on
+    the PATH, so that it may live in an environment of its own.
     """
     from train.harness import Bench, command_of
 

@@ -69,7 +69,7 @@ def evaluate(
 
     save = settings.save.path
     folder = out or (save / CSV / texts.resolve().name if texts else save / CSV)
-    with world(1) as ranks:
+    with world(1, settings.parallel.timeout_minutes) as ranks:
         places = every(save) if whole else [find(save, checkpoint or "latest")]
         if whole:
             places = [one for one in places if not (folder / f"{one.step}.csv").is_file()]

@@ -1,4 +1,4 @@
-"""A run's folder: the settings it was begun with, its checkpoints, and its logs.
+"""A run's folder: its settings, its checkpoints, and its logs.
 
 SAVE/config.yml            settings, with absolute paths
 SAVE/global_step1500/      checkpoints, see `checkpoint.py`
@@ -25,7 +25,7 @@ def open_run(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[st
     """The settings of a run.
 
     Args:
-        path: its folder, which may have been moved, or a file of settings.
+        path: a file of settings; or the folder of one, or of checkpoints, which may have been moved.
         overrides: as `load_config` takes them.
 
     Returns:
@@ -39,7 +39,8 @@ def open_run(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[st
         return load_config(path, overrides)
     if not (path / CONFIG).is_file():
         raise SourceError(f"{path} has no {CONFIG}: it is no run's folder", "name the file that it was started with")
-    return load_config(path / CONFIG, ["--save.path", str(path.absolute()), *overrides])
+    moved = ["--save.path", str(path.absolute())] if (path / LOG).is_file() else []
+    return load_config(path / CONFIG, [*moved, *overrides])
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

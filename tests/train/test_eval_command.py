@@ -17,7 +17,7 @@ from tests.train.conftest import GOLDEN
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
-METRICS = ("--evaluate.metrics", "[rouge, bleu]")
+METRICS, NONE = ("--evaluate.metrics", "[rouge, bleu]"), ("--evaluate.metrics", "[]")
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
@@ -141,7 +141,7 @@ def test_every_checkpoint_without_results(copy, evaluate, data):
     before = content(copy)
     written = (copy / "perplexity/140.csv").read_bytes()
     first = json.loads((copy / "evaluations.jsonl").read_text())
-    ran = evaluate(copy, "--all", "--evaluate.metrics", "[]")
+    ran = evaluate(copy, "--all", *NONE)
     assert ran.code == 0, ran.err
     assert ran.out.startswith("global_step=120 one: eval_ppl=")
     assert ran.out.count("\n") == 1
@@ -168,10 +168,8 @@ def test_texts_that_nobody_tokenized(copy, evaluate, tmp_path):
     folder.mkdir()
     for name, lines in texts.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    ran = evaluate(copy, "--checkpoint", copy.parent / "start", "--ppl", folder, "--json")
-    assert ran.code == 2  # the start is elsewhere
     start = Path(yaml.safe_load((copy / "config.yml").read_text())["model"]["path"])
-    ran = evaluate(copy, "--checkpoint", start, "--ppl", folder, "--json")
+    ran = evaluate(copy, "--checkpoint", start, "--ppl", folder, "--json", *NONE)
     assert ran.code == 0, ran.err
     model, known = loaded(start), open_vocabulary(GOLDEN / "model.model")
     for name, lines in texts.items():
@@ -187,7 +185,7 @@ def test_texts_that_nobody_tokenized(copy, evaluate, tmp_path):
         )
     assert not list(copy.glob("texts.*"))
     assert not list(copy.glob("perplexity/tests"))
-    assert evaluate(copy, "--ppl", folder).code == 0
+    assert evaluate(copy, "--ppl", folder, *NONE).code == 0
     assert (copy / "perplexity/tests/140.csv").read_text().startswith("time,step,en_TotalCE,en_CE,en_PPL,eu_TotalCE")
     (folder / "en.jsonl").write_text('{"text": ""}\n{"text": "a house"}\n')
     refused = evaluate(copy, "--ppl", folder)
@@ -223,6 +221,13 @@ def test_what_cannot_be_evaluated(trained, copy, evaluate, words, code, message)
     ran = evaluate(copy, *(places.get(word, word) for word in words))
     assert ran.code == code, ran.err
     assert message in ran.err
+
+
+def test_the_folder_of_train_init_knows_where_its_checkpoints_are(copy, evaluate, tmp_path):
+    tree = yaml.safe_load((copy / "config.yml").read_text())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yml").write_text(yaml.safe_dump(tree | {"save": {"path": str(copy)}}))
+    assert evaluate(tmp_path / "run", "--checkpoint", 7).err.startswith(f"error: {copy}/global_step7 is not there")
 
 
 def test_a_folder_without_settings_is_no_run(evaluate, tmp_path):

@@ -1,9 +1,9 @@
 """A run's folder: its settings, its checkpoints, and its logs.
 
-SAVE/config.yml            settings, with absolute paths
-SAVE/global_step1500/      checkpoints, see `checkpoint.py`
-SAVE/log.jsonl             a line for each step
-SAVE/evaluations.jsonl     a line for each evaluation
+    SAVE/config.yml            settings, see `config.write_config`
+    SAVE/global_step1500/      checkpoints, see `checkpoint.py`
+    SAVE/log.jsonl             a line for each step
+    SAVE/evaluations.jsonl     a line for each evaluation
 
 No torch is needed to read them.
 """

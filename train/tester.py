@@ -1,4 +1,4 @@
-"""Evaluations of checkpoints that lie on disk: one, or all that have none yet. The training is left alone.
+"""Evaluations of checkpoints that lie on disk. The training that made them is left alone.
 
 Weights come from a checkpoint of this trainer, without its optimizer, or from a Hugging Face folder, on any number of
 ranks. Results are `STEP.csv` in a folder, as the users' perplexity tester leaves them.

@@ -25,6 +25,7 @@ from train.metrics import open_judge
 from train.model import fill
 from train.prepare import choose_attention
 from train.rows import Rows, open_rows
+from train.source import is_folder
 
 METADATA = ".metadata"
 """What DCP leaves. A folder that was converted from a checkpoint has its note, but not this."""
@@ -47,35 +48,36 @@ def find(save: Path, wanted: str) -> Place:
 
     Raises:
         UsageError: there is none, or it is another run's.
-        SourceError: it is neither of this trainer nor of Hugging Face.
+        SourceError: it is neither of this trainer's FSDP2 nor of Hugging Face.
     """
-    if wanted == "latest":
-        path = newest(save)
-        if path is None:
-            raise UsageError(f"{save} has no checkpoint of this trainer", "name one: --checkpoint FOLDER")
-        return Place(path, read_progress(path))
     inside = save / (f"{PREFIX}{wanted}" if wanted.isdecimal() else wanted)
-    path = inside if inside.is_dir() else Path(wanted)
+    path = newest(save) if wanted == "latest" else inside if inside.is_dir() else Path(wanted)
+    if path is None:
+        raise UsageError(f"{save} has no checkpoint of this trainer", "name one: --checkpoint FOLDER")
     if not path.is_dir():
         held = ", ".join(place.path.name for place in every(save)) or "none"
         raise UsageError(f"{inside} is not there", f"checkpoints of {save}: {held}")
-    if (path / NOTE).is_file() and (path / METADATA).is_file():
-        home = path.resolve().parent
+    home = path.resolve().parent
+    if _ours(path):
         if home != save.resolve():
             raise UsageError(f"{path} is a checkpoint of another run than {save}", f"train eval {home}")
         return Place(path, read_progress(path))
-    if not (path / "config.json").is_file():
+    if not is_folder(path):
         raise SourceError(
-            f"{path} is neither a checkpoint of this trainer nor a Hugging Face folder",
-            "make one: convert fsdp2hf, megatron2hf or neox2hf CHECKPOINT FOLDER",
+            f"{path} is neither a checkpoint that FSDP2 wrote here nor a Hugging Face folder",
+            "make one: convert fsdp2hf, zero2hf, megatron2hf or neox2hf CHECKPOINT FOLDER",
         )
     return Place(path, None)
 
 
 def every(save: Path) -> list[Place]:
     """All complete checkpoints of a run, the oldest first."""
-    folders = [path.parent for path in save.glob(f"{PREFIX}*/{NOTE}") if path.parent.suffix != ".partial"]
+    folders = [path for path in save.glob(f"{PREFIX}*") if path.suffix != ".partial" and _ours(path)]
     return sorted((Place(folder, read_progress(folder)) for folder in folders), key=lambda one: one.step or 0)
+
+
+def _ours(path: Path) -> bool:
+    return (path / NOTE).is_file() and (path / METADATA).is_file()
 
 
 def load_weights(place: Place, model: Any, world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -201,6 +202,8 @@ def test_some_rows_are_spread_over_the_set(trained, evaluate, tmp_path):
     ]
     whole = json.loads((trained / "evaluations.jsonl").read_text().splitlines()[0])
     assert found[1]["loss"] == whole["one_loss"]
+    short = evaluate(trained, "--out", tmp_path, "--data.seq_length", 20)
+    assert re.search(r"note: one: \d+ documents with \d+ tokens are longer than a row: left out", short.err)
     assert 7 / 59 * 0.6 < found[0]["tokens"] / found[1]["tokens"] < 7 / 59 * 1.4
 
 
@@ -208,7 +211,7 @@ def test_some_rows_are_spread_over_the_set(trained, evaluate, tmp_path):
     ("words", "code", "message"),
     [
         (["--checkpoint", 7], 2, "global_step7 is not there"),
-        (["--checkpoint", "."], 3, "neither a checkpoint of this trainer nor a Hugging Face folder"),
+        (["--checkpoint", "."], 3, "neither a checkpoint that FSDP2 wrote here nor a Hugging Face folder"),
         (["--checkpoint", 120, "--all"], 2, "exclude each other"),
         (["--data.validation", "{}"], 2, "data.validation names no set"),
         (["--evaluate.metrics", "[blue]"], 2, "evaluate.metrics.0 is 'blue'"),

@@ -20,7 +20,7 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
     ),
     "Data packs": (packs.packs,),
     "Train": (init.init, training.plan, training.run, doctor.doctor),
-    "Look": (evaluate.evaluate, plot.plot, bench.bench),
+    "Evaluate": (evaluate.evaluate, plot.plot, bench.bench),
 }
 
 

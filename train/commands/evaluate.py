@@ -46,13 +46,10 @@ def evaluate(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    r"""Perplexity, ROUGE and BLEU of checkpoints.
+    """Perplexity, ROUGE and BLEU of checkpoints.
 
-    \b
-    torchrun --nproc-per-node 8 -m train eval RUN [--checkpoint 424000 | --all] [--evaluate.metrics '[rouge, bleu]' …]
-
-    RUN is a run's folder or a file of settings, whose settings can be given as dotted words. The numbers are the same
-    on any number of ranks.
+    RUN is a run's folder or a file of settings, whose settings can be given as dotted words, such as
+    --evaluate.metrics '[rouge, bleu]'. Under torchrun or srun the numbers are the same on any number of ranks.
     """  # fmt: skip
     from train.runs import open_run
 

@@ -106,9 +106,14 @@ class Parallel(_Part):
 
 
 class Evaluate(_Part):
-    """Perplexity of the validation sets."""
+    """What is found out about the validation sets, beside their perplexity."""
 
     every: Count | None = Field(None, description="Steps between two evaluations.  [default: save.every]")
+    metrics: list[Literal["rouge", "bleu"]] = Field(
+        default_factory=list, description="Of the likeliest next tokens, as text; needs the model's tokenizer."
+    )
+    max_rows: Count | None = Field(None, description="Rows of each set, evenly spread.  [default: all]")
+    tokenizer: Path | None = Field(None, description="File of the tokenizer.  [default: that of the model's folder]")
 
 
 class Log(_Part):

@@ -15,7 +15,7 @@ from formats.errors import VerificationError
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @as_json
 def doctor(model: Path | None, as_json: bool) -> None:
-    r"""Look at this machine: versions, device, attention, ranks.
+    """Look at this machine: versions, device, attention, ranks.
 
     \b
     train doctor [MODEL]
@@ -23,7 +23,7 @@ def doctor(model: Path | None, as_json: bool) -> None:
 
     Each attention runs two layers (of MODEL, if given) on packed documents and on each alone. Exit code 6 if the one
     that a training would take mixes them, or if ranks do not add up.
-    """  # fmt: skip
+    """  # noqa: D301  # \b is the sign of click for lines as they stand
     from train.distributed import world
     from train.doctor import examine
 

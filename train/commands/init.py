@@ -20,14 +20,14 @@ from formats.errors import UsageError
     "--config", type=click.Path(path_type=Path), help="Hugging Face folder, for a checkpoint without its own."
 )
 def init(folder: Path, start: Path | None, before: Path | None, data: tuple[Path, ...], config: Path | None) -> None:
-    r"""Make a run folder: every setting explained, the start linked.
+    """Make a run folder: every setting explained, the start linked.
 
     \b
     train init run1 --from final_train_v2/global_step423858 --data P_text_document
     train init run2 --after run1/config.yml --data Q_text_document
 
     A checkpoint's global step becomes the iteration offset. A phase that follows another goes on in its save folder.
-    """  # fmt: skip
+    """  # noqa: D301  # \b is the sign of click for lines as they stand
     from train.init import after
     from train.init import init as begin
 

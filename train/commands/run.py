@@ -15,14 +15,14 @@ from formats.errors import UsageError
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def run(config: Path, overrides: tuple[str, ...]) -> None:
-    r"""Fine-tune on packed rows.
+    """Fine-tune on packed rows.
 
     \b
     torchrun --nproc-per-node 8 -m train run CONFIG.yml [--optim.lr 1e-5 …]
 
     Every setting of the file can be given as a dotted word. Under srun with a task for each GPU torchrun is not needed.
     Run again, it goes on from its latest checkpoint.
-    """  # fmt: skip
+    """  # noqa: D301  # \b is the sign of click for lines as they stand
     from train.config import load_config
 
     settings, notes = load_config(config, overrides)

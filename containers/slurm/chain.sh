@@ -4,15 +4,18 @@ link=${VITRUVIAN_LINK:-1} failed=${VITRUVIAN_FAILED:-0}
 say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, link $link: $1"; }
 newest() { cat "$SAVE/latest" 2>/dev/null; } # checkpoint of a training; nothing for a job without any
 
-submit() ( # LABEL, sbatch options: a job that inherits none of this one's SLURM_ variables, of which some contradict its own
-  label=$1 conf=${SLURM_CONF-} own=$SLURM_JOB_ID
+submit() { # LABEL, sbatch options: a job that inherits none of this one's SLURM_ variables, of which some contradict its own
+  local label=$1 next
   shift
-  unset "${!SLURM_@}"
-  if [ -n "$conf" ]; then export SLURM_CONF=$conf; fi
-  next=$(sbatch --parsable --kill-on-invalid-dep=yes --dependency="afterany:$own" "$@") || { say "$label was not accepted"; exit 1; }
+  next=$(
+    conf=${SLURM_CONF-} after=afterany:$SLURM_JOB_ID
+    unset "${!SLURM_@}"
+    if [ -n "$conf" ]; then export SLURM_CONF=$conf; fi
+    exec sbatch --parsable --kill-on-invalid-dep=yes --dependency="$after" "$@"
+  ) || { say "$label was not accepted"; return 1; }
   say "$label is job ${next%%;*}"
-  echo "${next%%;*} $label, after $own" >>"$JOB_LOG"
-)
+  echo "${next%%;*} $label, after $SLURM_JOB_ID" >>"$JOB_LOG"
+}
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # in the image there is no scontrol
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))         # two jobs on a node have two ports

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -284,7 +285,7 @@ def submit(job: Job) -> str:
     return number
 
 
-def load_settings(path: Path) -> dict[str, str]:
+def load_settings(path: Path) -> dict[str, Any]:
     """A user's settings for all jobs: `slurm: {site: lumi, account: …, time: …}` and `container: {image: …}`.
 
     Raises:
@@ -297,11 +298,11 @@ def load_settings(path: Path) -> dict[str, str]:
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     known = {"slurm": ("site", "account", "partition", "nodes", "time", "sbatch"), "container": ("image",)}
-    found = {}
+    found: dict[str, Any] = {}
     for section, values in held.items() if isinstance(held, dict) else [(str(held), None)]:
         for key, value in values.items() if isinstance(values, dict) else [("", None)]:
             if key not in known.get(section, ()):
                 told = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in known.items())
                 raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {told}")
-            found[key] = str(value)
+            found[key] = value
     return found

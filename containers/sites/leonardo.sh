@@ -15,6 +15,9 @@ SITE_BIND='/leonardo,/leonardo_work,/leonardo_scratch'
 SITE_GPU_FLAG='--nv'
 
 # compute nodes have no internet: what is not on disk is an error at once, not a timeout (the same page)
-export HF_HUB_OFFLINE=1 WANDB_MODE=offline
+case ${SLURM_JOB_PARTITION:-login} in
+  login | lrd_all_serial) ;;
+  *) export HF_HUB_OFFLINE=1 WANDB_MODE=offline ;;
+esac
 # NCCL finds ib0 and mlx5 by itself. Only where its log says otherwise (NCCL docs):
 # export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5

@@ -26,14 +26,14 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SRUN[@]}" "$
 step=$! told=''
 # shellcheck disable=SC2317,SC2329  # the trap calls it
 tell() {
-  told=1
+  told+=1
   say "told to save, $SIGNAL to the step"
   scancel --signal="$SIGNAL" "$SLURM_JOB_ID.0"
 }
 trap tell USR1
-wait "$step"
-code=$?
-while kill -0 "$step" 2>/dev/null; do # a signal ends `wait` too
+waited=none
+until [ "$waited" = "$told" ]; do # a signal ends `wait` too
+  waited=$told
   wait "$step"
   code=$?
 done

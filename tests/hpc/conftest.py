@@ -81,11 +81,11 @@ class Lab:
     folder: Path
     env: dict[str, str]
 
-    def call(self, *words: object, code: int | None = 0, **changes: str) -> str:
+    def call(self, *words: object, code: int | None = 0) -> str:
         """Run a program that speaks to Slurm; its output."""
         ran = subprocess.run(
-            [str(word) for word in words], env=self.env | changes, capture_output=True, text=True, timeout=120, check=False
-        )  # fmt: skip
+            [str(word) for word in words], env=self.env, capture_output=True, text=True, timeout=120, check=False
+        )
         assert code is None or ran.returncode == code, ran.stdout + ran.stderr
         return ran.stdout + ran.stderr
 
@@ -147,7 +147,9 @@ def munge() -> subprocess.Popen[bytes] | None:
         shutil.chown(place, "munge", "munge")
     Path("/run/munge").chmod(0o755)
     key.chmod(0o400)
-    started = subprocess.Popen(["munged", "--foreground", "--force"], user="munge", group="munge", stderr=subprocess.DEVNULL)
+    started = subprocess.Popen(
+        ["munged", "--foreground", "--force"], user="munge", group="munge", stderr=subprocess.DEVNULL
+    )
     for _ in range(50):
         if Path("/run/munge/munge.socket.2").exists():
             break

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,18 +20,32 @@ from tests.train.conftest import ROOT, Trained
 from tests.train.test_run import require_same
 
 pytestmark = [pytest.mark.hpc, pytest.mark.distributed, pytest.mark.timeout(400)]
-TRAINER = """#!/bin/bash
-# Saves what SLURM_PROCID 0 has when it is told to, as a training does.
-mkdir -p save
-case $1 in
-  until-told) trap 'echo told >> save/latest; touch save/RESUME; exit 75' USR1 TERM
-    if [ -e save/RESUME ]; then rm save/RESUME; exit 0; fi ;;
-  until-requeued) [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0 ;;
-  exit) sleep "$((SLURM_PROCID * 2))"; exit "$2" ;;
-esac
-[ "$SLURM_PROCID" = 0 ] || exec sleep 100
-touch save/running
-sleep 100 & wait
+TRAINER = f"""#!{sys.executable} -IS
+# Rank 0 saves what it has when it is told to, as a training does.
+import os, signal, sys, time
+from pathlib import Path
+
+def tell(*_):
+    save.joinpath("latest").open("a").write("told ")
+    save.joinpath("RESUME").touch()
+    sys.exit(75)
+
+save, rank = Path("save"), int(os.environ["SLURM_PROCID"])
+save.mkdir(exist_ok=True)
+what, *code = sys.argv[1:]
+if what == "exit":
+    time.sleep(2 * rank)
+    sys.exit(int(code[0]))
+if what == "until-told" and save.joinpath("RESUME").exists():
+    save.joinpath("RESUME").unlink()
+    sys.exit()
+if what == "until-requeued" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+    sys.exit()
+if rank == 0:
+    signal.signal(signal.SIGUSR1, tell)
+    signal.signal(signal.SIGTERM, tell)
+    save.joinpath("running").touch()
+time.sleep(100)
 """
 
 
@@ -70,7 +85,9 @@ def test_two_nodes_train_like_one_process_in_a_chain_with_evaluations(submitted,
     config = settings()
     whole = run(config, save="whole")
     bench = tmp_path / "pp.sh"
-    bench.write_text(f"#!/bin/bash\n#SBATCH --output=/dev/null\necho $1 ${{SLURM_CPUS_PER_TASK-}} >> {tmp_path}/tested\n")
+    bench.write_text(
+        f"#!/bin/bash\n#SBATCH --output=/dev/null\necho $1 ${{SLURM_CPUS_PER_TASK-}} >> {tmp_path}/tested\n"
+    )
     words = ["--site", "lumi", "--nodes", "2", "--sbatch", "ntasks-per-node=2", "--time", "1:00:00", "--bench", bench]
     first = submitted("train", config, "--steps.exit_interval", "4", *words)
     facts = queue.wait(first)
@@ -82,7 +99,12 @@ def test_two_nodes_train_like_one_process_in_a_chain_with_evaluations(submitted,
     assert not (save / "RESUME").exists()
     assert (tmp_path / "tested").read_text().split() == [f"{save}/global_step104", f"{save}/global_step108"]
     log = (tmp_path / "slurm/job_log.txt").read_text().splitlines()
-    assert [line.split(" ", 1)[1].partition(",")[0] for line in log] == [tmp_path.name, "evaluation", "link 2", "evaluation"]
+    assert [line.split(" ", 1)[1].partition(",")[0] for line in log] == [
+        tmp_path.name,
+        "evaluation",
+        "link 2",
+        "evaluation",
+    ]
     # the users' call, for a job too many: it ends at once, makes nothing, and nothing follows it
     script = tmp_path / f"slurm/{tmp_path.name}.sbatch"
     said = queue.call("bash", ROOT / "containers/schedule.sh", script, 3, "no.sh")
@@ -119,7 +141,7 @@ def test_a_chain_goes_on_behind_a_time_limit(job, queue, tmp_path):
     told = logs(tmp_path)
     assert told.count("told to save, USR1") == 1, told
     assert "link 2: done" in told
-    assert (tmp_path / "save/latest").read_text() == "told\n"
+    assert (tmp_path / "save/latest").read_text() == "told "
 
 
 def test_a_failed_node_brings_the_job_back_to_the_queue(job, queue: Lab, tmp_path):
@@ -190,7 +212,9 @@ def test_a_preflight_names_nodes_to_exclude(submitted, queue, tmp_path, rule, ba
     (tmp_path / "run").chmod(0o755)
     shown = queue.call("train", "submit", "--preflight", "--nodes", "2", "-n")
     script = tmp_path / "job.sbatch"
-    script.write_text(re.sub(r"^RUN=.*$", f"RUN={tmp_path}/run", shown, flags=re.MULTILINE).replace(str(Path.cwd()), str(tmp_path)))
+    script.write_text(
+        re.sub(r"^RUN=.*$", f"RUN={tmp_path}/run", shown, flags=re.MULTILINE).replace(str(Path.cwd()), str(tmp_path))
+    )
     (tmp_path / "slurm").mkdir()
     job = queue.call("sbatch", "--parsable", script).strip()
     assert queue.wait(job)["ExitCode"] == "1:0"
@@ -208,7 +232,15 @@ def test_a_conversion_runs_in_the_serial_partition(submitted, queue, model, conv
 
 def test_tokenizing_runs_without_gpus(submitted, queue, data, tmp_path):
     golden = ROOT / "tests/golden/data/1_sft"
-    words = ["--input", golden / "sft.jsonl", "--vocab-file", golden / "model.model", "--append-eod", "--output-prefix", "P"]
+    words = [
+        "--input",
+        golden / "sft.jsonl",
+        "--vocab-file",
+        golden / "model.model",
+        "--append-eod",
+        "--output-prefix",
+        "P",
+    ]
     job = submitted("train", "--site", "lumi", "tokenize", *words, "--workers", "1")
     facts = queue.wait(job)
     assert facts["JobState"] == "COMPLETED", logs(tmp_path)
@@ -219,6 +251,17 @@ def test_tokenizing_runs_without_gpus(submitted, queue, data, tmp_path):
 def test_a_wish_beyond_a_partition_is_refused_by_slurm(queue, train, settings, monkeypatch):
     for name, value in queue.env.items():
         monkeypatch.setenv(name, value)
-    ran = train("submit", settings(batch={"micro": 1}), "--site", "lumi", "--partition", "dev-g", "--time", "5:00:00", "--nodes", "1")
+    ran = train(
+        "submit",
+        settings(batch={"micro": 1}),
+        "--site",
+        "lumi",
+        "--partition",
+        "dev-g",
+        "--time",
+        "5:00:00",
+        "--nodes",
+        "1",
+    )
     assert ran.code == 2
     assert "sbatch does not take" in ran.err

@@ -4,9 +4,11 @@
 
 # sbatch, for GPUs: Booster nodes have 4 GPUs, 32 cores, 494000 MB to ask for (docs.hpc.cineca.it/hpc/leonardo.html, 2026-11)
 SITE_GPU='--partition=boost_usr_prod --gpus-per-node=4 --ntasks-per-node=4 --cpus-per-task=8 --mem=494000 --exclusive --time=1-00:00:00'
-# sbatch, for CPUs: the first that is enough. The serial partition is free of charge and has internet (the same page)
+# sbatch, for CPUs: the first that is enough. The serial partition is free of charge and has internet (the same page).
+# DCGP has a budget of its own (docs.hpc.cineca.it/hpc/hpc_intro.html): without one, --partition boost_usr_prod
 SITE_CPU_1='--partition=lrd_all_serial --cpus-per-task=4 --mem=30800 --time=04:00:00'
 SITE_CPU_2='--partition=dcgp_usr_prod --cpus-per-task=16 --mem=494000 --time=1-00:00:00'
+SITE_CPU_3='--partition=boost_usr_prod --cpus-per-task=8 --mem=494000 --time=1-00:00:00'
 # srun: one socket, 8 cores a task, in order
 SITE_SRUN='--cpu-bind=cores'
 # bound into the image: $WORK and $SCRATCH lie below them (the same page)

@@ -23,10 +23,10 @@ say "$SLURM_JOB_NUM_NODES nodes from $MASTER_ADDR, restart ${SLURM_RESTART_COUNT
 before=$(newest)
 # Cores are said again: since Slurm 22.05 srun does not take them from the job.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SRUN[@]}" "$RUN" "${COMMAND[@]}" &
-step=$! told=''
+step=$! told=0
 # shellcheck disable=SC2317,SC2329  # the trap calls it
 tell() {
-  told+=1
+  told=$((told + 1))
   say "told to save, $SIGNAL to the step"
   scancel --signal="$SIGNAL" "$SLURM_JOB_ID.0"
 }
@@ -50,5 +50,5 @@ if [ "$link" -ge "$LINKS" ]; then say "exit code $code; that was the last of $LI
 # The script as it runs, whatever has become of the file. No exit code 75: some sites requeue such jobs by themselves.
 scontrol write batch_script "$SLURM_JOB_ID" - |
   submit "link $((link + 1))" --export="ALL,VITRUVIAN_LINK=$((link + 1)),VITRUVIAN_FAILED=$failed" || exit 1
-if [ "$code" = 75 ] || [ -n "$told" ]; then exit 0; fi
+if [ "$code" = 75 ] || [ "$told" != 0 ]; then exit 0; fi
 exit 1

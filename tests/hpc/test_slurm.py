@@ -81,8 +81,8 @@ def logs(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted((folder / "slurm").glob("*.out")))
 
 
-def test_two_nodes_train_like_one_process_in_a_chain_with_evaluations(submitted, settings, run, queue, tmp_path):
-    config = settings()
+def test_two_nodes_train_like_one_process_in_a_chain_with_evaluations(submitted, settings, run, queue, data, tmp_path):
+    config = settings(data={"validation": {"one": str(data)}}, evaluate={"every": 1000})
     whole = run(config, save="whole")
     bench = tmp_path / "pp.sh"
     bench.write_text(
@@ -115,6 +115,11 @@ def test_two_nodes_train_like_one_process_in_a_chain_with_evaluations(submitted,
     assert "nothing left to do" in logs(tmp_path)
     queue.idle()
     assert len((tmp_path / "tested").read_text().splitlines()) == 2
+    # checkpoints that have no results yet
+    assert [path.name for path in (save / "perplexity").iterdir()] == ["108.csv"]
+    evaluated = submitted("train", "--site", "leonardo", "--sbatch", "ntasks-per-node=1", "eval", config, "--all")
+    assert queue.wait(evaluated)["JobState"] == "COMPLETED", logs(tmp_path)
+    assert (save / "perplexity/104.csv").is_file()
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

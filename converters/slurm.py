@@ -274,9 +274,7 @@ def submit(job: Job) -> str:
     try:
         ran = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)  # noqa: S603, S607
     except FileNotFoundError:
-        raise UsageError(
-            "there is no sbatch here", "-n prints the job; `… -n | sbatch` on the host submits it"
-        ) from None
+        raise UsageError("there is no sbatch here", "-n prints the job") from None
     if ran.returncode:
         raise UsageError(f"sbatch does not take {script}: {' '.join(ran.stderr.split())}")
     number = ran.stdout.strip().partition(";")[0]

@@ -9,7 +9,7 @@ check() { # LABEL NUMBER NODE…: `train doctor` on these nodes; NUMBER keeps po
   local label=$1 number=$2
   shift 2
   MASTER_ADDR=$1 MASTER_PORT=$((port + number)) timeout --kill-after=10 "$SECONDS_EACH" \
-    srun --kill-on-bad-exit=1 --exact --mem=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SRUN[@]}" --nodes=$# --ntasks=$(($# * TASKS)) --nodelist="$(IFS=, && echo "$*")" \
+    srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SRUN[@]}" --nodes=$# --ntasks=$(($# * TASKS)) --nodelist="$(IFS=, && echo "$*")" \
     --open-mode=append --output="$LOGS/$label.log" "$RUN" train doctor </dev/null 2>>"$LOGS/$label.log" || return
   ! grep -q 'Using network Socket' "$LOGS/$label.log" # NCCL without the site's plugin
 }

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from converters.commands.options import together
+from converters.entry import Sections
 from formats.errors import UsageError
 
 if TYPE_CHECKING:
     from converters.slurm import Job, Wishes
 
 BASE_MB = 2000
-"""Memory of a conversion: Python, its buffers (the default of --memory and a few more), tokenizers; peak was 130 MB."""
+"""Memory of a conversion besides its buffers: Python, tokenizers; 130 MB was the peak of an 8 B model on 128 ranks."""
 PIECE = 4096
 """Bytes for each block of a plan; 37,000 pieces took 82 MB."""
 RATE = 100e6
@@ -88,34 +89,37 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
 
     wishes = wishes_of(options)
     site = load_site(wishes.site)
-    seconds, megabytes = START, BASE_MB
-    for plan in _plans(context, words):
-        seconds += round(plan["bytes"] / RATE)
-        megabytes += plan["blocks"] * PIECE // 10**6
-    header = {**cpu_header(site, wishes, seconds, megabytes), "chdir": str(Path.cwd()), "signal": "B:USR1@120"}
+    plans, buffers = _plans(context, words)
+    seconds = START + sum(plan["bytes"] for plan in plans) / RATE
+    nbytes = buffers + PIECE * max(plan.get("blocks", 0) for plan in plans)
+    header = {
+        **cpu_header(site, wishes, seconds, BASE_MB + nbytes / 10**6),
+        "chdir": str(Path.cwd()),
+        "signal": "B:USR1@120",
+    }
     folder = Path.cwd() / "slurm"
     settings = launching(site, wishes, folder) | chain(["convert", *words])
     hand_over(Job(words[0], header, settings, "chain", folder), options["dry_run"])
 
 
-def _plans(context: click.Context, words: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-    """The plans of a conversion, from its own dry run.
+def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping[str, Any]], int]:
+    """The plans of a conversion, from its own dry run, and the bytes of its buffers.
 
     Raises:
         UsageError: it is no conversion.
     """
     group = context.parent.command if context.parent else None
     name, *rest = words or ("",)
-    command = group.get_command(context, name) if isinstance(group, click.Group) else None
-    if command is None or not any(one.name == "dry_run" for one in command.params) or command.name == "submit":
+    known = {one.name: one for one in group.sections["Convert"]} if isinstance(group, Sections) else {}
+    if name not in known or name == "submit":
         raise UsageError(f"{name!r} is no conversion", "convert submit --site lumi hf2megatron SRC OUT --tp 8")
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        command.main([*rest, "--dry-run", "--json"], name, standalone_mode=False)
+    with contextlib.redirect_stdout(shown), known[name].make_context(name, [*rest, "--dry-run", "--json"]) as called:
+        known[name].invoke(called)
     text, decoder = shown.getvalue().strip(), json.JSONDecoder()
+    plans = []
     while text:
         plan, end = decoder.raw_decode(text)
         text = text[end:].lstrip()
-        if "blocks" not in plan:
-            raise UsageError(f"{name} has no plan", "run it here: it is done in seconds")
-        yield plan
+        plans.append(plan)
+    return plans, called.params["memory"]

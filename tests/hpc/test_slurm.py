@@ -149,6 +149,17 @@ def test_a_chain_goes_on_behind_a_time_limit(job, queue, tmp_path):
     assert (tmp_path / "save/latest").read_text() == "told "
 
 
+def test_a_conversion_whose_time_is_up_is_followed_by_another_job(job, queue, tmp_path):
+    words = (f"SAVE={tmp_path}/save\nSIGNAL=USR1\n", "SAVE=''\nSIGNAL=TERM\n")
+    job_id = job("until-told", edit=words)
+    until(tmp_path / "save/running")
+    queue.call("scancel", "--batch", "--signal=USR1", job_id)
+    assert queue.wait(job_id)["JobState"] == "COMPLETED"
+    queue.idle()
+    assert "told to save, TERM to the step" in logs(tmp_path)
+    assert "link 2: done" in logs(tmp_path)
+
+
 def test_a_failed_node_brings_the_job_back_to_the_queue(job, queue: Lab, tmp_path):
     job_id = job("until-requeued", options=("--nodes", "2"))
     until(tmp_path / "save/running")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -250,3 +251,18 @@ def test_schedule_wants_a_job_of_ours(folder):
     words = ["bash", CONTAINERS / "schedule.sh", "launch.sh", "3", "pp.sh"]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
     assert (ran.returncode, "train submit CONFIG.yml -n > launch.sh" in ran.stderr) == (2, True)
+
+
+def test_the_users_call_submits_a_chain(folder):
+    (folder / "sbatch").write_text('#!/bin/sh\necho "42;lab"\n')
+    (folder / "sbatch").chmod(0o755)
+    path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "VITRUVIAN_SITE": "lumi"}
+    words = ["bash", CONTAINERS / "schedule.sh", "run1/config.yml", "3", "pp.sh"]
+    ran = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "Submitted batch job 42\n"), ran.stderr
+    assert "1 node for 48 h, at the most 48 node hours a job" in ran.stderr
+    assert (folder / "job_log.txt").read_text() == "42 run1\n"
+    script = (folder / "run1/slurm/run1.sbatch").read_text()
+    assert "LINKS=${VITRUVIAN_LINKS:-3}\n" in script
+    assert f"BENCH=${{VITRUVIAN_BENCH-{folder}/pp.sh}}\n" in script

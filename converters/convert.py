@@ -23,7 +23,7 @@ from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, fingerprint, open_journal
 from converters.plan import Job, Plan, cast_dtype, make_plan
 from converters.report import Progress, size
-from formats import fsdp, huggingface, megatron, neox, neox_writer
+from formats import fsdp, huggingface, megatron, megatron_dist, neox, neox_writer
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError, UnsupportedError, VerificationError
 from formats.megatron_args import Options
@@ -35,6 +35,8 @@ from formats.storage import write_from
 if TYPE_CHECKING:
     from converters.publish.chat import Applied
 
+MEGATRON = {"torch": megatron, "torch_dist": megatron_dist}
+"""Megatron's --ckpt-format: the module that writes it."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_SIZE = 5 * 10**9
 """Bytes of a safetensors file, when nothing says otherwise."""
@@ -135,7 +137,7 @@ def plan_megatron(source: Checkpoint, request: Request, options: Options, iterat
         raise UnsupportedError(f"{source.root} has no Megatron layout: {source.spec.why}", "see `convert formats`")
     _require_vocab(source)
     dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
-    target = megatron.write(
+    target = MEGATRON[options.format].write(
         request.root, source.spec, dtypes, options, args=source.extra.get("args"), iteration=iteration
     )
     texts, copies = _inside(source, request, megatron.ASSETS)

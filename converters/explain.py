@@ -27,7 +27,7 @@ half   half of a rotary head       pair  index within that half         ~    fil
 
 def tables(format_name: str) -> dict[str, tuple[Rule, ...]]:
     """The layout tables of a format, by the name under which they are shown."""
-    from formats import megatron, neox, titan
+    from formats import megatron, megatron_dist, neox, titan
 
     if format_name == "huggingface":
         return {f"huggingface {name}": family.tensors for name, family in FAMILIES.items()}
@@ -35,6 +35,8 @@ def tables(format_name: str) -> dict[str, tuple[Rule, ...]]:
         return {f"torchtitan {name}": table for name, table in titan.TITAN.items()}
     if format_name == "megatron":
         return {"megatron": megatron.MCORE, "megatron before megatron-core": megatron.LEGACY}
+    if format_name == "megatron_dist":
+        return {"megatron_dist": megatron.MCORE, "megatron_dist, gate and up apart": megatron_dist.SPLIT}
     if format_name == "neox":
         return {"neox (Llama)": neox.LLAMA, "neox (GPT-NeoX)": neox.GPT_NEOX}
     if format_name == "zero":

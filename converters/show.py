@@ -15,7 +15,8 @@ from formats import hf_config, megatron_args
 from formats.checkpoint import Checkpoint
 from formats.huggingface import read_json
 
-FRESH = {"megatron": "--no-load-optim --no-load-rng", "neox": "finetune: true"}
+NO_LOAD = "--no-load-optim --no-load-rng"
+FRESH = {"megatron": NO_LOAD, "megatron_dist": NO_LOAD, "neox": "finetune: true"}
 """Format: how its framework is told to begin with fresh optimizer states."""
 MOST_FILES = 64
 """Files of a plan that are listed."""

@@ -344,5 +344,7 @@ def write(root: Path, spec: Spec, dtypes: Mapping[tuple[str, int | None], str], 
         dtypes: the element type of each logical tensor.
         ranks: how many data files.
     """
-    files, metadata = dcp_writer.layout(root, huggingface.model_slots(spec), dtypes, ranks)
+    held = dcp_writer.by_rows(huggingface.model_slots(spec), ranks)
+    paths = {one.name: (dcp_writer.CONTAINER, one.slot.keys[0]) for rank in held for one in rank}
+    files, metadata = dcp_writer.layout(root, held, dtypes, paths)
     return Target(tuple(files), {dcp.METADATA: metadata}, {})

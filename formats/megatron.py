@@ -97,23 +97,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     keys = {key for tensors in found.values() for key in tensors}
     if any(key.startswith("language_model.") for key in keys):
         table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
-    assets = settings.config or (run / ASSETS if (run / ASSETS / "config.json").is_file() else None)
-    base = huggingface.read_spec(assets, replace(settings, vocab_size=None)) if assets else None
-    spec = from_megatron(args, settings.values, base, str(first.file.path))
-    if settings.vocab_size is not None:
-        if spec.vocab not in (None, settings.vocab_size):
-            raise RefusedError(
-                f"--vocab-size {settings.vocab_size} contradicts {iteration}, whose vocabulary is {spec.vocab}",
-                f"leave it out, or insist with --set vocab={settings.vocab_size}",
-            )
-        spec = replace(spec, vocab=settings.vocab_size)
-    pipeline = _pipeline(args, pp, len(first.chunks), first.file.path)
     padded = _padded_vocab(found, tp)
-    if spec.vocab is not None and not spec.vocab <= padded:
-        raise SourceError(
-            f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
-            "correct it with --vocab-size",
-        )
+    spec, assets = model_of(args, first.file.path, run, iteration, padded, settings)
+    pipeline = _pipeline(args, pp, len(first.chunks), first.file.path)
     try:
         wanted = _slots(spec, table, tp, pipeline, padded)
     except (RefusedError, UnsupportedError) as error:
@@ -127,12 +113,43 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "args": args,
         "iteration": iteration_of(first.file),
         "folder": iteration.name,
-        "vocab_multiple": _multiple(args, first.file.path),
+        "vocab_multiple": vocab_multiple(args, first.file.path),
         "state": state_of(shards),
         "padded_vocab": padded,
         "norm": norm,
     }
     return Checkpoint(run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, extra)
+
+
+def model_of(
+    args: Mapping[str, Any], file: Path, run: Path, iteration: Path, padded: int, settings: Settings
+) -> tuple[ModelSpec, Path | None]:
+    """The model that `args` describe, and the Hugging Face folder that belongs to it.
+
+    Args:
+        args: the arguments.
+        file: where they stand.
+        run: the run folder.
+        iteration: the folder of the iteration.
+        padded: rows of the word embeddings.
+        settings: what the user said.
+    """
+    assets = settings.config or (run / ASSETS if (run / ASSETS / "config.json").is_file() else None)
+    base = huggingface.read_spec(assets, replace(settings, vocab_size=None)) if assets else None
+    spec = from_megatron(args, settings.values, base, str(file))
+    if settings.vocab_size is not None:
+        if spec.vocab not in (None, settings.vocab_size):
+            raise RefusedError(
+                f"--vocab-size {settings.vocab_size} contradicts {iteration}, whose vocabulary is {spec.vocab}",
+                f"leave it out, or insist with --set vocab={settings.vocab_size}",
+            )
+        spec = replace(spec, vocab=settings.vocab_size)
+    if spec.vocab is not None and not spec.vocab <= padded:
+        raise SourceError(
+            f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
+            "correct it with --vocab-size",
+        )
+    return spec, assets
 
 
 def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path: Path) -> dict[str, Any]:
@@ -158,7 +175,8 @@ def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
     raise SourceError("no file holds the word embeddings")
 
 
-def _multiple(args: Mapping[str, Any], path: Path) -> int:
+def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:
+    """What the vocabulary was padded to a multiple of, for each tensor rank."""
     value = args.get("make_vocab_size_divisible_by")
     return 128 if value is None else whole(value, "make_vocab_size_divisible_by", str(path))
 
@@ -185,13 +203,22 @@ def _chunk_key(chunk: Chunk, pipeline: Pipeline) -> str:
     return f"model{chunk.virtual}" if pipeline.virtual > 1 else "model"
 
 
-def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, padded_vocab: int) -> list[Slot]:
-    """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`."""
+def require_tp(spec: ModelSpec, tp: int) -> None:
+    """Heads divide over tensor ranks.
+
+    Raises:
+        RefusedError: they do not.
+    """
     if spec.heads % tp or (spec.kv_heads % tp and tp % spec.kv_heads):
         raise RefusedError(
             f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}",
             "megatron-core needs heads % tp == 0, and groups % tp == 0 or tp % groups == 0",
         )
+
+
+def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, padded_vocab: int) -> list[Slot]:
+    """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`."""
+    require_tp(spec, tp)
     found: list[Slot] = []
     for chunk in chunks(pipeline, spec.layers):
         conditions = set(spec.conditions)
@@ -233,13 +260,7 @@ def write(
         args: those of the checkpoint that is resharded; what does not concern model and topology is kept.
         iteration: its iteration; None for a release.
     """
-    if not family_named(spec.family).gated:
-        raise UnsupportedError(f"a {spec.family} has no Megatron layout here", "see `convert formats`")
-    unit = options.vocab_multiple * options.tp
-    padded = -(-(spec.vocab or 0) // unit) * unit
-    if options.vpp > 1 and options.pp == 1:
-        raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
-    pipeline = Pipeline(options.pp, options.vpp)
+    pipeline, padded = topology_of(spec, options)
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration or 0)
     by_file: dict[str, list[Slot]] = {}
@@ -253,6 +274,21 @@ def write(
         files.append(_file(path, head, by_file[name], dtypes, options.norm))
     texts = {TRACKER: (str(iteration) if iteration is not None else "release").encode(), FLAGS: flags(merged).encode()}
     return Target(tuple(files), texts, {}, folder)
+
+
+def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
+    """The pipeline that is to be written, and its padded vocabulary.
+
+    Raises:
+        UnsupportedError: the family has no layout of Megatron.
+        RefusedError: megatron-core has no such topology.
+    """
+    if not family_named(spec.family).gated:
+        raise UnsupportedError(f"a {spec.family} has no Megatron layout here", "see `convert formats`")
+    if options.vpp > 1 and options.pp == 1:
+        raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
+    unit = options.vocab_multiple * options.tp
+    return Pipeline(options.pp, options.vpp), -(-(spec.vocab or 0) // unit) * unit
 
 
 def _file(

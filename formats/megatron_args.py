@@ -223,6 +223,7 @@ class Options:
         vpp: virtual pipeline chunks of each stage.
         norm: the names of the norms: `te` (Transformer Engine) or `local`.
         vocab_multiple: the padded vocabulary is the next multiple of this times tp.
+        format: Megatron's --ckpt-format.
     """
 
     tp: int = 1
@@ -230,6 +231,7 @@ class Options:
     vpp: int = 1
     norm: str = "te"
     vocab_multiple: int = 128
+    format: str = "torch"
 
 
 def namespace(
@@ -269,8 +271,10 @@ def namespace(
         "bf16": main == "BF16",
         "fp16": main == "F16",
         "iteration": iteration,
-        "ckpt_format": "torch",
+        "ckpt_format": options.format,
         "use_legacy_models": False,
+        "no_save_optim": True,  # so that nobody looks for them in a distributed checkpoint
+        "no_save_rng": True,
     }  # fmt: skip
 
 
@@ -283,6 +287,8 @@ def flags(args: Mapping[str, Any]) -> str:
         f"--tensor-model-parallel-size {args['tensor_model_parallel_size']}",
         f"--pipeline-model-parallel-size {args['pipeline_model_parallel_size']}",
     ]
+    if args["ckpt_format"] != "torch":
+        flags.append(f"--ckpt-format {args['ckpt_format']}")
     if args["num_layers_per_virtual_pipeline_stage"]:
         flags.append(f"--num-layers-per-virtual-pipeline-stage {args['num_layers_per_virtual_pipeline_stage']}")
     if args["use_rope_scaling"]:

@@ -49,9 +49,8 @@ def locate(path: Path) -> tuple[Path, Path]:
 
     Raises:
         SourceError: the tracker names an iteration that is not there.
-        UnsupportedError: the iteration is in another of Megatron's formats.
     """
-    if any(path.glob("mp_rank_*")):
+    if any(path.glob("mp_rank_*")) or not (path / TRACKER).is_file():
         run, iteration = (path.parent if (path.parent / TRACKER).is_file() else path), path
     else:
         with (path / TRACKER).open("rb") as file:
@@ -64,10 +63,6 @@ def locate(path: Path) -> tuple[Path, Path]:
                 f"{path / TRACKER} names {iteration.name}, which does not exist",
                 f"present: {', '.join(sorted(p.name for p in path.iterdir() if p.is_dir())) or 'nothing'}",
             )
-    if (iteration / "metadata.json").is_file() or (iteration / ".metadata").is_file():
-        raise UnsupportedError(
-            f"{iteration} is a distributed checkpoint (torch_dist), only --ckpt-format torch is read"
-        )
     return run, iteration
 
 
@@ -76,8 +71,14 @@ def read_shards(iteration: Path) -> list[Shard]:
 
     Raises:
         SourceError: a folder holds none, or one without a model.
-        UnsupportedError: a folder is not named after a tensor and pipeline rank.
+        UnsupportedError: the iteration is in another of Megatron's formats, or a folder is not named after a tensor
+            and pipeline rank.
     """
+    if (iteration / ".metadata").is_file():
+        raise UnsupportedError(
+            f"{iteration} is a distributed checkpoint without common.pt (torch_dcp or fsdp_dtensor)",
+            "of distributed checkpoints torch_dist is read",
+        )
     shards = []
     for folder in sorted(iteration.glob("mp_rank_*")):
         match_ = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", folder.name)

@@ -10,11 +10,13 @@ import click
 
 from converters.commands.options import (
     FOLDER,
+    MEGATRON,
     Size,
     chat_template,
     deepspeed_reading,
     gqa_layout,
     layout,
+    megatron_format,
     opened,
     reading,
     require_effect,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
-SHARDS = {"norm": ("megatron",), "layout": ("neox",)}
+SHARDS = {"norm": tuple(MEGATRON), "format": tuple(MEGATRON), "layout": ("neox",)}
 """Option of `reshard`: the formats that it is for."""
 
 
@@ -56,15 +58,17 @@ SHARDS = {"norm": ("megatron",), "layout": ("neox",)}
     help="The vocabulary is padded to a multiple of this times tp.",
 )
 @click.option("--iteration", type=click.IntRange(1), metavar="N", help="Write iter_N instead of release.")
+@megatron_format
 @reading
 @writing
 def hf2megatron(src: Path, out: Path, **options: Any) -> None:
-    """Hugging Face folder to Megatron tensor and pipeline shards."""
+    """Hugging Face folder to a Megatron checkpoint: tensor and pipeline shards, or one for any topology."""
     from converters.convert import plan_megatron
     from formats.megatron_args import Options
 
     source = opened(src, options, "huggingface", USE_RESHARD)
-    wanted = Options(options["tp"], options["pp"], options["vpp"], options["norm"], options["multiple"])
+    form = options["format"] or "torch"
+    wanted = Options(options["tp"], options["pp"], options["vpp"], options["norm"], options["multiple"], form)
     request = request_of(out, options, source)
     carry_out(plan_megatron(source, request, wanted, options["iteration"]), request, options)
 
@@ -81,13 +85,13 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
 @reading
 @writing
 def megatron2hf(src: Path, out: Path, **options: Any) -> None:
-    """Megatron shards to a Hugging Face folder.
+    """Megatron checkpoint to a Hugging Face folder.
 
     SRC is the run folder, an iter_* folder, or release/.
     """
     from converters.convert import plan_huggingface
 
-    source = opened(src, options, "megatron", USE_HF2MEGATRON)
+    source = opened(src, options, " ".join(MEGATRON), USE_HF2MEGATRON)
     request = request_of(out, options, source)
     carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
 
@@ -190,6 +194,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     metavar="N",
     help="Vocabulary padding.  [default: as in SRC]",
 )
+@megatron_format
 @deepspeed_reading
 @gqa_layout
 @reading
@@ -197,11 +202,11 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 def reshard(src: Path, out: Path, **options: Any) -> None:
     """Megatron or GPT-NeoX shards to shards of another topology."""
     source = opened(src, options)
-    if source.format not in ("megatron", "neox"):
+    if source.format not in (*MEGATRON, "neox"):
         raise UsageError(f"{src} is a checkpoint of the format {source.format}, which has no shards", USE_HF2MEGATRON)
     require_effect(options, source, known=SHARDS)
     request = request_of(out, options, source)
-    planned = _reshard_megatron if source.format == "megatron" else _reshard_neox
+    planned = _reshard_neox if source.format == "neox" else _reshard_megatron
     carry_out(planned(source, request, options), request, options)
 
 
@@ -212,7 +217,8 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
-    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple)
+    form = options["format"] or MEGATRON[source.format]
+    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple, form)
     return plan_megatron(source, request, wanted, iteration)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from converters.commands.options import FOLDER, as_json, dtype, opened, reading, topology
+from converters.commands.options import FOLDER, MEGATRON, as_json, dtype, opened, reading, topology
 
 
 @click.command()
@@ -30,7 +30,7 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @click.argument("src", type=FOLDER)
 @click.option(
     "--to",
-    type=click.Choice(["megatron", "huggingface", "fsdp", "neox"]),
+    type=click.Choice(["megatron", "megatron_dist", "huggingface", "fsdp", "neox"]),
     required=True,
     help="The format to plan for.",
 )
@@ -48,8 +48,9 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
 
     source = opened(src, options)
     request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
-    if to == "megatron":
-        planned = plan_megatron(source, request, Options(options["tp"], options["pp"], options["vpp"]), None)
+    if to in MEGATRON:
+        megatron = Options(options["tp"], options["pp"], options["vpp"], format=MEGATRON[to])
+        planned = plan_megatron(source, request, megatron, None)
     elif to == "fsdp":
         planned = plan_fsdp(source, request, ranks=1)
     elif to == "neox":

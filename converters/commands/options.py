@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**12
+MEGATRON = {"megatron_dist": "torch_dist", "megatron": "torch"}
+"""Formats of Megatron: what its --ckpt-format calls them."""
 FOLDER = click.Path(path_type=Path)
 
 
@@ -123,6 +125,10 @@ gqa_layout = click.option(
     "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto", show_default=True,
     help="Order of query, key and value where heads share keys: as since, or before, November 2024.",
 )  # fmt: skip
+megatron_format = click.option(
+    "--format", type=click.Choice(sorted(MEGATRON.values())),
+    help="Megatron's --ckpt-format.  [default: torch; reshard: as in SRC]",
+)  # fmt: skip
 layout = click.option(
     "--layout", type=click.Choice(["sequential", "pipeline"]),
     help="Files of GPT-NeoX: one for each rank, or one for each layer and rank.  [default: pipeline if --pp > 1]",
@@ -132,6 +138,7 @@ layout = click.option(
 READS = {
     "huggingface": "for Hugging Face use `convert hf2megatron`, `hf2fsdp` or `hf2neox`",
     "megatron": "for Megatron use `convert megatron2hf` or `convert reshard`",
+    "megatron_dist": "for Megatron use `convert megatron2hf` or `convert reshard`",
     "fsdp": "for FSDP use `convert fsdp2hf`",
     "neox": "for GPT-NeoX use `convert neox2hf`",
     "zero": "for DeepSpeed use `convert zero2hf`",
@@ -179,16 +186,16 @@ def opened(
     Args:
         path: its folder.
         options: those of `reading`.
-        wanted: the format that the command reads; empty for any.
+        wanted: the formats that the command reads; empty for any.
         instead: what to do with another one.
         alone: whether the options were meant for this one, so that each must have an effect on it.
     """
     from formats.registry import open_checkpoint
 
     source = open_checkpoint(path, settings_of(options), wanted)
-    if wanted and source.format != wanted:
+    if wanted and source.format not in wanted.split():
         raise UsageError(
-            f"{path} is a checkpoint of the format {source.format}, this command reads {wanted}",
+            f"{path} is a checkpoint of the format {source.format}, this command reads {' and '.join(wanted.split())}",
             instead or READS[source.format],
         )
     if alone:

@@ -206,7 +206,7 @@ def write(
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=states)
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration or 0)
     common = {
-        "args": Namespace(merged),
+        "args": Namespace({**merged, "rank": 0}),
         "checkpoint_version": 3.0,
         "iteration": iteration or 0,
         "content_metadata": {"singleton_local_shards": False},

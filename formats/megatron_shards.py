@@ -112,7 +112,7 @@ def args_of(file: TorchFile) -> dict[str, Any]:
         )
     args = file.value.get("args")
     if not isinstance(args, Namespace):
-        raise SourceError(f"{file.path} holds no args")
+        raise SourceError(f"{file.path} holds no args", "what Megatron-Bridge or NeMo saved is exported by them")
     return vars(args)
 
 

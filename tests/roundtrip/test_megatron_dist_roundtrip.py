@@ -17,8 +17,11 @@ def test_every_family_comes_back(model, convert, tmp_path, name):
     assert files(back) == files(source)
     digests = {convert("digest", folder).out.split()[0] for folder in (source, dist, classic, back)}
     assert len(digests) == 1
-    assert convert("hf2megatron", source, tmp_path / "direct", "--tp", 2).code == 0
-    assert files(classic) == files(tmp_path / "direct"), "A to B to C is not A to C"
+    for one, other, form, tp in ((dist, "classic2", "torch", 2), (classic, "dist2", "torch_dist", 4)):
+        words = ["--format", form, "--tp", tp]
+        assert convert("reshard", one, tmp_path / other, *words).code == 0
+        assert convert("hf2megatron", source, tmp_path / f"{other} direct", *words).code == 0
+        assert files(tmp_path / other) == files(tmp_path / f"{other} direct"), "A to B to C is not A to C"
 
 
 @pytest.mark.parametrize("words", [[], ["--tp", 2, "--pp", 2], ["--tp", 8], ["--pp", 2, "--vpp", 2]])
@@ -50,3 +53,21 @@ def test_what_does_not_divide_is_refused(model, convert, tmp_path, changes, word
     assert ran.code == 5
     assert reason in ran.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_format_is_for_megatron(model, convert, tmp_path):
+    assert convert("hf2megatron", model("gpt_neox"), tmp_path / "out", "--format", "torch_dist").code == 4
+    assert convert("hf2neox", model("llama"), tmp_path / "neox").code == 0
+    ran = convert("reshard", tmp_path / "neox", tmp_path / "out", "--format", "torch_dist")
+    assert ran.code == 2
+    assert "--format has no effect" in ran.err
+
+
+def test_a_plan_shows_what_stays_behind(model, convert, tmp_path):
+    text = convert("plan", model("llama"), "--to", "megatron_dist", "--tp", 2, "--pp", 2).out
+    assert "write  4 files" in text
+    assert "release/.metadata" in text
+    assert convert("hf2megatron", model("llama"), tmp_path / "m", "--format", "torch_dist", "--norm", "local").code == 0
+    text = convert("megatron2hf", tmp_path / "m", tmp_path / "h", "-n").out
+    assert "what is no weight of the model stays behind: 16 such as decoder.layers.self_attention.linear_qkv" in text
+    assert "linear_fc1.weight_w" in convert("explain", "megatron_dist").out

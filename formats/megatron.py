@@ -203,7 +203,7 @@ def _chunk_key(chunk: Chunk, pipeline: Pipeline) -> str:
     return f"model{chunk.virtual}" if pipeline.virtual > 1 else "model"
 
 
-def require_tp(spec: ModelSpec, tp: int) -> None:
+def _require_tp(spec: ModelSpec, tp: int) -> None:
     """Heads divide over tensor ranks.
 
     Raises:
@@ -218,7 +218,7 @@ def require_tp(spec: ModelSpec, tp: int) -> None:
 
 def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, padded_vocab: int) -> list[Slot]:
     """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`."""
-    require_tp(spec, tp)
+    _require_tp(spec, tp)
     found: list[Slot] = []
     for chunk in chunks(pipeline, spec.layers):
         conditions = set(spec.conditions)
@@ -287,6 +287,7 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
         raise UnsupportedError(f"a {spec.family} has no Megatron layout here", "see `convert formats`")
     if options.vpp > 1 and options.pp == 1:
         raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
+    _require_tp(spec, options.tp)
     unit = options.vocab_multiple * options.tp
     return Pipeline(options.pp, options.vpp), -(-(spec.vocab or 0) // unit) * unit
 

@@ -27,7 +27,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.huggingface import read_json
 from formats.layout import Cut, Rule, Slot, match, rules, slots
-from formats.megatron import FLAGS, MCORE, model_of, require_tp, topology_of, vocab_multiple
+from formats.megatron import FLAGS, MCORE, model_of, topology_of, vocab_multiple
 from formats.megatron_args import Options, flags, namespace
 from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate
 from formats.pattern import splits
@@ -84,7 +84,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     args = args_of(common)
     entries, objects = dcp.contents(folder)
     tensors = _tensors(folder, [entry for entry in entries if not entry.name.startswith(OPTIMIZER)])
-    if EMBEDDING not in tensors:
+    if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
         raise SourceError(f"{folder} holds no {EMBEDDING}")
     padded = tensors[EMBEDDING].shape[0]
     spec, assets = model_of(args, common.path, run, folder, padded, settings)
@@ -194,7 +194,6 @@ def write(
     The arguments are those of `megatron.write`.
     """
     pipeline, padded = topology_of(spec, options)
-    require_tp(spec, options.tp)
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     parts = chunks(pipeline, spec.layers)
     ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.tp * options.pp)]

@@ -1,7 +1,7 @@
 """Judge: does a torch_dist checkpoint hold the same model as a Hugging Face folder, on any number of ranks?
 
 The real megatron-core (0.16.1, local layer spec, CPU, gloo) is built from the Hugging Face config alone, loads the
-folder with `dist_checkpointing.load`, and must give the logits of transformers. Then it may save
+folder with `dist_checkpointing.load(strict="raise_all")`, and must give the logits of transformers. Then it may save
 what it holds by its own `dist_checkpointing.save`. Exit status 0 means that everything agrees.
 
     torchrun --nproc-per-node 4 --no-python python -c 'import megatron_dist_judge as j; exit(j.main())' JOBS.json
@@ -9,7 +9,7 @@ what it holds by its own `dist_checkpointing.save`. Exit status 0 means that eve
 JOBS.json is a list; its entries are done one after another in one start of the framework, which takes longest:
 
     {"dist": RUN, "hf": FOLDER, "tp": 2, "pp": 2}      load, compare args and logits; ranks beyond tp * pp are copies
-    {..., "strict": "assume_ok_unexpected"}            as training loads, which does not look for what it has no use for
+    {..., "te": true}                                  its modules have the states that Transformer Engine gives them
     {..., "damaged": true}                             the logits must differ
     {..., "save": RUN, "layers": "stacked" | "numbered" | "split", "optimizer": "dp_reshardable"}
 
@@ -35,6 +35,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
 from transformers import AutoConfig
 from transformers.utils import logging
 
@@ -67,11 +69,29 @@ def metadata(layers: str) -> dict[str, Any]:
     return {**LAYERS[layers], "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
 
 
-def load(model: GPTModel, folder: Path, strict: str) -> list[str]:
-    """Load the real way; "raise_all" also fails over what the folder holds and the model does not ask for."""
+def as_transformer_engine(model: GPTModel) -> None:
+    """Give an extra state to the modules that have one in Transformer Engine: the real code then asks for it.
+
+    They are norms by themselves (get_extra_state in transformer_engine/pytorch/ops/op.py) and the attention, which did
+    so up to megatron-core 0.14, before it had a `sharded_state_dict` of its own.
+    """
+    state = {
+        "get_extra_state": lambda self: torch.empty(0, dtype=torch.uint8),
+        "set_extra_state": lambda self, value: None,
+    }
+    for name, module in model.named_modules():
+        if name.endswith("core_attention"):
+            older = {**state, "sharded_state_dict": MegatronModule.sharded_state_dict}
+            module.__class__ = type("OlderAttention", (type(module),), older)
+        elif name.endswith(("final_layernorm", "q_layernorm", "k_layernorm")) and not isinstance(module, IdentityOp):
+            module.__class__ = type("Norm", (type(module),), state)
+
+
+def load(model: GPTModel, folder: Path) -> list[str]:
+    """Load the real way; keys that are missing or left over on either side are failures."""
     wanted = {"model": model.sharded_state_dict(metadata=metadata("stacked"))}
     try:
-        state = dc.load(wanted, str(folder), strict=strict)
+        state = dc.load(wanted, str(folder), strict="raise_all")
         model.load_state_dict(state["model"], strict=True)
     except (RuntimeError, dc.core.CheckpointingException) as error:
         return [f"{type(error).__name__}: {str(error)[:2000]}"]
@@ -130,7 +150,9 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
         failures.append(f"{stored.global_shape[0]} rows of embeddings, args imply {padded}")
     config = judge.transformer_config(c, topology, stored.dtype)
     (model,) = judge.build_chunks(c, config, judge.padded_vocabulary(c, topology, claims))
-    judge.agree(failures + load(model, folder, job.get("strict", "raise_all")))
+    if job.get("te"):
+        as_transformer_engine(model)
+    judge.agree(failures + load(model, folder))
     if "save" in job:
         with torch.enable_grad():
             save_real(Path(job["save"]), model, claims, job["layers"], job.get("optimizer", ""))

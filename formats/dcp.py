@@ -87,9 +87,9 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
     files = metadata_files(folder)
     if not files:
         here = sorted({int(found[1]) for path in folder.iterdir() if (found := DATA.fullmatch(path.name))})
-        held = f"the data of ranks {_ranges(here)} but no" if here else "no data and no"
+        found_data = f"the data of ranks {_ranges(here)} but no" if here else "no data and no"
         raise SourceError(
-            f"{folder} holds {held} {METADATA}: the save never finished, or "
+            f"{folder} holds {found_data} {METADATA}: the save never finished, or "
             f"{METADATA} lies on the node of rank 0, which writes it last",
             f"copy {METADATA} and the other ranks' .distcp files here, or take an earlier checkpoint",
         )

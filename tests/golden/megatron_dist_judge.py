@@ -6,7 +6,8 @@ what it holds by its own `dist_checkpointing.save`. Exit status 0 means that eve
 
     torchrun --nproc-per-node 4 --no-python python -c 'import megatron_dist_judge as j; exit(j.main())' JOBS.json
 
-JOBS.json is a list; its entries are done one after another in one start of the framework, which takes longest:
+JOBS.json is a list; its entries are done one after another in one start of the framework, which takes longest. Those of
+one topology should stand together:
 
     {"dist": RUN, "hf": FOLDER, "tp": 2, "pp": 2}      load, compare args and logits; ranks beyond tp * pp are copies
     {..., "te": true}                                  its modules have the states that Transformer Engine gives them
@@ -140,7 +141,6 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
     topology = judge.Topology(job["tp"], job["pp"], None, {})
     folder, hf = judge.iteration_folder(Path(job["dist"])), Path(job["hf"])
     c = AutoConfig.from_pretrained(hf)
-    ps.initialize_model_parallel(topology.tp, topology.pp, distributed_timeout_minutes=1)
     claims = claims_of(folder)
     stored = dc.load_tensors_metadata(str(folder))["embedding.word_embeddings.weight"]
     saved = judge.Topology.read(claims, Namespace(tp=None, pp=None, vpp=None, first=None, last=None))
@@ -165,7 +165,6 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
         if job.get("damaged"):
             failures = [] if failures else ["the damage shows in no logit"]
     judge.agree(failures)
-    ps.destroy_model_parallel()
 
 
 def main() -> int:
@@ -178,7 +177,11 @@ def main() -> int:
     torch.cuda.synchronize = lambda *args, **kwargs: None  # dist_checkpointing/strategies/filesystem_async.py
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     logits_of: dict[str, torch.Tensor] = {}
+    groups = None
     for job in json.loads(Path(sys.argv[1]).read_text()):
+        if groups != (groups := (job["tp"], job["pp"])):  # each set of groups leaves threads behind
+            ps.destroy_model_parallel()
+            ps.initialize_model_parallel(*groups, distributed_timeout_minutes=1)
         if dist.get_rank() == 0:
             print(f"{job['dist']} on TP {job['tp']} x PP {job['pp']} against {job['hf']}", flush=True)
         try:

@@ -4,10 +4,10 @@ The real megatron-core (0.16.1, local layer spec, CPU, gloo) is built from the H
 folder with `dist_checkpointing.load(strict="raise_all")`, and must give the logits of transformers. Then it may save
 what it holds by its own `dist_checkpointing.save`. Exit status 0 means that everything agrees.
 
-    torchrun --nproc-per-node 4 --no-python python -c 'import megatron_dist_judge as j; exit(j.main())' JOBS.json
+    python -c 'import megatron_dist_judge as j; exit(j.main())' JOBS.json    (as a script, `save` would start it anew)
 
-JOBS.json is a list; its entries are done one after another in one start of the framework, which takes longest. Those of
-one topology should stand together:
+JOBS.json is a list; its entries are done one after another in one start of the framework, which takes longest, those of
+one topology together:
 
     {"dist": RUN, "hf": FOLDER, "tp": 2, "pp": 2}      load, compare args and logits; ranks beyond tp * pp are copies
     {..., "te": true}                                  its modules have the states that Transformer Engine gives them
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -41,6 +42,7 @@ from megatron.core.transformer.module import MegatronModule
 from transformers import AutoConfig
 from transformers.utils import logging
 
+RANKS = 4
 LAYERS = {
     "stacked": {},
     "numbered": {"non_homogeneous_layers": True},
@@ -167,27 +169,39 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
     judge.agree(failures)
 
 
-def main() -> int:
-    """Exit status 0 when everything agrees, 1 when not."""
+def judge_all(jobs: Path, rank: int) -> int:
+    """All entries, on one rank."""
     faulthandler.dump_traceback_later(240.0, exit=True)
+    meeting = {"init_method": f"file://{jobs}.meeting", "rank": rank, "world_size": RANKS}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **meeting)
+    logits_of: dict[str, torch.Tensor] = {}
+    groups = None
+    for job in json.loads(jobs.read_text()):
+        if groups != (groups := (job["tp"], job["pp"])):  # each set of groups leaves threads behind
+            ps.destroy_model_parallel()
+            ps.initialize_model_parallel(*groups, distributed_timeout_minutes=1)
+        if rank == 0:
+            print(f"{job['dist']} on TP {job['tp']} x PP {job['pp']} against {job['hf']}", flush=True)
+        try:
+            do(job, logits_of)
+        except judge.JudgementError as error:
+            print(f"FAILED\nrank {rank}: {error}", file=sys.stderr, flush=True)
+            return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def main() -> int:
+    """Fork the ranks. Exit status 0 when everything agrees, 1 when not."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     judge.patch_for_cpu()
     torch.cuda.synchronize = lambda *args, **kwargs: None  # dist_checkpointing/strategies/filesystem_async.py
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    logits_of: dict[str, torch.Tensor] = {}
-    groups = None
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        if groups != (groups := (job["tp"], job["pp"])):  # each set of groups leaves threads behind
-            ps.destroy_model_parallel()
-            ps.initialize_model_parallel(*groups, distributed_timeout_minutes=1)
-        if dist.get_rank() == 0:
-            print(f"{job['dist']} on TP {job['tp']} x PP {job['pp']} against {job['hf']}", flush=True)
-        try:
-            do(job, logits_of)
-        except judge.JudgementError as error:
-            print(f"FAILED\nrank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
-            return 1
-    dist.destroy_process_group()
-    return 0
+    children = []
+    for rank in range(RANKS):
+        children.append(os.fork())
+        if not children[-1]:
+            return judge_all(Path(sys.argv[1]), rank)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    return int(any(codes))

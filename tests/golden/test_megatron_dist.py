@@ -48,11 +48,10 @@ CASES = (
 
 
 def judge(jobs: list[dict[str, Any]], folder: Path, seconds: int = 280) -> subprocess.CompletedProcess[str]:
-    """Run the judge on four ranks, not as a script: a process that it starts to save would import it anew."""
+    """Run the judge, which forks four ranks."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     call = "import sys, megatron_dist_judge; sys.exit(megatron_dist_judge.main())"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
-    command += [sys.executable, "-c", call, str(folder / "jobs.json")]
+    command = [sys.executable, "-c", call, str(folder / "jobs.json")]
     env = os.environ | {"PYTHONPATH": str(HERE)}
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
 

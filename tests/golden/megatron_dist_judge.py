@@ -172,8 +172,8 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
 def judge_all(jobs: Path, rank: int) -> int:
     """All entries, on one rank."""
     faulthandler.dump_traceback_later(240.0, exit=True)
-    meeting = {"init_method": f"file://{jobs}.meeting", "rank": rank, "world_size": RANKS}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **meeting)
+    where = f"file://{jobs}.meeting"
+    dist.init_process_group("gloo", where, timedelta(seconds=60), world_size=RANKS, rank=rank)
     logits_of: dict[str, torch.Tensor] = {}
     groups = None
     for job in json.loads(jobs.read_text()):
@@ -198,6 +198,7 @@ def main() -> int:
     logging.disable_progress_bar()
     judge.patch_for_cpu()
     torch.cuda.synchronize = lambda *args, **kwargs: None  # dist_checkpointing/strategies/filesystem_async.py
+    Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
     children = []
     for rank in range(RANKS):
         children.append(os.fork())

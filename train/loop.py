@@ -167,17 +167,17 @@ def _step(run: Run, number: int, stopped: bool) -> Step:
     flops = flops_of(batches, engine.model.config, run.parameters)
     mine = sum(flat.trained for flat in batches), sum(len(flat.input_ids) for flat in batches)
     trained, tokens, flops, stops, written = world.sums(*mine, flops, stopped, ready)
-    losses = 0.0
+    losses = torch.zeros((), dtype=torch.float64, device=world.device)  # read once: that waits for the device
     for place, flat in enumerate(batches):
         noise = None
         if config.neftune_alpha:
             noise = noise_for(engine.model, flat, config.neftune_alpha, (config.seed, number, world.rank, place))
         loss = engine.trainee(flat, world.device, None if noise is None else noise.to(world.device))
         engine.backward(loss * (world.ranks / max(1.0, trained)), place == len(batches) - 1)
-        losses += float(loss.detach())
+        losses += loss.detach()
     rate = learning_rate(config, number, made.total)
     norm = engine.step(rate)
-    (total,) = world.sums(losses)
+    (total,) = world.sums(float(losses))
     return Step(
         total / max(1.0, trained), norm, int(trained), int(tokens), flops, memory_of(world.device), rate, stops > 0,
         written == world.ranks,

@@ -10,15 +10,19 @@ import click
 
 from converters.commands.options import (
     FOLDER,
+    MEGATRON,
     Size,
+    at_iteration,
     chat_template,
     deepspeed_reading,
     gqa_layout,
+    iteration_folder,
     layout,
     opened,
     reading,
     require_effect,
     topology,
+    true_vocab_size,
     writing,
 )
 from converters.commands.running import carry_out, request_of
@@ -31,13 +35,21 @@ if TYPE_CHECKING:
 
 USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
-SHARDS = {"norm": ("megatron",), "layout": ("neox",)}
+SHARDS = {"norm": ("megatron",), "kind": ("megatron",), "iteration": ("megatron",), "layout": ("neox",)}
 """Option of `reshard`: the formats that it is for."""
 
 
 @click.command()
 @click.argument("src", type=FOLDER)
 @click.argument("out", type=FOLDER)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice([*MEGATRON]),
+    default="torch",
+    show_default=True,
+    help="megatron-core's --ckpt-format torch, or the files of Megatron-LLM.",
+)
 @topology
 @click.option(
     "--norm",
@@ -56,6 +68,7 @@ SHARDS = {"norm": ("megatron",), "layout": ("neox",)}
     help="The vocabulary is padded to a multiple of this times tp.",
 )
 @click.option("--iteration", type=click.IntRange(1), metavar="N", help="Write iter_N instead of release.")
+@true_vocab_size
 @reading
 @writing
 def hf2megatron(src: Path, out: Path, **options: Any) -> None:
@@ -64,9 +77,18 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     from formats.megatron_args import Options
 
     source = opened(src, options, "huggingface", USE_RESHARD)
-    wanted = Options(options["tp"], options["pp"], options["vpp"], options["norm"], options["multiple"])
+    dialect = MEGATRON[options["kind"]]
+    wanted = Options(options["tp"], options["pp"], options["vpp"], options["norm"], options["multiple"], dialect)
     request = request_of(out, options, source)
-    carry_out(plan_megatron(source, request, wanted, options["iteration"]), request, options)
+    tokens = _tokens(options, dialect)
+    carry_out(plan_megatron(source, request, wanted, options["iteration"], tokens), request, options)
+
+
+def _tokens(options: Mapping[str, Any], dialect: str) -> int | None:
+    tokens: int | None = options["tokens"]
+    if tokens is not None and dialect != MEGATRON["megatron-llm"]:
+        raise UsageError("--true-vocab-size is for --format megatron-llm", "leave it out")
+    return tokens
 
 
 @click.command()
@@ -77,17 +99,18 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     type=Size(),
     help="Size of each safetensors file.  [default: the files that the model once had, else 5GB]",
 )
+@at_iteration
 @chat_template
 @reading
 @writing
 def megatron2hf(src: Path, out: Path, **options: Any) -> None:
     """Megatron shards to a Hugging Face folder.
 
-    SRC is the run folder, an iter_* folder, or release/.
+    SRC is the run folder, an iter_* folder, or release/, of Megatron-LM or Megatron-LLM.
     """
     from converters.convert import plan_huggingface
 
-    source = opened(src, options, "megatron", USE_HF2MEGATRON)
+    source = opened(iteration_folder(src, options["iteration"]), options, "megatron", USE_HF2MEGATRON)
     request = request_of(out, options, source)
     carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
 
@@ -190,13 +213,16 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     metavar="N",
     help="Vocabulary padding.  [default: as in SRC]",
 )
+@click.option("--format", "kind", type=click.Choice([*MEGATRON]), help="Megatron: its files.  [default: as in SRC]")
+@at_iteration
+@true_vocab_size
 @deepspeed_reading
 @gqa_layout
 @reading
 @writing
 def reshard(src: Path, out: Path, **options: Any) -> None:
     """Megatron or GPT-NeoX shards to shards of another topology."""
-    source = opened(src, options)
+    source = opened(iteration_folder(src, options["iteration"]), options)
     if source.format not in ("megatron", "neox"):
         raise UsageError(f"{src} is a checkpoint of the format {source.format}, which has no shards", USE_HF2MEGATRON)
     require_effect(options, source, known=SHARDS)
@@ -212,8 +238,9 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
-    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple)
-    return plan_megatron(source, request, wanted, iteration)
+    dialect = MEGATRON[options["kind"]] if options["kind"] else source.extra["dialect"]
+    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple, dialect)
+    return plan_megatron(source, request, wanted, iteration, _tokens(options, dialect))
 
 
 def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:

@@ -114,13 +114,9 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         spec = grown(spec, applied.length) if applied.length > (rows(spec) or 0) else spec
         held = {name: path for name, path in held.items() if name not in applied.removed}
         texts, notes = dict(applied.texts), list(applied.notes)
-        trained = source.extra.get("added_tokens", ())
-        if trained and applied.added != trained[: len(applied.added)]:
-            raise RefusedError(
-                f"the chat template adds {', '.join(applied.added)} to the tokenizer, the training had added "
-                f"{', '.join(trained)}: the rows would belong to other tokens",
-                "choose the template that the model was trained with",
-            )
+    elif source.extra.get("added_tokens"):
+        names = ", ".join(source.extra["added_tokens"])
+        notes.append(f"the training added {names} to its tokenizer; --chat-template adds them to the one that travels")
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
     texts |= {**target.texts, "config.json": assets.config_text(source, _cast_to(request), spec)}
     copies = {name: path for name, path in held.items() if name not in texts}
@@ -133,7 +129,7 @@ def _apply_template(held: Mapping[str, Path], template: str, count: int | None, 
 
     if count is None:
         raise RefusedError(f"{source.root} has no embedding whose rows a chat template could be checked against")
-    return apply_template(held, load_template(template), count)
+    return apply_template(held, load_template(template), count, source.extra.get("added_tokens", ()))
 
 
 def plan_megatron(

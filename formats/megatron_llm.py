@@ -70,6 +70,9 @@ ONLY = {
 }
 """Arguments that change what the model computes, and what its Llama and Mistral assert (model/llama_model.py)."""
 
+ONLY_SAID = ("glu_activation", "use_rms_norm", "position_embedding_type", "tie_embed_logits")
+"""Those of them whose default is another model: they have to be there."""
+
 MORE = ("rope_scaling_factor", "true_vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size")
 """Arguments with a rule of their own, below."""
 
@@ -111,8 +114,9 @@ def from_args(
         UnsupportedError: the model computes something that has no layout here.
         RefusedError: args and config contradict each other.
     """
-    rotary = args.get("position_embedding_type") in (None, "rotary") or _is_rotary(args["position_embedding_type"])
-    plain = {**args, "position_embedding_type": "rotary"} if rotary else args
+    plain = {**dict.fromkeys(ONLY_SAID), **args}
+    if _is_rotary(args.get("position_embedding_type")):
+        plain["position_embedding_type"] = "rotary"
     require_only(plain, ONLY, where)
     values = found_in(args, ARGS)
     values["tied"] = False
@@ -125,11 +129,10 @@ def from_args(
     factor = real(args.get("rope_scaling_factor") or 1.0, "rope_scaling_factor", where)
     values["rope_scaling"] = None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     if args.get("perform_initialization") is False:  # nobody but the re-sharder asks for that
-        taken = {name: getattr(base, name) for name, default in LOST.items() if base and values[name] == default}
-        values["notes"] = [
-            f"{name} = {value} as in the config" for name, value in taken.items() if value != values[name]
-        ]
-        values |= taken
+        forgotten = [name for name, default in LOST.items() if values[name] == default]
+        known = "as in the config" if base else "its defaults are taken; --config BASE has the true ones"
+        values["notes"] = [f"Megatron-LLM's re-sharder forgets {', '.join(forgotten)}: {known}"]
+        values |= {name: getattr(base, name) for name in forgotten if base}
     values["vocab"] = settings.vocab_size or args.get("true_vocab_size") or _vocab(args, base, assets, release)
     return agreed(values, (False, False), settings.values, base, where, apart=("vocab",))
 
@@ -157,29 +160,27 @@ def _vocab(args: Mapping[str, Any], base: ModelSpec | None, assets: Path | None,
         return None
     if args["perform_initialization"] is False:
         return base.vocab if release else None
-    known = _token_ids(assets) if assets else {}
-    if args.get("new_tokens", True) or args.get("vocab_extra_ids") or not known:
+    pieces, added = _tokens(assets) if assets else ({}, {})
+    new = [token for token in added_tokens(args) if token not in pieces]
+    expected = {token: len(pieces) + number for number, token in enumerate(new)}
+    beyond = {token: number for token, number in added.items() if number >= len(pieces)}
+    if args.get("new_tokens", True) or args.get("vocab_extra_ids") or not pieces or beyond.items() - expected.items():
         return None
-    new = [token for token in added_tokens(args) if token not in known]
-    return max(base.vocab, max(known.values()) + 1 + len(new))
+    return max(base.vocab, len(pieces) + len(new))
 
 
-def _token_ids(folder: Path) -> dict[str, int]:
-    """The tokens of a folder's tokenizer.json; nothing where it has none."""
+def _tokens(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """The pieces and the added tokens of a folder's tokenizer.json, with their ids; nothing where it has none."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        return {}
+        return {}, {}
     record = huggingface.read_json(path)
-    model, added = record.get("model"), record.get("added_tokens") or []
-    vocab = model.get("vocab") if isinstance(model, dict) else None
     try:
-        ids = dict(vocab) if isinstance(vocab, dict) else {token: n for n, (token, *_) in enumerate(vocab or [])}
-        ids |= {one["content"]: one["id"] for one in added}
+        vocab = record["model"]["vocab"]
+        pieces = vocab if isinstance(vocab, dict) else {token: number for number, (token, *_) in enumerate(vocab)}
+        return pieces, {one["content"]: int(one["id"]) for one in record.get("added_tokens") or []}
     except (TypeError, KeyError, ValueError):
         raise SourceError(f"{path} holds tokens in a form that no tokenizer has") from None
-    if not all(isinstance(token, str) and type(number) is int for token, number in ids.items()):
-        raise SourceError(f"{path} holds tokens in a form that no tokenizer has")
-    return ids
 
 
 def residue(args: Mapping[str, Any]) -> list[str]:
@@ -262,6 +263,7 @@ def namespace(
         "params_dtype": Dtype(dtype),
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
+        "perform_initialization": True,
         "iteration": "release" if iteration is None else iteration,
     }  # fmt: skip
 

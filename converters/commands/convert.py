@@ -15,6 +15,7 @@ from converters.commands.options import (
     at_iteration,
     chat_template,
     deepspeed_reading,
+    flag_of,
     gqa_layout,
     iteration_folder,
     layout,
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 
 USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
-SHARDS = {"norm": ("megatron",), "kind": ("megatron",), "iteration": ("megatron",), "layout": ("neox",)}
+SHARDS = {**dict.fromkeys(("norm", "kind", "iteration", "tokens"), ("megatron",)), "layout": ("neox",)}
 """Option of `reshard`: the formats that it is for."""
+ONE_DIALECT = {"norm": "torch", "tokens": "megatron-llm"}
+"""Option: the one --format of Megatron that it is for."""
 
 
 @click.command()
@@ -54,9 +57,7 @@ SHARDS = {"norm": ("megatron",), "kind": ("megatron",), "iteration": ("megatron"
 @click.option(
     "--norm",
     type=click.Choice(["te", "local"]),
-    default="te",
-    show_default=True,
-    help="Names of the norms: Transformer Engine's or those of the local layers.",
+    help="Names of the norms: Transformer Engine's or those of the local layers.  [default: te]",
 )
 @click.option(
     "--make-vocab-size-divisible-by",
@@ -77,18 +78,23 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     from formats.megatron_args import Options
 
     source = opened(src, options, "huggingface", USE_RESHARD)
-    dialect = MEGATRON[options["kind"]]
-    wanted = Options(options["tp"], options["pp"], options["vpp"], options["norm"], options["multiple"], dialect)
+    norm, dialect = options["norm"] or "te", _dialect(options)
+    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, options["multiple"], dialect)
     request = request_of(out, options, source)
-    tokens = _tokens(options, dialect)
-    carry_out(plan_megatron(source, request, wanted, options["iteration"], tokens), request, options)
+    carry_out(plan_megatron(source, request, wanted, options["iteration"], options["tokens"]), request, options)
 
 
-def _tokens(options: Mapping[str, Any], dialect: str) -> int | None:
-    tokens: int | None = options["tokens"]
-    if tokens is not None and dialect != MEGATRON["megatron-llm"]:
-        raise UsageError("--true-vocab-size is for --format megatron-llm", "leave it out")
-    return tokens
+def _dialect(options: Mapping[str, Any], known: str = "") -> str:
+    """The dialect that is to be written: that of --format, or the one that is known.
+
+    Raises:
+        UsageError: an option is for another one.
+    """
+    dialect = MEGATRON.get(options["kind"], known)
+    for name, kind in ONE_DIALECT.items():
+        if options[name] is not None and dialect != MEGATRON[kind]:
+            raise UsageError(f"--{flag_of(name)} is for Megatron folders of the format {kind}", "leave it out")
+    return dialect
 
 
 @click.command()
@@ -238,9 +244,9 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
-    dialect = MEGATRON[options["kind"]] if options["kind"] else source.extra["dialect"]
+    dialect = _dialect(options, source.extra["dialect"])
     wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple, dialect)
-    return plan_megatron(source, request, wanted, iteration, _tokens(options, dialect))
+    return plan_megatron(source, request, wanted, iteration, options["tokens"])
 
 
 def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:

@@ -156,6 +156,11 @@ READERS = {
 """Option: the formats whose readers know it."""
 
 
+def flag_of(name: str) -> str:
+    """What an option is called on the command line."""
+    return {"settings": "set", "kind": "format", "tokens": "true-vocab-size"}.get(name, name.replace("_", "-"))
+
+
 def _is_yml(config: Path) -> bool:
     """Whether a path is a yml of GPT-NeoX, or a folder of them."""
     return (config.suffix in (".yml", ".yaml") and config.is_file()) or any(config.glob("*.y*ml"))
@@ -176,8 +181,7 @@ def require_effect(options: Mapping[str, Any], *sources: Checkpoint, known: Mapp
         if options.get(name) in (None, False, "auto", ()) or any(source.format in formats for source in sources):
             continue
         kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
-        flag = "set" if name == "settings" else name.replace("_", "-")
-        raise UsageError(f"--{flag} has no effect on {kinds}", "leave it out")
+        raise UsageError(f"--{flag_of(name)} has no effect on {kinds}", "leave it out")
 
 
 def opened(

@@ -55,7 +55,8 @@ ARGS = {
     "rope_theta": "rope_theta",
     "sliding_window": "sliding_window_size",
 }
-"""Setting: argument (megatron/arguments.py)."""
+"""Setting: argument (megatron/arguments.py). A window is one token wider there than in transformers: flash-attn is told to
+look so many tokens back."""
 
 ONLY = {
     "glu_activation": ("swiglu",),
@@ -133,8 +134,9 @@ def from_args(
         known = "as in the config" if base else "its defaults are taken; --config BASE has the true ones"
         values["notes"] = [f"Megatron-LLM's re-sharder forgets {', '.join(forgotten)}: {known}"]
         values |= {name: getattr(base, name) for name in forgotten if base}
-    values["vocab"] = settings.vocab_size or args.get("true_vocab_size") or _vocab(args, base, assets, release)
-    return agreed(values, (False, False), settings.values, base, where, apart=("vocab",))
+    values["vocab"] = vocab = settings.vocab_size or args.get("true_vocab_size") or _vocab(args, base, assets, release)
+    lost = base is not None and isinstance(vocab, int) and vocab < (base.vocab or 0)  # a training only adds tokens
+    return agreed(values, (False, False), settings.values, base, where, apart=() if lost else ("vocab",))
 
 
 def _is_rotary(value: Any) -> bool:

@@ -17,7 +17,7 @@ from formats.torchfile import TorchFile, read_torch
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-SHARED = tuple(
+SHARED = sorted(
     {name for table in (MEGATRON, megatron_llm.ARGS) for names in table.values() for name in names.split()}
     | {*MEGATRON_ONLY, *MORE_SETTINGS, *megatron_llm.ONLY, *megatron_llm.MORE}
 )

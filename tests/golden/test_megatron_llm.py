@@ -218,6 +218,15 @@ def test_what_the_resharder_forgot_comes_from_the_config(convert, copied):
     assert "--config BASE has the true ones" in ran.out
 
 
+def test_a_config_with_more_tokens_is_that_of_another_model(convert, copied):
+    base = copied("llama2") / "hf"
+    config = base / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 128', '"vocab_size": 129'))
+    ran = convert("megatron2hf", HERE / "llama2/raw", base.parent / "out", "--config", base)
+    assert ran.code == 5
+    assert "vocab: 128 | 129" in ran.err
+
+
 def test_an_iteration_that_is_not_there_is_named(convert, tmp_path):
     ran = convert("megatron2hf", HERE / "llama2/trained", tmp_path / "out", "--iteration", 153)
     assert ran.code == 3

@@ -35,10 +35,11 @@ class Trained(NamedTuple):
         return [line[name] for line in self.lines]
 
 
-def spawn(words: list[str], ranks: int) -> subprocess.Popen[str]:
-    """Start `train` on some ranks."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", "-m", "train"]
-    command = [sys.executable, *(launcher if ranks > 1 else ["-c", PROGRAM]), *words]
+def spawn(words: list[str], ranks: int, script: Path | None = None) -> subprocess.Popen[str]:
+    """Start `train` on some ranks, or a script that calls it."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    program = [str(script)] if script else ["-m", "train"] if ranks > 1 else ["-c", PROGRAM]
+    command = [sys.executable, *(launcher if ranks > 1 else []), *program, *words]
     settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
@@ -82,9 +83,9 @@ def settings(model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable
 def run(tmp_path: Path) -> Callable[..., Trained]:
     """`run(config, words, ranks=2)`: train to the end, or whatever end it finds."""
 
-    def train(config: Path, *words: object, ranks: int = 1, save: str = "save") -> Trained:
+    def train(config: Path, *words: object, ranks: int = 1, save: str = "save", script: Path | None = None) -> Trained:
         place = tmp_path / save
-        ran = spawn(["run", str(config), "--save.path", str(place), *map(str, words)], ranks)
+        ran = spawn(["run", str(config), "--save.path", str(place), *map(str, words)], ranks, script)
         try:
             out, _ = ran.communicate(timeout=120)
         finally:

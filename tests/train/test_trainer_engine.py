@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from formats.errors import UsageError
-from tests.train.test_run import require_same
+from tests.train.test_run import NEAR, require_same
 from train.config import load_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -29,53 +31,49 @@ main()
 """accelerate takes CPUs for GPUs, and shards the model on them as it does there."""
 
 
-FIRST = ("--steps.exit_interval", 3)
-
-
 @pytest.fixture
-def ours(settings, run, tmp_path):
-    """What our own loop trains, on one rank."""
-    found = run(settings(), "--export", tmp_path / "ours", save="native")
-    assert found.code == 0, found.out
-    return found
+def config(settings, data):
+    """A training by the Trainer."""
+    return settings(engine="transformers", evaluate={"every": 2}, data={"validation": {"one": str(data)}})
 
 
-@pytest.fixture
-def config(settings, data, ours):
-    """The same, by the Trainer."""
-    return settings(engine="transformers", data={"validation": {"one": str(data)}})
-
-
-def test_numbers_and_weights_are_those_of_our_own_loop(config, run, ours, tmp_path):
-    found = run(config, "--batch.micro", 1, "--export", tmp_path / "theirs", ranks=2)
-    assert found.code == 0, found.out
-    require_same(found, ours)
-    for name in ("step", "lr", "tokens", "all_trained_tokens"):
-        assert found.series(name) == ours.series(name), name
-    assert found.lines[0].keys() == ours.lines[0].keys()
-    assert "global_step=108 one: eval_ppl=" in found.out
-    mine, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        assert (tensor.float() - theirs[name].float()).abs().max() < 2e-5, name  # a few of bf16's last bits
-
-
-def test_sharded_as_on_gpus_and_resumed_by_our_own_loop(config, run, ours, tmp_path):
+def test_numbers_and_weights_are_those_of_our_own_loop(config, run, tmp_path):
+    """Sharded as on GPUs, on two ranks, on one, and at last by our own loop: each goes on where the other ended."""
+    ours = run(config, "--engine", "fsdp", "--export", tmp_path / "ours", save="native")
+    assert ours.code == 0, ours.out
     script = tmp_path / "shards.py"
     script.write_text(SHARDS)
-    stopped = run(config, *FIRST, ranks=2, script=script)
-    assert stopped.code != 0
-    assert "stopped behind step 3 of 8, saved as global_step103" in stopped.out
-    goes_on = run(config, "--engine", "fsdp")
-    assert goes_on.code == 0, goes_on.out
-    require_same(goes_on, ours)
+    words = ("--steps.exit_interval", 2, "--export", tmp_path / "theirs")
+    sharded = run(config, *words, ranks=2, script=script)
+    assert "stopped behind step 2 of 8, saved as global_step102" in sharded.out, sharded.out
+    written = FileSystemReader(sharded.save / "global_step102").read_metadata().state_dict_metadata
+    assert len(written["model.model.norm.weight"].chunks) == 2
+    two = run(config, *words, "--batch.micro", 1, ranks=2)
+    assert "stopped behind step 4 of 8" in two.out, two.out
+    one = run(config, *words, "--batch.micro", 8)
+    assert one.code == 75, one.out
+    last = run(config, *words, "--engine", "fsdp")
+    assert last.code == 0, last.out
+
+    require_same(last, ours)
+    for name in ("step", "lr", "tokens", "all_trained_tokens"):
+        assert last.series(name) == ours.series(name), name
+    assert last.lines[0].keys() == ours.lines[0].keys()
+    scores = [[json.loads(line) for line in (found.save / "evaluations.jsonl").open()] for found in (last, ours)]
+    assert len(scores[0]) == len(scores[1]) == 4
+    for theirs, mine in zip(*scores, strict=True):
+        assert theirs == pytest.approx(mine, abs=NEAR)
+    theirs, mine = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert theirs.keys() == mine.keys()
+    for name, tensor in mine.items():
+        assert (tensor.float() - theirs[name].float()).abs().max() < 2e-5, name  # a last bit of bf16
 
 
 def test_an_interrupted_training_goes_on_bit_for_bit(config, run, convert):
     words = ("--neftune_alpha", 5)
     whole = run(config, *words, save="whole")
     assert whole.code == 0, whole.out
-    stopped = run(config, *words, *FIRST)
+    stopped = run(config, *words, "--steps.exit_interval", 5)
     assert stopped.code == 75, stopped.out
     assert (stopped.save / "RESUME").is_file()
     again = run(config, *words)
@@ -87,9 +85,16 @@ def test_an_interrupted_training_goes_on_bit_for_bit(config, run, convert):
     assert digests[0] == digests[1]
 
 
-def test_replicas_are_refused(settings):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--parallel.replicas", "2"], r"shards over all ranks, parallel\.replicas is 2"),
+        (["--model.compile", "true"], "does not compile layers"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(settings, words, message):
     from train.engines.trainer import Driven
 
-    config, _ = load_config(settings(engine="transformers"), ["--parallel.replicas", "2"])
-    with pytest.raises(UsageError, match=r"shards over all ranks, parallel\.replicas is 2"):
+    config, _ = load_config(settings(engine="transformers"), words)
+    with pytest.raises(UsageError, match=message):
         Driven(config, None, SimpleNamespace(), "sdpa")

@@ -47,24 +47,13 @@ class Driven:
     """A model with its optimizer, which the Trainer shards before its first step and fills then."""
 
     def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
-        if find_spec("accelerate") is None:
-            raise UsageError(
-                "the engine transformers needs accelerate, which is not installed", "pip install accelerate"
-            )
-        if config.parallel.replicas > 1:
-            raise UsageError(
-                f"the engine transformers shards over all ranks, parallel.replicas is {config.parallel.replicas}",
-                "--engine fsdp has replicas",
-            )
+        _check(config)
         self.world, self.source = world, config.model.path
         self.start: Path | None = None
         self.model = make(made, backend)
         self.kinds = sorted({type(layer).__name__ for layer in layers(self.model)})
         if config.model.activation_checkpointing:
             recompute(layers(self.model))
-        if config.model.compile:
-            for layer in layers(self.model):
-                layer.compile()
         self.trainee: Any = Trainee(self.model, backend)
         self.trainee.to_empty(device="cpu")  # accelerate tells tensors apart by address; untouched, they take no memory
         self.model.tie_weights()
@@ -137,9 +126,8 @@ class Loop(Trainer):
         """Our learning rate; and, as the model is sharded by now, its weights."""
         self.driven.fill()
         config, first, total = self.held.made.config, self.progress.step, self.held.made.total
-        self.lr_scheduler = LambdaLR(
-            self.optimizer or self.driven.optimizer, lambda step: learning_rate(config, first + step, total)
-        )
+        prepared: Any = self.optimizer
+        self.lr_scheduler = LambdaLR(prepared, lambda step: learning_rate(config, first + step, total))
         return self.lr_scheduler
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *_: Any) -> tuple[list[Any], int]:
@@ -191,6 +179,21 @@ def steps(run: Run, log: Log | None, say: Say) -> Progress:
     return loop.progress
 
 
+def _check(config: Config) -> None:
+    """Refuse what this engine would leave undone.
+
+    Raises:
+        UsageError: there is such a setting, or accelerate is not installed.
+    """
+    if find_spec("accelerate") is None:
+        raise UsageError("the engine transformers needs accelerate", "pip install accelerate")
+    if config.parallel.replicas > 1:
+        told = f"the engine transformers shards over all ranks, parallel.replicas is {config.parallel.replicas}"
+        raise UsageError(told, "--engine fsdp has replicas")
+    if config.model.compile:
+        raise UsageError("the engine transformers does not compile layers", "--engine fsdp, or --model.compile false")
+
+
 def _arguments(run: Run, kinds: Sequence[str]) -> TrainingArguments:
     """What the Trainer and accelerate have to know; nothing is reported, saved or fetched by them.
 
@@ -210,7 +213,7 @@ def _arguments(run: Run, kinds: Sequence[str]) -> TrainingArguments:
         seed=config.seed,
         use_cpu=device == "cpu",
         bf16=dtype == torch.bfloat16 and not shards,  # autocast; shards have a policy
-        fsdp="full_shard auto_wrap" if shards else None,
+        fsdp=True if shards else None,  # type: ignore[arg-type]  # as its documentation says
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": list(kinds)} if shards else None,
         ddp_find_unused_parameters=False,
         logging_steps=1,

@@ -176,9 +176,7 @@ def _step(run: Run, number: int, stopped: bool) -> Step:
     """One step of all ranks. A token counts the same on whichever rank and in whichever micro-batch it is."""
     made, world, engine = run.made, run.world, cast("Stepping", run.engine)
     config = made.config
-    torch.manual_seed(
-        seed_of(config.seed, number, world.rank)
-    )  # dropout: of the step alone, so nothing has to be saved
+    torch.manual_seed(seed_of(config.seed, number, world.rank))  # dropout: of the step, so nothing has to be saved
     batches = [made.rows.flat(rows) for rows in made.order.batch(number, made.sizes, world.rank)]
     step = ahead(run, batches, stopped)
     losses = 0.0

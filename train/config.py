@@ -106,9 +106,14 @@ class Parallel(_Part):
 
 
 class Evaluate(_Part):
-    """Perplexity of the validation sets."""
+    """What is found out about the validation sets, beside their perplexity."""
 
     every: Count | None = Field(None, description="Steps between two evaluations.  [default: save.every]")
+    metrics: list[Literal["rouge", "bleu"]] = Field(
+        default_factory=list, description="Of the likeliest next tokens, as text; needs the model's tokenizer."
+    )
+    max_rows: Count | None = Field(None, description="Rows of each set, evenly spread.  [default: all]")
+    tokenizer: Path | None = Field(None, description="File of the tokenizer.  [default: that of the model's folder]")
 
 
 class Log(_Part):
@@ -176,7 +181,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
         raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(held, dict):
         raise UsageError(f"{path} is no list of settings")
-    tree, notes = translated(held, str(path))
+    tree, notes = translated({name: value for name, value in held.items() if value is not None}, str(path))
     for name, value in _words(overrides):
         _put(tree, name, value)
     try:

@@ -19,6 +19,7 @@ from train.config import Config, write_config
 from train.distributed import World
 from train.engines import Engine, Stepping, open_engine
 from train.evaluate import evaluate, open_sets
+from train.metrics import Judge, open_judge
 from train.neftune import noise_for
 from train.observe import Log, Say, Step
 from train.prepare import Prepared, choose_attention, prepare
@@ -39,6 +40,7 @@ class Run(NamedTuple):
     engine: Engine
     saver: Saver
     sets: dict[str, Rows]
+    judge: Judge | None
     parameters: int
 
 
@@ -110,7 +112,7 @@ def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: fl
     if done % config.save.every == 0 or done == total or leaving:
         run.saver.start(run.engine, progress)
     if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
-        scores = evaluate(run.engine.trainee, run.sets, run.world)
+        scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, config.evaluate.max_rows)
         if log:
             log.scores(progress, scores, say)
     return leaving
@@ -147,6 +149,8 @@ def late(config: Config, seconds: float) -> bool:
 
 def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
     config, rows = made.config, made.rows
+    sets = open_sets(config)
+    judge = open_judge(config.evaluate.metrics, config.evaluate.tokenizer or config.model.path, sets)
     model, backend, apart = choose_attention(config, world)
     engine = open_engine(config, model, world, backend)
     if made.start is not None:
@@ -160,7 +164,7 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         say(f"attention  {backend}, packed documents differ by {apart:.1e} from documents alone")
         say(f"weights    {made.start or config.model.path}")
     saver = Saver(config.save.path, config.model.path, config.save.keep, world)
-    return Run(made, world, engine, saver, open_sets(config), multiplied(engine.model))
+    return Run(made, world, engine, saver, sets, judge, multiplied(engine.model))
 
 
 def ahead(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:

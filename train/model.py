@@ -37,35 +37,47 @@ class Trainee(nn.Module):
         super().__init__()
         self.model, self.backend = model, backend
 
-    def forward(self, flat: Flat, device: torch.device, noise: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of the losses of all trained labels, float32."""
+    def forward(
+        self,
+        flat: Flat,
+        device: torch.device,
+        noise: torch.Tensor | None = None,
+        predicted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The sum of the losses of all trained labels, float32; `predicted` as in `summed_loss`."""
         words = forward_words(flat, device, self.backend)
         if noise is not None:
             embedded = self.model.get_input_embeddings()(words.pop("input_ids"))
             words["inputs_embeds"] = embedded + noise.to(embedded.dtype)
         hidden = self.model.get_decoder()(**words).last_hidden_state[0]
-        return summed_loss(hidden, self.model.get_output_embeddings(), torch.from_numpy(flat.labels).to(device))
+        labels = torch.from_numpy(flat.labels).to(device)
+        return summed_loss(hidden, self.model.get_output_embeddings(), labels, predicted)
 
 
-def summed_loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+def summed_loss(
+    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, predicted: torch.Tensor | None = None
+) -> torch.Tensor:
     """Cross entropy, a chunk of tokens at a time, whose logits are computed again for the gradient.
 
     Args:
         hidden: [n, hidden].
         head: from hidden states to logits.
         labels: int64[n].
+        predicted: int64[n], filled with the most likely token at each place; None where nobody wants to know.
 
     Returns:
         The sum over trained labels, float32; 0 if there is none.
     """
 
-    def loss_of(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def loss_of(states: torch.Tensor, wanted: torch.Tensor, begin: int) -> torch.Tensor:
         logits = head(states).float()
+        if predicted is not None:
+            predicted[begin : begin + len(states)] = logits.argmax(-1)
         return nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
 
     total = hidden.new_zeros((), dtype=torch.float32)
-    for states, wanted in zip(torch.split(hidden, CHUNK), torch.split(labels, CHUNK), strict=True):
-        total = total + checkpoint(loss_of, states, wanted, use_reentrant=False)
+    for place, (states, wanted) in enumerate(zip(torch.split(hidden, CHUNK), torch.split(labels, CHUNK), strict=True)):
+        total = total + checkpoint(loss_of, states, wanted, place * CHUNK, use_reentrant=False)
     return total
 
 

@@ -18,7 +18,8 @@ from converters.report import size
 from formats.errors import UsageError
 from train.checkpoint import Progress
 from train.config import Config
-from train.evaluate import Score, line_of, write_csv
+from train.evaluate import CSV, Score, line_of, record_of, write_csv
+from train.runs import EVALUATIONS, LOG
 
 Say = Callable[[str], None]
 Tracker = Callable[[int, Mapping[str, float]], None]
@@ -59,7 +60,7 @@ class Log:
         self.seconds = 0.0
         step = progress.offset + progress.step
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in ("log.jsonl", "evaluations.jsonl"):
+        for name in (LOG, EVALUATIONS):
             _forget(self.folder / name, step)
         self.trackers: list[Tracker] = [TRACKERS[name](config, step) for name in config.log.trackers]
 
@@ -74,7 +75,7 @@ class Log:
         }  # fmt: skip
         if self.peak:
             record["mfu"] = round(step.flops / seconds / self.peak / self.ranks, 4)
-        self._write("log.jsonl", record)
+        self._write(LOG, record)
         if progress.step % self.every and progress.step != total:
             return
         speed = f"{step.tokens / seconds:.0f} tokens/s, {100 * step.trained / max(1, step.tokens):.0f} % trained"
@@ -88,10 +89,8 @@ class Log:
     def scores(self, progress: Progress, found: Mapping[str, Score], say: Say) -> None:
         """Write down an evaluation."""
         step = progress.offset + progress.step
-        record: dict[str, float] = {"step": progress.step, "global_step": step}
-        record |= {f"{name}_loss": one.loss for name, one in found.items()}
-        self._write("evaluations.jsonl", record)
-        write_csv(self.folder / "perplexity", step, found)
+        self._write(EVALUATIONS, {"step": progress.step, "global_step": step} | record_of(found))
+        write_csv(self.folder / CSV, step, found)
         say(line_of(step, found))
 
     def _write(self, name: str, record: Mapping[str, float]) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 from formats.errors import UnsupportedError, UsageError
 from train.batching import Sizes, batch_sizes, make_order
 from train.config import Config
@@ -20,6 +22,14 @@ STATES = 4 * 4
 WIDTH = {"bf16": 2, "fp32": 4}
 LOGITS = 2048
 """Tokens whose logits are held at a time, see `model.CHUNK`."""
+PEAK = {
+    "A100": 312e12,  # NVIDIA A100 datasheet, dense bf16
+    "H100": 989e12,  # NVIDIA H100 SXM datasheet
+    "H200": 989e12,  # NVIDIA H200 datasheet
+    "MI250X": 191.5e12,  # AMD MI250X datasheet: 383e12 of the card, whose two dies are a device each
+    "MI300X": 1307e12,  # AMD MI300X datasheet
+}
+"""Part of a device's name: bf16 floating point operations a second."""
 
 
 class Estimate(NamedTuple):
@@ -31,6 +41,7 @@ class Estimate(NamedTuple):
         rows: of the data, and how full they are.
         parameters: of the model.
         memory: bytes of a rank, by what they are for.
+        flops: floating point operations of all steps that the model's mathematics needs, see `speed.flops_of`.
     """
 
     sizes: Sizes
@@ -38,15 +49,16 @@ class Estimate(NamedTuple):
     rows: Rows
     parameters: int
     memory: dict[str, int]
+    flops: float
 
     @property
     def epochs(self) -> float:
         """Passes over the rows."""
         return self.steps * self.sizes.size / len(self.rows)
 
-    def flops(self, seq_length: int) -> float:
-        """Floating point operations of all steps: 6 for each parameter and token, 8 with activation checkpointing."""
-        return 6.0 * self.parameters * self.steps * self.sizes.size * seq_length
+    def seconds(self, device: str, mfu: float) -> float:
+        """Time of all steps on devices of `PEAK` that reach a share of their speed."""
+        return self.flops / (PEAK[device] * mfu * self.sizes.ranks)
 
 
 def estimate(config: Config, ranks: int) -> Estimate:
@@ -62,7 +74,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
         raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
     sizes = batch_sizes(config.batch, ranks)
     rows = open_rows(config.data, config.data.train, config.seed)
-    _, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
+    order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
     spec = open_checkpoint(config.model.path).spec
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
     if not isinstance(spec, ModelSpec):
@@ -77,4 +89,9 @@ def estimate(config: Config, ranks: int) -> Estimate:
         "activations": kept * layers * tokens * hidden * width + 40 * tokens * hidden * width,
         "logits": 3 * 4 * min(LOGITS, tokens) * vocabulary,
     }
-    return Estimate(sizes, steps, rows, counted, memory)
+    lengths = np.concatenate([documents.indexed.sizes for documents in rows.documents]).astype(float)
+    inputs = lengths[lengths <= config.data.seq_length + 1] - 1
+    pairs = np.square(inputs).sum() / 2
+    multiplied = counted if spec.tied else counted - vocabulary * hidden
+    once = 6.0 * multiplied * inputs.sum() + 12.0 * layers * spec.heads * spec.head_dim * pairs
+    return Estimate(sizes, steps, rows, counted, memory, float(once) * order.samples / len(rows))

@@ -14,17 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from train.planning import PEAK
 from train.rows import Flat
-
-PEAK = {
-    "A100": 312e12,  # NVIDIA A100 datasheet, dense bf16
-    "H100": 989e12,  # NVIDIA H100 SXM datasheet
-    "H200": 989e12,  # NVIDIA H200 datasheet
-    "GH200": 989e12,  # NVIDIA GH200 datasheet
-    "MI250X": 191.5e12,  # AMD MI250X datasheet: 383 of the card, whose two dies are a device each
-    "MI300X": 1307e12,  # AMD MI300X datasheet
-}
-"""Part of a device's name: bf16 floating point operations a second."""
 
 
 def peak_of(device: torch.device) -> float | None:

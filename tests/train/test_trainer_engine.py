@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from formats.errors import UsageError
+from tests.train.conftest import spawn
 from tests.train.test_run import NEAR, require_same
 from train.config import load_config
 
@@ -44,9 +45,11 @@ def test_numbers_and_weights_are_those_of_our_own_loop(config, run, tmp_path):
     script = tmp_path / "shards.py"
     script.write_text(SHARDS)
     words = ("--steps.exit_interval", 2, "--export", tmp_path / "theirs")
-    sharded = run(config, *words, ranks=2, script=script)
-    assert "stopped behind step 2 of 8, saved as global_step102" in sharded.out, sharded.out
-    written = FileSystemReader(sharded.save / "global_step102").read_metadata().state_dict_metadata
+    save = tmp_path / "save"
+    sharded = spawn(["run", str(config), "--save.path", str(save), *map(str, words)], 2, script)
+    out, _ = sharded.communicate(timeout=120)
+    assert "stopped behind step 2 of 8, saved as global_step102" in out, out
+    written = FileSystemReader(save / "global_step102").read_metadata().state_dict_metadata
     assert len(written["model.model.norm.weight"].chunks) == 2
     two = run(config, *words, "--batch.micro", 1, ranks=2)
     assert "stopped behind step 4 of 8" in two.out, two.out

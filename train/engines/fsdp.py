@@ -19,27 +19,46 @@ from train.model import DTYPES, Trainee, fill, fill_buffers, layers, make, recom
 from train.optimizer import adamw
 
 
+def sharded(config: Config, made: Any, world: World, backend: str) -> Any:
+    """A `Trainee` in pieces; its weights are whatever the memory held.
+
+    Args:
+        config: `model`.
+        made: the model's configuration, of transformers.
+        world: the ranks.
+        backend: a key of `attention.BACKENDS`.
+    """
+    model = make(made, backend)
+    held = layers(model)
+    if config.model.activation_checkpointing:
+        recompute(held)
+    if config.model.compile:
+        for layer in held:
+            layer.compile()
+    trainee = Trainee(model, backend)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.model.dtype], reduce_dtype=torch.float32)
+    mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
+    for layer in held:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(trainee, mesh=mesh, mp_policy=policy)
+    trainee.to_empty(device=world.device)
+    model.tie_weights()
+    fill_buffers(model, world.device)
+    return trainee
+
+
+def read_weights(model: Any, folder: Path, world: World) -> None:
+    """Fill a sharded model from a checkpoint, whose moments nobody reads; saved on any number of ranks."""
+    load({"model": weights(model)}, checkpoint_id=str(folder), process_group=world.saving)
+
+
 class Sharded:
     """A model whose weights, gradients and moments are sharded over the ranks of a replica."""
 
     def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
         self.clip, self.world = config.optim.clip, world
-        self.model = make(made, backend)
-        held = layers(self.model)
-        if config.model.activation_checkpointing:
-            recompute(held)
-        if config.model.compile:
-            for layer in held:
-                layer.compile()
-        self.trainee: Any = Trainee(self.model, backend)
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.model.dtype], reduce_dtype=torch.float32)
-        mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
-        for layer in held:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(self.trainee, mesh=mesh, mp_policy=policy)
-        self.trainee.to_empty(device=world.device)
-        self.model.tie_weights()
-        fill_buffers(self.model, world.device)
+        self.trainee = sharded(config, made, world, backend)
+        self.model = self.trainee.model
         with torch.no_grad():
             fill(self.model, config.model.path)
         self.optimizer = adamw(self.trainee, config.optim, fused=world.device.type == "cuda")

@@ -2,7 +2,7 @@
 
     SAVE/latest                      name of the newest complete one
     SAVE/global_step1500/            .metadata and *.distcp: model.*, optim.*
-        progress                     steps done, and what the order of rows depends on
+        .progress                    steps done, and what the order of rows depends on
         config.json, tokenizer, …    whatever `convert fsdp2hf` needs, so that it asks for nothing
 
 Weights are float32 and have their Hugging Face names. A folder gets its name when all ranks have written their part,
@@ -23,7 +23,7 @@ from formats.errors import RefusedError, SourceError
 from train.distributed import World
 from train.engines import Engine
 
-LATEST, NOTE, PREFIX = "latest", "progress", "global_step"
+LATEST, NOTE, PREFIX = "latest", ".progress", "global_step"
 BESIDE = (".json", ".jinja", ".model", ".txt")
 """Small files of a model's folder that go into each checkpoint."""
 

@@ -183,17 +183,17 @@ def _step(run: Run, number: int, stopped: bool) -> Step:
     torch.manual_seed(seed_of(config.seed, number, world.rank))  # dropout: of the step, so nothing has to be saved
     batches = [made.rows.flat(rows) for rows in made.order.batch(number, made.sizes, world.rank)]
     step = ahead(run, batches, stopped)
-    losses = 0.0
+    losses = torch.zeros((), dtype=torch.float64, device=world.device)  # read once: that waits for the device
     for place, flat in enumerate(batches):
         noise = None
         if config.neftune_alpha:
             noise = noise_for(engine.model, flat, config.neftune_alpha, (config.seed, number, world.rank, place))
         loss = engine.trainee(flat, world.device, None if noise is None else noise.to(world.device))
         engine.backward(loss * (world.ranks / max(1, step.trained)), place == len(batches) - 1)
-        losses += float(loss.detach())
+        losses += loss.detach()
     rate = learning_rate(config, number, made.total)
     norm = engine.step(rate)
-    (summed,) = world.sums(losses)
+    (summed,) = world.sums(float(losses))
     return step._replace(loss=summed / max(1, step.trained), norm=norm, rate=rate, memory=memory_of(world.device))
 
 

@@ -102,7 +102,7 @@ def test_sigterm_saves_and_ends_with_75(settings, tmp_path, engine):
     ran.send_signal(signal.SIGTERM)
     out, _ = ran.communicate(timeout=60)
     assert ran.returncode == 75, out
-    done = json.loads((tmp_path / "save" / (tmp_path / "save/latest").read_text() / "progress").read_text())["step"]
+    done = json.loads((tmp_path / "save" / (tmp_path / "save/latest").read_text() / ".progress").read_text())["step"]
     assert done == len(log.read_text().splitlines())
     assert f"stopped behind step {done} of 400" in out
 

@@ -139,6 +139,9 @@ class Config(_Part):
     """A training."""
 
     model: Model
+    engine: Literal["fsdp", "transformers"] = Field(
+        "fsdp", description="What computes the steps: torch's FSDP2, or the Trainer of transformers."
+    )
     data: Data
     batch: Batch
     optim: Optim

@@ -90,8 +90,9 @@ def test_killed_at_any_moment(settings, run, whole, tmp_path):
     assert last.series("loss") == whole.series("loss")
 
 
-def test_sigterm_saves_and_ends_with_75(settings, run, whole, tmp_path):
-    config = settings(steps={"train_iters": 400}, save={"every": 1000})
+@pytest.mark.parametrize("engine", ["fsdp", "transformers"])
+def test_sigterm_saves_and_ends_with_75(settings, tmp_path, engine):
+    config = settings(engine=engine, steps={"train_iters": 400}, save={"every": 1000})
     ran = spawn(["run", str(config), "--save.path", str(tmp_path / "save")], 1)
     log = tmp_path / "save/log.jsonl"
     for _ in range(600):

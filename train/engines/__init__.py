@@ -18,6 +18,8 @@ from train.distributed import World
 class Engine(Protocol):
     """A sharded model with its optimizer. Every rank calls everything, in the same order.
 
+    One that owns its loop (see `trainer.py`) has neither `backward` nor `step`: it is no `Stepping`.
+
     Attributes:
         model: of transformers.
         trainee: a `model.Trainee`, or what wraps it: called with rows it gives the sum of their losses.
@@ -26,17 +28,21 @@ class Engine(Protocol):
     model: Any
     trainee: Any
 
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Add the gradient of a micro-batch. Gradients are averaged over ranks behind the last one of a step."""
-
-    def step(self, rate: float) -> float:
-        """Clip, and step with a learning rate. The gradient's norm before clipping."""
-
     def write(self, folder: Path) -> Future[Any] | None:
         """Write weights and optimizer states into a folder that is there; a future if that goes on meanwhile."""
 
     def read(self, folder: Path) -> None:
         """Read what `write` wrote."""
+
+
+class Stepping(Engine, Protocol):
+    """An engine whose steps our loop takes."""
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Add the gradient of a micro-batch. Gradients are averaged over ranks behind the last one of a step."""
+
+    def step(self, rate: float) -> float:
+        """Clip, and step with a learning rate. The gradient's norm before clipping."""
 
 
 def open_engine(config: Config, made: Any, world: World, backend: str) -> Engine:
@@ -48,6 +54,10 @@ def open_engine(config: Config, made: Any, world: World, backend: str) -> Engine
         world: the ranks.
         backend: a key of `attention.BACKENDS`.
     """
+    if config.engine == "transformers":
+        from train.engines.trainer import Driven
+
+        return Driven(config, made, world, backend)
     from train.engines.fsdp import Sharded
 
     return Sharded(config, made, world, backend)

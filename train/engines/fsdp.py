@@ -79,24 +79,36 @@ class Sharded:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def write(self, folder: Path) -> Future[Any]:
-        """See `Engine`: the tensors are copied now and written in the background."""
-        held: Any = async_save(self._tensors(), checkpoint_id=str(folder), process_group=self.world.saving)
-        return held  # type: ignore[no-any-return]
+        """See `Engine`."""
+        return write(self.model, self.optimizer, folder, self.world)
 
     def read(self, folder: Path) -> None:
         """See `Engine`: saved on any number of ranks."""
-        self._empty_moments()
-        load(self._tensors(), checkpoint_id=str(folder), process_group=self.world.saving)
+        read(self.model, self.optimizer, folder, self.world)
 
-    def _tensors(self) -> dict[str, Any]:
-        """Weights and, of those that are trained, moments and steps."""
-        held, state = weights(self.model), self.optimizer.state
-        return {"model": held, "optim": {name: state[tensor] for name, tensor in held.items() if tensor in state}}
 
-    def _empty_moments(self) -> None:
-        """Give AdamW the state that it would make at its first step, so that a checkpoint can be loaded into it."""
-        for group in self.optimizer.param_groups:
-            for tensor in group["params"]:
-                step = torch.zeros((), dtype=torch.float32, device=tensor.device if group.get("fused") else "cpu")
-                zeros = [torch.zeros_like(tensor) for _ in range(2)]
-                self.optimizer.state[tensor] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+def write(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> Future[Any]:
+    """Write weights, moments and steps: the tensors are copied now and written in the background."""
+    held: Any = async_save(_tensors(model, optimizer), checkpoint_id=str(folder), process_group=world.saving)
+    return held  # type: ignore[no-any-return]
+
+
+def read(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> None:
+    """Read what `write` wrote, on any number of ranks."""
+    _empty_moments(optimizer)
+    load(_tensors(model, optimizer), checkpoint_id=str(folder), process_group=world.saving)
+
+
+def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and, of those that are trained, moments and steps."""
+    held, state = weights(model), optimizer.state
+    return {"model": held, "optim": {name: state[tensor] for name, tensor in held.items() if tensor in state}}
+
+
+def _empty_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW the state that it would make at its first step, so that a checkpoint can be loaded into it."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            step = torch.zeros((), dtype=torch.float32, device=tensor.device if group.get("fused") else "cpu")
+            zeros = [torch.zeros_like(tensor) for _ in range(2)]
+            optimizer.state[tensor] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}

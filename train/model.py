@@ -149,6 +149,16 @@ def fill(model: Any, path: Path) -> None:
     Raises:
         SourceError: a tensor is missing, left over, or has another shape.
     """
+    for tensor, piece in pieces(model, path):
+        _read(tensor, piece)
+
+
+def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+    """Each tensor of the model, and a slice of safetensors to read it from.
+
+    Raises:
+        SourceError: a tensor is missing, left over, or has another shape.
+    """
     from safetensors import safe_open
 
     with ExitStack() as stack:
@@ -163,14 +173,20 @@ def fill(model: Any, path: Path) -> None:
             names = ", ".join((lacking or over)[:3])
             raise SourceError(f"{path} {what} {len(lacking or over)} tensors, such as {names}")
         for name, tensor in wanted.items():
-            _read(tensor, held[name].get_slice(name), name, path)
+            piece = held[name].get_slice(name)
+            if list(piece.get_shape()) != list(shape_of(tensor)):
+                raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {shape_of(tensor)}")
+            yield tensor, piece
 
 
-def _read(tensor: torch.Tensor, piece: Any, name: str, path: Path) -> None:
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """The shape of a whole tensor: ZeRO-3 leaves an empty one in the module, and notes it."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _read(tensor: torch.Tensor, piece: Any) -> None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if list(piece.get_shape()) != list(tensor.shape):
-        raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {list(tensor.shape)}")
     if not isinstance(tensor, DTensor):
         tensor.copy_(piece[...])
         return

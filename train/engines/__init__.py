@@ -5,7 +5,9 @@ Rows, masks, order, loss, learning rate, checkpoints' names and logs are the sam
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,12 @@ import torch
 
 from train.config import Config
 from train.distributed import World
+
+ENGINES: Mapping[str, tuple[str, str]] = {
+    "fsdp": ("train.engines.fsdp", "Sharded"),
+    "deepspeed": ("train.engines.deepspeed", "Zero"),
+}
+"""What `engine` can be: its module and class."""
 
 
 class Engine(Protocol):
@@ -48,6 +56,6 @@ def open_engine(config: Config, made: Any, world: World, backend: str) -> Engine
         world: the ranks.
         backend: a key of `attention.BACKENDS`.
     """
-    from train.engines.fsdp import Sharded
-
-    return Sharded(config, made, world, backend)
+    module, name = ENGINES[config.engine]
+    engine: Engine = getattr(import_module(module), name)(config, made, world, backend)
+    return engine

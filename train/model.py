@@ -6,7 +6,7 @@ No rank ever holds a whole tensor that is sharded: a rank reads the rows of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,16 @@ CHUNK = 2048
 class Trainee(nn.Module):
     """A causal language model with its loss.
 
-    The loss is inside because FSDP gathers the head's weights for one forward of the root only.
+    The loss is inside because FSDP gathers the head's weights for one forward of the root only, and it is the head's
+    because ZeRO-3 gathers them for each call of the head: ranks have different numbers of chunks, and would wait for
+    each other without end.
     """
 
     def __init__(self, model: Any, backend: str) -> None:
         super().__init__()
         self.model, self.backend = model, backend
+        head = model.get_output_embeddings()
+        head.forward = _with_loss(head.forward)
 
     def forward(self, flat: Flat, device: torch.device, noise: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of the losses of all trained labels, float32."""
@@ -44,16 +48,28 @@ class Trainee(nn.Module):
             embedded = self.model.get_input_embeddings()(words.pop("input_ids"))
             words["inputs_embeds"] = embedded + noise.to(embedded.dtype)
         hidden = self.model.get_decoder()(**words).last_hidden_state[0]
-        return summed_loss(hidden, self.model.get_output_embeddings(), torch.from_numpy(flat.labels).to(device))
+        loss: torch.Tensor = self.model.get_output_embeddings()(hidden, torch.from_numpy(flat.labels).to(device))
+        return loss
 
 
-def summed_loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+def _with_loss(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A head that gives the sum of losses, if it gets labels, and logits otherwise."""
+
+    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return head(hidden) if labels is None else summed_loss(hidden, labels, head)
+
+    return forward
+
+
+def summed_loss(
+    hidden: torch.Tensor, labels: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """Cross entropy, a chunk of tokens at a time, whose logits are computed again for the gradient.
 
     Args:
         hidden: [n, hidden].
-        head: from hidden states to logits.
         labels: int64[n].
+        head: from hidden states to logits.
 
     Returns:
         The sum over trained labels, float32; 0 if there is none.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,7 @@ class Zero:
         if config.model.activation_checkpointing:
             recompute(layers(self.model))
         if config.parallel.zero_stage == 3:
-            for module in reversed(list(self.model.modules())):  # children first: Init takes whatever is below
-                if module.to_empty(device=world.device, recurse=False)._parameters:  # noqa: SLF001  # its own only
-                    deepspeed.zero.Init(module=module, config_dict_or_path=self.settings)
+            deepspeed.zero.Init(module=_Unmade(self.model, world.device), config_dict_or_path=self.settings)
         else:
             self.model.to_empty(device=world.device)
         self.model.tie_weights()
@@ -70,6 +68,7 @@ class Zero:
         self.trainee: Any = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.settings)[0]
         with torch.no_grad():
             _fill(self.model, config.model.path)
+        self._refresh()
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """See `Engine`."""
@@ -105,9 +104,19 @@ class Zero:
             # DeepSpeed gives all groups of stage 3 one counter, and leaves it on the CPU, where a fused AdamW has none
             state["step"] = state["step"].to(tensor.device, copy=True)
         optimizer.clip_grad = self.settings["gradient_clipping"]
+        self._refresh()
         self.world.wait()
         if other and self.world.first:
             shutil.rmtree(run)
+
+    def _refresh(self) -> None:
+        """Make the second copies of ZeRO++'s hpZ, which are those of the weights at the last step, anew."""
+        if self.settings["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+            import deepspeed
+
+            for tensor in self.model.parameters():
+                with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+                    pass
 
     def _other(self, folder: Path) -> bool:
         """Whether a checkpoint has other partitions than this engine."""
@@ -116,6 +125,21 @@ class Zero:
         held = deepspeed.opened(next(path for path in sorted(folder.iterdir()) if deepspeed.is_model(path.name))).value
         same = all(held["ds_config"].get(name) == self.settings[name] for name in ("zero_optimization", "bf16"))
         return held["dp_world_size"] != self.world.ranks or not same
+
+
+class _Unmade(nn.Module):
+    """A model on no device, whose parameters get memory one module at a time, each when they are asked for."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.parts = tuple(model.modules())
+        self.device = device
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """All of them; `zero.Init` takes this rank's part of one, and forgets the rest, before it asks for the next."""
+        for part in self.parts if recurse else ():
+            part.to_empty(device=self.device, recurse=False)
+            yield from part.parameters(recurse=False)
 
 
 def settings(config: Config, ranks: int) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Checkpoints of a training: torch DCP, written in the background, complete or absent.
+"""Checkpoints of a training: what its engine writes, in the background where it can, complete or absent.
 
     SAVE/latest                      name of the newest complete one
-    SAVE/global_step1500/            .metadata and *.distcp: model.*, optim.*
+    SAVE/global_step1500/            fsdp: .metadata and *.distcp, model.*, optim.*; deepspeed: *_states.pt
         .progress                    steps done, and what the order of rows depends on
-        config.json, tokenizer, …    whatever `convert fsdp2hf` needs, so that it asks for nothing
+        config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that it asks for nothing
 
 Weights are float32 and have their Hugging Face names. A folder gets its name when all ranks have written their part,
 and `latest` is changed after that.
@@ -39,6 +39,7 @@ class Progress:
         seed: of the order of rows.
         rows: digest of the rows.
         tokens: labels trained so far.
+        engine: whose checkpoints it has, see `engines.ENGINES`.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Progress:
     seed: int
     rows: str
     tokens: int
+    engine: str = "fsdp"
 
     @property
     def name(self) -> str:

@@ -21,6 +21,9 @@ from train.aliases import translated
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
+QUANTIZED = "1, 2, 3, 5, 8, 16, 32, 40, 64 and 80"
+"""Numbers of nodes for ZeRO++'s quantized gradients, as the users of it found them."""
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -100,6 +103,12 @@ class Parallel(_Part):
     """How ranks share the model."""
 
     replicas: Count = Field(1, description="HSDP: copies of the sharded model; the world is replicas times shards.")
+    zero_stage: Literal[1, 2, 3] = Field(
+        3, description="ZeRO: each rank has a part of the moments (1), the gradients too (2), the weights too (3)."
+    )
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict, description="More settings of DeepSpeed, such as zero_optimization.offload_optimizer."
+    )
     timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         30, description="A rank that waits longer for the others tells where it waits, and ends."
     )
@@ -139,8 +148,8 @@ class Config(_Part):
     """A training."""
 
     model: Model
-    engine: Literal["fsdp", "transformers"] = Field(
-        "fsdp", description="What computes the steps: torch's FSDP2, or the Trainer of transformers."
+    engine: Literal["fsdp", "transformers", "deepspeed"] = Field(
+        "fsdp", description="What computes: torch's FSDP2, the Trainer of transformers, or DeepSpeed's ZeRO."
     )
     data: Data
     batch: Batch
@@ -185,9 +194,23 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
     for name, value in _words(overrides):
         _put(tree, name, value)
     try:
-        return Config(**tree), notes
+        config = Config(**tree)
     except ValidationError as error:
         raise UsageError(*_explained(error, str(path))) from None
+    _check_engine(config)
+    if "zero_quantized_gradients" in config.parallel.deepspeed.get("zero_optimization", {}):
+        notes.append(f"zero_quantized_gradients (qgZ) is known to work on {QUANTIZED} nodes")
+    return config, notes
+
+
+def _check_engine(config: Config) -> None:
+    """Refuse settings that only another engine has."""
+    replicas, compiled = {"parallel.replicas": config.parallel.replicas > 1}, {"model.compile": config.model.compile}
+    zero = {"parallel.deepspeed": bool(config.parallel.deepspeed)}
+    foreign = {"fsdp": zero, "transformers": replicas | compiled | zero, "deepspeed": replicas | compiled}
+    for name, given in foreign[config.engine].items():
+        if given:
+            raise UsageError(f"the engine {config.engine} does not know {name}", described(name))
 
 
 def write_config(config: Config, folder: Path) -> None:

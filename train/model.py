@@ -6,7 +6,7 @@ No rank ever holds a whole tensor that is sharded: a rank reads the rows of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,16 @@ CHUNK = 2048
 class Trainee(nn.Module):
     """A causal language model with its loss.
 
-    The loss is inside because FSDP gathers the head's weights for one forward of the root only.
+    The loss is inside because FSDP gathers the head's weights for one forward of the root only, and it is the head's
+    because ZeRO-3 gathers them for each call of the head: ranks have different numbers of chunks, and would wait for
+    each other without end.
     """
 
     def __init__(self, model: Any, backend: str) -> None:
         super().__init__()
         self.model, self.backend = model, backend
+        head = model.get_output_embeddings()
+        head.forward = _with_loss(head.forward)
 
     def forward(
         self,
@@ -51,18 +55,33 @@ class Trainee(nn.Module):
             words["inputs_embeds"] = embedded + noise.to(embedded.dtype)
         hidden = self.model.get_decoder()(**words).last_hidden_state[0]
         labels = torch.from_numpy(flat.labels).to(device)
-        return summed_loss(hidden, self.model.get_output_embeddings(), labels, predicted)
+        loss: torch.Tensor = self.model.get_output_embeddings()(hidden, labels, predicted)
+        return loss
+
+
+def _with_loss(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A head that gives the sum of losses, if it gets labels, and logits otherwise."""
+
+    def forward(
+        hidden: torch.Tensor, labels: torch.Tensor | None = None, predicted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return head(hidden) if labels is None else summed_loss(hidden, labels, head, predicted)
+
+    return forward
 
 
 def summed_loss(
-    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, predicted: torch.Tensor | None = None
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    predicted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cross entropy, a chunk of tokens at a time, whose logits are computed again for the gradient.
 
     Args:
         hidden: [n, hidden].
-        head: from hidden states to logits.
         labels: int64[n].
+        head: from hidden states to logits.
         predicted: int64[n], filled with the most likely token at each place; None where nobody wants to know.
 
     Returns:
@@ -161,6 +180,16 @@ def fill(model: Any, path: Path) -> None:
     Raises:
         SourceError: a tensor is missing, left over, or has another shape.
     """
+    for tensor, piece in pieces(model, path):
+        _read(tensor, piece)
+
+
+def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+    """Each tensor of the model, and a slice of safetensors to read it from.
+
+    Raises:
+        SourceError: a tensor is missing, left over, or has another shape.
+    """
     from safetensors import safe_open
 
     with ExitStack() as stack:
@@ -175,14 +204,20 @@ def fill(model: Any, path: Path) -> None:
             names = ", ".join((lacking or over)[:3])
             raise SourceError(f"{path} {what} {len(lacking or over)} tensors, such as {names}")
         for name, tensor in wanted.items():
-            _read(tensor, held[name].get_slice(name), name, path)
+            piece = held[name].get_slice(name)
+            if list(piece.get_shape()) != list(shape_of(tensor)):
+                raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {shape_of(tensor)}")
+            yield tensor, piece
 
 
-def _read(tensor: torch.Tensor, piece: Any, name: str, path: Path) -> None:
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """The shape of a whole tensor: ZeRO-3 leaves an empty one in the module, and notes it."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _read(tensor: torch.Tensor, piece: Any) -> None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if list(piece.get_shape()) != list(tensor.shape):
-        raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {list(tensor.shape)}")
     if not isinstance(tensor, DTensor):
         tensor.copy_(piece[...])
         return

@@ -2,7 +2,8 @@
 
 Memory is that of one rank: float32 weights, gradients and two moments of its shard; the gathered weights of two layers
 and of the root in the computation's type; the inputs of every layer, which activation checkpointing keeps; and the
-logits of a chunk. It is an estimate: kernels and the allocator add their own.
+logits of a chunk. ZeRO-1 shards no gradients, and neither ZeRO-1 nor ZeRO-2 the weights that are computed with. It is
+an estimate: kernels, the allocator and DeepSpeed's buckets add their own, and what it offloads is counted all the same.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from train.batching import Sizes, batch_sizes, make_order
 from train.config import Config
 from train.rows import Rows, open_rows
 
-STATES = 4 * 4
-"""Bytes of a parameter in its shard: weight, gradient and two moments."""
+MASTERS, GRADIENT = 3 * 4, 4
+"""Bytes of a parameter in its shard: weight and two moments, gradient."""
 WIDTH = {"bf16": 2, "fp32": 4}
 LOGITS = 2048
 """Tokens whose logits are held at a time, see `model.CHUNK`."""
@@ -83,9 +84,12 @@ def estimate(config: Config, ranks: int) -> Estimate:
     width, tokens = WIDTH[config.model.dtype], sizes.micro * config.data.seq_length
     shards = ranks // config.parallel.replicas
     kept = 1 if config.model.activation_checkpointing else 16
+    stage = config.parallel.zero_stage if config.engine == "deepspeed" else None
+    graded = 1 if stage == 1 else shards
+    gathered = width * (2 * (counted - 2 * vocabulary * hidden) // layers + 2 * vocabulary * hidden)
     memory = {
-        "weights, gradients, moments": STATES * counted // shards,
-        "gathered weights": width * (2 * (counted - 2 * vocabulary * hidden) // layers + 2 * vocabulary * hidden),
+        "weights, gradients, moments": MASTERS * counted // shards + GRADIENT * counted // graded,
+        "gathered weights": {None: gathered, 3: gathered + width * counted // shards}.get(stage, width * counted),
         "activations": kept * layers * tokens * hidden * width + 40 * tokens * hidden * width,
         "logits": 3 * 4 * min(LOGITS, tokens) * vocabulary,
     }

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from train.model import shape_of
 from train.planning import PEAK
 from train.rows import Flat
 
@@ -29,8 +31,8 @@ def peak_of(device: torch.device) -> float | None:
 def multiplied(model: Any) -> int:
     """Parameters that every token is multiplied with: all but the input embedding, unless it is the head too."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    count = sum(int(one.numel()) for one in model.parameters())
-    return count if head is embedding else count - int(embedding.numel())
+    count = sum(prod(shape_of(one)) for one in model.parameters())
+    return count if head is embedding else count - prod(shape_of(embedding))
 
 
 def flops_of(flats: Sequence[Flat], config: Any, parameters: int) -> float:

@@ -19,6 +19,12 @@ def test_the_plan_of_a_training(settings, train):
     assert (found["rows"], found["batch"], found["steps"], found["parameters"]) == (59, 8, 8, 155840)
     assert found["memory"]["weights, gradients, moments"] == 16 * 155840 // 2
     assert found["bytes"] == sum(found["memory"].values())
+    sharded = {"engine": "deepspeed", "model": {"dtype": "bf16"}}
+    for stage, nbytes in ((1, (12 // 2 + 4, 2)), (2, (16 // 2, 2))):
+        held = settings(parallel={"zero_stage": stage}, **sharded)
+        memory = json.loads(train("plan", held, "--ranks", 2, "--json").out)["memory"]
+        found = memory["weights, gradients, moments"], memory["gathered weights"]
+        assert found == tuple(155840 * one for one in nbytes)
     text = train("plan", settings(), "--ranks", 2)
     assert "8 rows = 2 micro x 2 accumulation x 2 ranks" in text.out
     timed = train("plan", settings(), "--ranks", 2, "--device", "A100", "--mfu", 0.5)

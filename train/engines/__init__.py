@@ -5,7 +5,9 @@ Rows, masks, order, loss, learning rate, checkpoints' names and logs are the sam
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,13 @@ import torch
 
 from train.config import Config
 from train.distributed import World
+
+ENGINES: Mapping[str, tuple[str, str, str]] = {
+    "fsdp": ("train.engines.fsdp", "Sharded", "fsdp"),
+    "transformers": ("train.engines.trainer", "Driven", "fsdp"),
+    "deepspeed": ("train.engines.deepspeed", "Zero", "deepspeed"),
+}
+"""What `engine` can be: its module and class, and the engine whose checkpoints it writes and reads."""
 
 
 class Engine(Protocol):
@@ -54,10 +63,6 @@ def open_engine(config: Config, made: Any, world: World, backend: str) -> Engine
         world: the ranks.
         backend: a key of `attention.BACKENDS`.
     """
-    if config.engine == "transformers":
-        from train.engines.trainer import Driven
-
-        return Driven(config, made, world, backend)
-    from train.engines.fsdp import Sharded
-
-    return Sharded(config, made, world, backend)
+    module, name, _ = ENGINES[config.engine]
+    engine: Engine = getattr(import_module(module), name)(config, made, world, backend)
+    return engine

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from converters.durable import stoppable
-from formats.errors import UsageError
+from formats.errors import UnsupportedError
 from train.batching import Order
 from train.checkpoint import Progress
 from train.config import Config
@@ -47,7 +47,8 @@ class Driven:
     """A model with its optimizer, which the Trainer shards before its first step and fills then."""
 
     def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
-        _check(config)
+        if find_spec("accelerate") is None:
+            raise UnsupportedError("the engine transformers needs accelerate", "pip install 'vitruvian[train]'")
         self.world, self.source = world, config.model.path
         self.start: Path | None = None
         self.model = make(made, backend)
@@ -177,21 +178,6 @@ def steps(run: Run, log: Log | None, say: Say) -> Progress:
         loop.train()
         run.saver.finish()
     return loop.progress
-
-
-def _check(config: Config) -> None:
-    """Refuse what this engine would leave undone.
-
-    Raises:
-        UsageError: there is such a setting, or accelerate is not installed.
-    """
-    if find_spec("accelerate") is None:
-        raise UsageError("the engine transformers needs accelerate", "pip install accelerate")
-    if config.parallel.replicas > 1:
-        told = f"the engine transformers shards over all ranks, parallel.replicas is {config.parallel.replicas}"
-        raise UsageError(told, "--engine fsdp has replicas")
-    if config.model.compile:
-        raise UsageError("the engine transformers does not compile layers", "--engine fsdp, or --model.compile false")
 
 
 def _arguments(run: Run, kinds: Sequence[str]) -> TrainingArguments:

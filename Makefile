@@ -10,7 +10,7 @@ export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint type bench clean
+.PHONY: help setup demo test test-fast test-gpu lint type bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,14 +32,19 @@ $(VENV)/.test: $(VENV)/.demo
 
 setup: $(VENV)/.test  ## make the virtual environment with everything that development needs
 
-demo: $(VENV)/.demo  ## the main job on a tiny real model: HF -> Megatron TP2xPP2 -> TP4 -> HF, equal logits
+demo: $(VENV)/.demo  ## on tiny real models: HF -> Megatron TP2xPP2 -> TP4 -> HF; dialogues -> training -> Hub -> answer
 	$(BIN)/python -m tests.demo
+	$(BIN)/python -m tests.demo_train
 
 test: $(VENV)/.test  ## all tests, real megatron-core included
 	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal
 
 test-fast: $(VENV)/.test  ## the tests that start no other framework
 	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) -m "not megatron and not distributed"
+
+test-gpu: $(VENV)/.test  ## on a machine with a GPU: attention, trainings, speed beside TRL
+	$(BIN)/python -m pytest --verbose -m gpu tests/gpu
+	$(BIN)/python -m tests.bench.gpu
 
 lint: $(VENV)/.test  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -27,8 +27,8 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.huggingface import read_json
 from formats.layout import Cut, Rule, Slot, match, rules, slots
-from formats.megatron import FLAGS, MCORE, model_of, topology_of, vocab_multiple
-from formats.megatron_args import Options, flags, namespace
+from formats.megatron import FLAGS, MCORE, assets_of, spec_of, topology_of, vocab_multiple
+from formats.megatron_args import DIST, Options, flags, namespace
 from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate
 from formats.pattern import splits
 from formats.pickles import Namespace
@@ -87,7 +87,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
         raise SourceError(f"{folder} holds no {EMBEDDING}")
     padded = tensors[EMBEDDING].shape[0]
-    spec, assets = model_of(args, common.path, run, folder, padded, settings)
+    assets = assets_of(run, settings)
+    spec = spec_of(args, DIST, assets, settings, folder, common.path, padded)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     placed, dropped = match(_slots(spec, _table(tensors), padded), {"": whole}, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
@@ -101,6 +102,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "vocab_multiple": vocab_multiple(args, common.path),
         "state": tuple(name for name in STATE if name in held),
         "padded_vocab": padded,
+        "dialect": DIST,
         "norm": "local" if args.get("transformer_impl") == "local" else "te",
     }
     return Checkpoint(
@@ -203,11 +205,11 @@ def write(
             ranks[stage * options.tp + rank].append(_stored(slot, cut, spec.layers))
     states = dict.fromkeys(_states(spec, options.norm), packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=states)
-    merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration or 0)
+    merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
     common = {
         "args": Namespace({**merged, "rank": 0}),
         "checkpoint_version": 3.0,
-        "iteration": iteration or 0,
+        "iteration": merged["iteration"],
         "content_metadata": {"singleton_local_shards": False},
     }
     texts = {

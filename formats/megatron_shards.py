@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from formats import megatron_llm
 from formats.errors import SourceError, UnsupportedError, short
 from formats.megatron_args import MEGATRON, MEGATRON_ONLY, MORE_SETTINGS
 from formats.pickles import Namespace, TensorRef
@@ -16,11 +17,17 @@ from formats.torchfile import TorchFile, read_torch
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-SHARED = (*(name for names in MEGATRON.values() for name in names.split()), *MEGATRON_ONLY, *MORE_SETTINGS)
+SHARED = sorted(
+    {name for table in (MEGATRON, megatron_llm.ARGS) for names in table.values() for name in names.split()}
+    | {*MEGATRON_ONLY, *MORE_SETTINGS, *megatron_llm.ONLY, *megatron_llm.MORE}
+)
 """Arguments that all files of a checkpoint must agree on."""
 
 STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
 """Keys of a file beside the model that training needs to go on."""
+
+OPTIMIZER = "optim.pt"
+"""Alone in a folder mp_rank_TP[_PP]_DP: what Megatron of 2023 kept of its distributed optimizer on a data rank."""
 
 MAX_DEPTH, MAX_KEYS = 6, 1_000_000
 """Maps inside each other in a state dict (Megatron-LM's own models have 4), and tensors in a file."""
@@ -81,12 +88,14 @@ def read_shards(iteration: Path) -> list[Shard]:
         )
     shards = []
     for folder in sorted(iteration.glob("mp_rank_*")):
+        names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]
+        if not names and (folder / OPTIMIZER).is_file():
+            continue
         match_ = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", folder.name)
         if match_ is None:
             raise UnsupportedError(
                 f"{folder}: its name is not that of a tensor and pipeline rank (expert ranks are not supported)"
             )
-        names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]
         if not names:
             raise SourceError(f"{folder} holds no model_optim_rng.pt")
         file = read_torch(folder / names[0])
@@ -95,6 +104,8 @@ def read_shards(iteration: Path) -> list[Shard]:
         if not all(isinstance(state, dict) for _, state in Shard(0, 0, file).chunks):
             raise SourceError(f"{file.path}: its `model` is no map of tensors")
         shards.append(Shard(int(match_[1]), int(match_[2] or 0), file))
+    if not shards:
+        raise SourceError(f"{iteration} holds no mp_rank folder with a model")
     return shards
 
 
@@ -202,12 +213,14 @@ def iteration_of(file: TorchFile) -> int:
     return value
 
 
-def state_of(shards: Iterable[Shard]) -> tuple[str, ...]:
+def state_of(shards: Sequence[Shard]) -> tuple[str, ...]:
     """What the files hold to go on training with: nothing of it is carried over."""
     found = {name for shard in shards for name in STATE if name in shard.file.value}
     found |= {
         path.name for shard in shards for path in shard.file.path.parent.glob("*optim*.pt") if path != shard.file.path
     }
+    if any(shards[0].file.path.parent.parent.glob(f"mp_rank_*/{OPTIMIZER}")):
+        found.add(OPTIMIZER)
     return tuple(sorted(found))
 
 

@@ -16,7 +16,7 @@ FORMATS = {
     "fsdp": "torch DCP (.metadata, .distcp), FSDP state dicts of accelerate, torchtitan, verl and others",
     "neox": "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions",
     "zero": "DeepSpeed ZeRO stages 0 to 3 (DeepSpeed, HF Trainer, accelerate); written as universal checkpoints",
-    "megatron": "mp_rank_XX[_YYY]/model_optim_rng.pt, --ckpt-format torch",
+    "megatron": "mp_rank_XX[_YYY]/model_optim_rng.pt: Megatron-LM's --ckpt-format torch, and Megatron-LLM",
 }
 """Module in this package: what a folder of the format holds. Each module has NAME, `detect` and `read`.
 

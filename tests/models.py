@@ -36,6 +36,15 @@ GATED = [name for name in MODELS if not name.startswith("gpt_neox")]
 
 
 def build(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", **changes: Any) -> Path:
+    """Save a tiny model with transformers, and small files that stand for others."""
+    save(folder, name, dtype, shard, **changes)
+    (folder / "tokenizer.model").write_bytes(b"stands for a tokenizer: carried, never read")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+def save(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", **changes: Any) -> None:
     """Save a tiny model with transformers: norms in 0.5..1.5, matrices and biases N(0, 0.08)."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,10 +62,6 @@ def build(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", 
             else:
                 parameter.normal_(0, 0.08, generator=generator)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
-    (folder / "tokenizer.model").write_bytes(b"stands for a tokenizer: carried, never read")
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    return folder
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -1,9 +1,9 @@
-"""Checkpoints of a training: torch DCP, written in the background, complete or absent.
+"""Checkpoints of a training: what its engine writes, in the background where it can, complete or absent.
 
     SAVE/latest                      name of the newest complete one
-    SAVE/global_step1500/            .metadata and *.distcp: model.*, optim.*
-        progress                     steps done, and what the order of rows depends on
-        config.json, tokenizer, …    whatever `convert fsdp2hf` needs, so that it asks for nothing
+    SAVE/global_step1500/            fsdp: .metadata and *.distcp, model.*, optim.*; deepspeed: *_states.pt
+        .progress                    steps done, and what the order of rows depends on
+        config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that it asks for nothing
 
 Weights are float32 and have their Hugging Face names. A folder gets its name when all ranks have written their part,
 and `latest` is changed after that.
@@ -18,16 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import async_save
-
 from converters.durable import sync_folder, write_file
 from formats.errors import RefusedError, SourceError
 from train.distributed import World
-from train.model import weights
+from train.engines import Engine
 
-LATEST, NOTE, PREFIX = "latest", "progress", "global_step"
+LATEST, NOTE, PREFIX = "latest", ".progress", "global_step"
 BESIDE = (".json", ".jinja", ".model", ".txt")
 """Small files of a model's folder that go into each checkpoint."""
 
@@ -43,6 +39,7 @@ class Progress:
         seed: of the order of rows.
         rows: digest of the rows.
         tokens: labels trained so far.
+        engine: whose checkpoints it has, see `engines.ENGINES`.
     """
 
     step: int
@@ -51,6 +48,7 @@ class Progress:
     seed: int
     rows: str
     tokens: int
+    engine: str = "fsdp"
 
     @property
     def name(self) -> str:
@@ -100,58 +98,35 @@ def check_same(held: Progress, now: Progress, path: Path) -> None:
         )
 
 
-def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is saved and loaded: weights and, of those that are trained, moments and steps."""
-    held = weights(model)
-    moments = {name: optimizer.state[tensor] for name, tensor in held.items() if tensor in optimizer.state}
-    return {"model": held, "optim": moments}
-
-
-def empty_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW the state that it would make at its first step, so that a checkpoint can be loaded into it."""
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            step = torch.zeros((), dtype=torch.float32, device=tensor.device if group.get("fused") else "cpu")
-            zeros = [torch.zeros_like(tensor) for _ in range(2)]
-            optimizer.state[tensor] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
-
-
-def load(path: Path, model: Any, optimizer: torch.optim.Optimizer, world: World) -> Progress:
-    """Load weights and moments, saved on any number of ranks."""
-    empty_moments(optimizer)
-    dcp_load(_tensors(model, optimizer), checkpoint_id=str(path), process_group=world.saving)
-    return read_progress(path)
-
-
 class Saver:
     """Writes checkpoints in the background, one at a time."""
 
     def __init__(self, save: Path, source: Path, keep: int | None, world: World) -> None:
         self.save, self.source, self.keep, self.world = save, source, keep, world
-        self.running: tuple[Progress, Future[Any]] | None = None
+        self.running: tuple[Progress, Future[Any] | None] | None = None
 
     @property
     def ready(self) -> bool:
         """Whether this rank has written its part, or nothing is being written."""
-        return self.running is None or self.running[1].done()
+        return self.running is None or self.running[1] is None or self.running[1].done()
 
-    def start(self, model: Any, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Copy what is to be saved, and write it while training goes on."""
+    def start(self, engine: Engine, progress: Progress) -> None:
+        """Begin to write what an engine holds; training may go on."""
         self.finish()
         staging = self.save / (progress.name + ".partial")
         if self.world.first:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self.world.wait()
-        held: Any = async_save(_tensors(model, optimizer), checkpoint_id=str(staging), process_group=self.world.saving)
-        self.running = progress, held
+        self.running = progress, engine.write(staging)
 
     def finish(self) -> None:
         """Wait until all ranks have written, and give the folder its name. Every rank has to come here."""
         if self.running is None:
             return
         progress, held = self.running
-        held.result()
+        if held is not None:
+            held.result()
         self.running = None
         self.world.wait()
         if self.world.first:
@@ -170,14 +145,14 @@ class Saver:
         staging.rename(place)
         write_file(self.save / LATEST, place.name.encode())
         sync_folder(self.save)
-        self._forget(place)
+        self._forget(place, progress)
 
-    def _forget(self, latest: Path) -> None:
-        """Delete the oldest of this trainer's checkpoints that are too many; never a link, never anybody else's."""
+    def _forget(self, latest: Path, progress: Progress) -> None:
+        """Delete the oldest of this trainer's checkpoints that are too many: no link, nobody else's, not the start."""
         if self.keep is None:
             return
         ours = [path for path in self.save.glob(f"{PREFIX}*") if (path / NOTE).is_file() and not path.is_symlink()]
         ours.sort(key=lambda path: int(path.name.removeprefix(PREFIX)))
         for path in ours[: -self.keep]:
-            if path != latest:
+            if path not in (latest, self.save / f"{PREFIX}{progress.offset}"):
                 shutil.rmtree(path)

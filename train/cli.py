@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from converters.entry import Sections, run
-from train.commands import fetch, look, pack, packs, role_bins, tokenize
+from train.commands import bench, chat, doctor, evaluate, fetch, init, look, pack, packs, plot, role_bins, tokenize
 from train.commands import run as training
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
@@ -19,7 +19,8 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
         role_bins.role_bins,
     ),
     "Data packs": (packs.packs,),
-    "Train": (training.plan, training.run),
+    "Train": (init.init, training.plan, training.run, doctor.doctor),
+    "Look at it": (evaluate.evaluate, plot.plot, chat.chat, bench.bench),
 }
 
 

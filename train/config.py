@@ -14,11 +14,15 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from converters.durable import write_file
 from formats.errors import UsageError
 from train.aliases import translated
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+
+QUANTIZED = "1, 2, 3, 5, 8, 16, 32, 40, 64 and 80"
+"""Numbers of nodes for ZeRO++'s quantized gradients, as the users of it found them."""
 
 
 class _Part(BaseModel):
@@ -28,7 +32,8 @@ class _Part(BaseModel):
 class Model(_Part):
     """What is trained."""
 
-    path: Path = Field(description="Hugging Face folder to start from; `convert` makes it of any checkpoint.")
+    path: Path = Field(description="Checkpoint to start from, of any format; see `convert formats`.")
+    config: Path | None = Field(None, description="Hugging Face folder with the settings and tokenizer it lacks.")
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="Type of the computation; weights to step are float32.")
     attention: Literal["auto", "flash", "varlen", "flex", "sdpa", "eager"] = Field(
         "auto", description="How documents of a row are kept apart; auto takes the fastest that the device has."
@@ -98,24 +103,54 @@ class Parallel(_Part):
     """How ranks share the model."""
 
     replicas: Count = Field(1, description="HSDP: copies of the sharded model; the world is replicas times shards.")
+    zero_stage: Literal[1, 2, 3] = Field(
+        3, description="ZeRO: each rank has a part of the moments (1), the gradients too (2), the weights too (3)."
+    )
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict, description="More settings of DeepSpeed, such as zero_optimization.offload_optimizer."
+    )
+    timeout_minutes: Annotated[float, Field(gt=0)] = Field(
+        30, description="A rank that waits longer for the others tells where it waits, and ends."
+    )
 
 
 class Evaluate(_Part):
-    """Perplexity of the validation sets."""
+    """What is found out about the validation sets, beside their perplexity."""
 
     every: Count | None = Field(None, description="Steps between two evaluations.  [default: save.every]")
+    metrics: list[Literal["rouge", "bleu"]] = Field(
+        default_factory=list, description="Of the likeliest next tokens, as text; needs the model's tokenizer."
+    )
+    max_rows: Count | None = Field(None, description="Rows of each set, evenly spread.  [default: all]")
+    tokenizer: Path | None = Field(None, description="File of the tokenizer.  [default: that of the model's folder]")
 
 
 class Log(_Part):
     """What is written down."""
 
     every: Count = Field(1, description="Steps between two lines.")
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(
+        default_factory=list, description="Where curves go besides log.jsonl; a resumed run continues them."
+    )
+
+
+class Profile(_Part):
+    """Where the time of a step goes."""
+
+    kind: Literal["trace", "flops"] | None = Field(
+        None, description="trace: of torch's profiler, into save.path/profiler; flops: torch's count of operations."
+    )
+    after: Annotated[int, Field(ge=0)] = Field(3, description="Steps of a job that are not watched.")
+    steps: Count = Field(1, description="Steps that are.")
 
 
 class Config(_Part):
     """A training."""
 
     model: Model
+    engine: Literal["fsdp", "transformers", "deepspeed"] = Field(
+        "fsdp", description="What computes: torch's FSDP2, the Trainer of transformers, or DeepSpeed's ZeRO."
+    )
     data: Data
     batch: Batch
     optim: Optim
@@ -125,6 +160,7 @@ class Config(_Part):
     parallel: Parallel = Parallel()  # type: ignore[call-arg]
     evaluate: Evaluate = Evaluate()  # type: ignore[call-arg]
     log: Log = Log()  # type: ignore[call-arg]
+    profile: Profile = Profile()  # type: ignore[call-arg]
     seed: int = Field(1234, description="Of the order of rows, of packing and of noise.")
     init: Literal["auto", "finetune", "resume"] = Field(
         "auto", description="finetune takes weights only, resume goes on; auto resumes if this run has a checkpoint."
@@ -154,13 +190,46 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
         raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(held, dict):
         raise UsageError(f"{path} is no list of settings")
-    tree, notes = translated(held, str(path))
+    tree, notes = translated({name: value for name, value in held.items() if value is not None}, str(path))
     for name, value in _words(overrides):
         _put(tree, name, value)
     try:
-        return Config(**tree), notes
+        config = Config(**tree)
     except ValidationError as error:
         raise UsageError(*_explained(error, str(path))) from None
+    _check_engine(config)
+    if "zero_quantized_gradients" in config.parallel.deepspeed.get("zero_optimization", {}):
+        notes.append(f"zero_quantized_gradients (qgZ) is known to work on {QUANTIZED} nodes")
+    return config, notes
+
+
+def _check_engine(config: Config) -> None:
+    """Refuse settings that only another engine has."""
+    replicas, compiled = {"parallel.replicas": config.parallel.replicas > 1}, {"model.compile": config.model.compile}
+    zero = {"parallel.deepspeed": bool(config.parallel.deepspeed)}
+    foreign = {"fsdp": zero, "transformers": replicas | compiled | zero, "deepspeed": replicas | compiled}
+    for name, given in foreign[config.engine].items():
+        if given:
+            raise UsageError(f"the engine {config.engine} does not know {name}", described(name))
+
+
+def write_config(config: Config, folder: Path) -> None:
+    """Write down what a run is trained with, `FOLDER/config.yml`; paths no longer depend on where one stands."""
+    tree = config.model_dump(mode="python", exclude_none=True)
+    write_file(folder / "config.yml", yaml.safe_dump(_plain(tree), sort_keys=False, allow_unicode=True).encode())
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML knows it."""
+    match value:
+        case Path():
+            return str(value.absolute())
+        case dict():
+            return {name: _plain(held) for name, held in value.items()}
+        case list() | tuple():
+            return [_plain(held) for held in value]
+        case _:
+            return value
 
 
 def _words(overrides: Iterable[str]) -> Iterable[tuple[str, Any]]:

@@ -21,8 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from formats.errors import UsageError
 
-TIMEOUT = timedelta(minutes=30)
-
 
 @dataclass(frozen=True)
 class World:
@@ -95,11 +93,12 @@ def _first_host(nodes: str) -> str:
 
 
 @contextmanager
-def world(replicas: int) -> Iterator[World]:
+def world(replicas: int, minutes: float) -> Iterator[World]:
     """Join the other ranks.
 
     Args:
         replicas: copies of the sharded model (HSDP); 1 shards it over all ranks.
+        minutes: how long a rank waits for the others.
 
     Raises:
         UsageError: the ranks cannot be divided so.
@@ -112,10 +111,11 @@ def world(replicas: int) -> Iterator[World]:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
+    timeout = timedelta(minutes=minutes)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     try:
         mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
-        groups = [dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2)]
+        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
         yield World(rank, ranks, device, mesh, *groups)
     finally:
         dist.destroy_process_group()

@@ -1,24 +1,36 @@
-"""Perplexity of named sets: exact, and the same on any number of ranks.
+"""Perplexity, ROUGE and BLEU of named sets: exact, and the same on any number of ranks.
 
-The loss of a set is the sum over all its labels divided by their number, summed over ranks before the division. No row
-is counted twice: a rank that has none left computes an empty one, because all ranks take every forward pass.
+The loss of a set is the sum over all its labels divided by their number, summed over ranks before the division; so is
+what `metrics.py` adds up. No row is counted twice: a rank that has none left computes an empty one, because all ranks
+take every forward pass.
 """
 
 from __future__ import annotations
 
 import csv
+import io
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from converters.durable import write_file
+from train.checkpoint import Progress
 from train.config import Config
 from train.distributed import World
+from train.metrics import Judge
 from train.model import Trainee
 from train.rows import Rows, open_rows
+from train.runs import EVALUATIONS
+
+CSV = "perplexity"
+"""Folder in that of a run, with a file for each step that was evaluated."""
 
 
 class Score(NamedTuple):
@@ -27,10 +39,12 @@ class Score(NamedTuple):
     Attributes:
         total: sum of the losses of its labels.
         tokens: labels.
+        texts: ROUGE and BLEU, where they were asked for.
     """
 
     total: float
     tokens: int
+    texts: Mapping[str, float] = MappingProxyType({})
 
     @property
     def loss(self) -> float:
@@ -48,39 +62,81 @@ def open_sets(config: Config) -> dict[str, Rows]:
     return {name: open_rows(config.data, [path], config.seed) for name, path in config.data.validation.items()}
 
 
-def evaluate(trainee: Trainee, sets: Mapping[str, Rows], world: World) -> dict[str, Score]:
-    """Score every set with the weights as they are. Every rank has to come here."""
+def evaluate(
+    trainee: Trainee, sets: Mapping[str, Rows], world: World, judge: Judge | None = None, most: int | None = None
+) -> dict[str, Score]:
+    """Score every set with the weights as they are. Every rank has to come here.
+
+    Args:
+        trainee: the model.
+        sets: rows by name.
+        world: the ranks.
+        judge: compares texts; None for perplexity alone.
+        most: rows of a set that are taken, None for all.
+    """
     trainee.eval()
     found = {}
     with torch.no_grad():
         for name, rows in sets.items():
-            total, tokens = 0.0, 0
-            for first in range(0, len(rows), world.ranks):
-                number = first + world.rank
-                flat = rows.flat([number] if number < len(rows) else [])
-                total += float(trainee(flat, world.device))
-                tokens += flat.trained
-            sums = world.sums(total, tokens)
-            found[name] = Score(sums[0], int(sums[1]))
+            sums = np.zeros(2 if judge is None else 2 + len(judge.nothing))
+            chosen = _spread(len(rows), most)
+            for first in range(0, len(chosen), world.ranks):
+                flat = rows.flat(chosen[first + world.rank : first + world.rank + 1])
+                if judge is None:
+                    loss = trainee(flat, world.device)
+                else:
+                    predicted = torch.zeros(len(flat.labels), dtype=torch.int64, device=world.device)
+                    loss = trainee(flat, world.device, predicted=predicted)
+                    sums[2:] += judge.sums(flat, predicted.cpu().numpy())
+                sums[:2] += float(loss), flat.trained
+            total, tokens, *texts = world.sums(*sums.tolist())
+            found[name] = Score(total, int(tokens), {} if judge is None else judge.scores(texts))
     trainee.train()
     return found
 
 
-def line_of(step: int, scores: Mapping[str, Score]) -> str:
-    """One line for people, with the names that the users' logs have."""
-    parts = [f"{name}: eval_ppl={one.perplexity:.6g} eval_epoch_loss={one.loss:.6g}" for name, one in scores.items()]
-    return f"global_step={step} " + ", ".join(parts)
+def _spread(rows: int, most: int | None) -> Sequence[int]:
+    """Rows to take, evenly: those of a packed set are in the order of their longest document."""
+    return range(rows) if most is None or most >= rows else [place * rows // most for place in range(most)]
+
+
+def line_of(step: int | None, scores: Mapping[str, Score]) -> str:
+    """One line for people, with the names that the users' logs have; without a global step where there is none."""
+    parts = []
+    for name, one in scores.items():
+        named = {"ppl": one.perplexity, "epoch_loss": one.loss} | dict(one.texts)
+        parts.append(f"{name}: " + " ".join(f"eval_{key}={value:.6g}" for key, value in named.items()))
+    return ("" if step is None else f"global_step={step} ") + ", ".join(parts)
+
+
+def record_of(scores: Mapping[str, Score]) -> dict[str, float]:
+    """What a line of `evaluations.jsonl` tells of the sets."""
+    return {
+        f"{name}_{key}": value for name, one in scores.items() for key, value in {"loss": one.loss, **one.texts}.items()
+    }
+
+
+def write_scores(save: Path, progress: Progress, scores: Mapping[str, Score]) -> None:
+    """Leave the evaluation of a checkpoint in its run's folder, as the training itself does."""
+    step = progress.offset + progress.step
+    with (save / EVALUATIONS).open("a") as file:
+        file.write(json.dumps({"step": progress.step, "global_step": step} | record_of(scores)) + "\n")
+    write_csv(save / CSV, step, scores)
 
 
 def write_csv(folder: Path, step: int, scores: Mapping[str, Score]) -> None:
-    """`STEP.csv`, with the columns of the users' perplexity tester: total, mean, and perplexity of each set."""
+    """`STEP.csv`, with the columns of the users' perplexity tester: total, mean, and perplexity of each set.
+
+    Behind those of a set lie its ROUGE and BLEU, where they were asked for.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     named = {
         f"{name}_{column}": value
         for name, one in scores.items()
-        for column, value in (("TotalCE", one.total), ("CE", one.loss), ("PPL", one.perplexity))
+        for column, value in {"TotalCE": one.total, "CE": one.loss, "PPL": one.perplexity, **one.texts}.items()
     }
-    with (folder / f"{step}.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["time", "step", *named])
-        writer.writerow([datetime.now().isoformat(timespec="seconds"), step, *named.values()])
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(["time", "step", *named])
+    writer.writerow([datetime.now().isoformat(timespec="seconds"), step, *named.values()])
+    write_file(folder / f"{step}.csv", text.getvalue().encode())

@@ -1,4 +1,4 @@
-"""The model: made without memory, sharded, and filled from a Hugging Face folder, each rank its own pieces.
+"""The model: made without memory, and filled from a Hugging Face folder, each rank its own pieces.
 
 No rank ever holds a whole tensor that is sharded: a rank reads the rows of its shard out of the safetensors file.
 """
@@ -6,21 +6,18 @@ No rank ever holds a whole tensor that is sharded: a rank reads the rows of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from formats.errors import SourceError, UnsupportedError
 from train.attention import BACKENDS, forward_words, register
-from train.config import Config
-from train.distributed import World
 from train.rows import IGNORED, Flat
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -33,52 +30,81 @@ CHUNK = 2048
 class Trainee(nn.Module):
     """A causal language model with its loss.
 
-    The loss is inside because FSDP gathers the head's weights for one forward of the root only.
+    The loss is inside because FSDP gathers the head's weights for one forward of the root only, and it is the head's
+    because ZeRO-3 gathers them for each call of the head: ranks have different numbers of chunks, and would wait for
+    each other without end.
     """
 
     def __init__(self, model: Any, backend: str) -> None:
         super().__init__()
         self.model, self.backend = model, backend
+        head = model.get_output_embeddings()
+        head.forward = _with_loss(head.forward)
 
-    def forward(self, flat: Flat, device: torch.device, noise: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of the losses of all trained labels, float32."""
+    def forward(
+        self,
+        flat: Flat,
+        device: torch.device,
+        noise: torch.Tensor | None = None,
+        predicted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The sum of the losses of all trained labels, float32; `predicted` as in `summed_loss`."""
         words = forward_words(flat, device, self.backend)
         if noise is not None:
             embedded = self.model.get_input_embeddings()(words.pop("input_ids"))
             words["inputs_embeds"] = embedded + noise.to(embedded.dtype)
         hidden = self.model.get_decoder()(**words).last_hidden_state[0]
-        return summed_loss(hidden, self.model.get_output_embeddings(), torch.from_numpy(flat.labels).to(device))
+        labels = torch.from_numpy(flat.labels).to(device)
+        loss: torch.Tensor = self.model.get_output_embeddings()(hidden, labels, predicted)
+        return loss
 
 
-def summed_loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+def _with_loss(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A head that gives the sum of losses, if it gets labels, and logits otherwise."""
+
+    def forward(
+        hidden: torch.Tensor, labels: torch.Tensor | None = None, predicted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return head(hidden) if labels is None else summed_loss(hidden, labels, head, predicted)
+
+    return forward
+
+
+def summed_loss(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    predicted: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Cross entropy, a chunk of tokens at a time, whose logits are computed again for the gradient.
 
     Args:
         hidden: [n, hidden].
-        head: from hidden states to logits.
         labels: int64[n].
+        head: from hidden states to logits.
+        predicted: int64[n], filled with the most likely token at each place; None where nobody wants to know.
 
     Returns:
         The sum over trained labels, float32; 0 if there is none.
     """
 
-    def loss_of(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def loss_of(states: torch.Tensor, wanted: torch.Tensor, begin: int) -> torch.Tensor:
         logits = head(states).float()
+        if predicted is not None:
+            predicted[begin : begin + len(states)] = logits.argmax(-1)
         return nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
 
     total = hidden.new_zeros((), dtype=torch.float32)
-    for states, wanted in zip(torch.split(hidden, CHUNK), torch.split(labels, CHUNK), strict=True):
-        total = total + checkpoint(loss_of, states, wanted, use_reentrant=False)
+    for place, (states, wanted) in enumerate(zip(torch.split(hidden, CHUNK), torch.split(labels, CHUNK), strict=True)):
+        total = total + checkpoint(loss_of, states, wanted, place * CHUNK, use_reentrant=False)
     return total
 
 
-def build(config: Config, made: Any, world: World, backend: str) -> Trainee:
-    """Make, shard and fill the model.
+def make(made: Any, backend: str) -> Any:
+    """A model of transformers without memory, all of it float32.
 
     Args:
-        config: `model`.
-        made: the model's configuration, of transformers.
-        world: the ranks.
+        made: its configuration.
         backend: a key of `attention.BACKENDS`.
     """
     from transformers import AutoModelForCausalLM
@@ -90,28 +116,16 @@ def build(config: Config, made: Any, world: World, backend: str) -> Trainee:
             made, dtype=torch.float32, attn_implementation=BACKENDS[backend]
         )
     model.config.use_cache = False
-    layers = _layers(model)
-    if config.model.activation_checkpointing:
-        for layer in layers:
-            layer.forward = _twice(layer.forward)
-    if config.model.compile:
-        for layer in layers:
-            layer.compile()
-    trainee = Trainee(model, backend)
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.model.dtype], reduce_dtype=torch.float32)
-    mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(trainee, mesh=mesh, mp_policy=policy)
-    trainee.to_empty(device=world.device)
-    model.tie_weights()
-    _fill_buffers(model, world.device)
-    with torch.no_grad():
-        fill(model, config.model.path)
-    return trainee
+    return model
 
 
-def _layers(model: Any) -> list[Any]:
+def recompute(held: Iterable[Any]) -> None:
+    """Activation checkpointing: keep the inputs of these layers, and compute the rest again for the gradient."""
+    for layer in held:
+        layer.forward = _twice(layer.forward)
+
+
+def layers(model: Any) -> list[Any]:
     """The decoder's layers."""
     decoder = model.get_decoder()
     for name in ("layers", "h", "blocks"):
@@ -127,7 +141,7 @@ def _twice(forward: Any) -> Any:
     return again
 
 
-def _fill_buffers(model: Any, device: torch.device) -> None:
+def fill_buffers(model: Any, device: torch.device) -> None:
     """Compute what no checkpoint has: the frequencies of rotary positions. Nothing else may be left without a value."""
     stored = model.state_dict().keys()
     for name, module in list(model.named_modules()):
@@ -166,6 +180,16 @@ def fill(model: Any, path: Path) -> None:
     Raises:
         SourceError: a tensor is missing, left over, or has another shape.
     """
+    for tensor, piece in pieces(model, path):
+        _read(tensor, piece)
+
+
+def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+    """Each tensor of the model, and a slice of safetensors to read it from.
+
+    Raises:
+        SourceError: a tensor is missing, left over, or has another shape.
+    """
     from safetensors import safe_open
 
     with ExitStack() as stack:
@@ -180,14 +204,20 @@ def fill(model: Any, path: Path) -> None:
             names = ", ".join((lacking or over)[:3])
             raise SourceError(f"{path} {what} {len(lacking or over)} tensors, such as {names}")
         for name, tensor in wanted.items():
-            _read(tensor, held[name].get_slice(name), name, path)
+            piece = held[name].get_slice(name)
+            if list(piece.get_shape()) != list(shape_of(tensor)):
+                raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {shape_of(tensor)}")
+            yield tensor, piece
 
 
-def _read(tensor: torch.Tensor, piece: Any, name: str, path: Path) -> None:
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """The shape of a whole tensor: ZeRO-3 leaves an empty one in the module, and notes it."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _read(tensor: torch.Tensor, piece: Any) -> None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if list(piece.get_shape()) != list(tensor.shape):
-        raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {list(tensor.shape)}")
     if not isinstance(tensor, DTensor):
         tensor.copy_(piece[...])
         return

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from formats.errors import UsageError
+from formats.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint, Settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**12
-MEGATRON = {"megatron_dist": "torch_dist", "megatron": "torch"}
-"""Formats of Megatron: what its --ckpt-format calls them."""
 FOLDER = click.Path(path_type=Path)
 
 
@@ -96,6 +94,15 @@ topology = together(
     click.option("--vpp", type=click.IntRange(1), default=1, show_default=True,
                  help="Virtual pipeline chunks of each stage."),
 )  # fmt: skip
+MEGATRON = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
+"""--format of a Megatron folder: the dialect that its files are written in."""
+true_vocab_size = click.option(
+    "--true-vocab-size", "tokens", type=click.IntRange(1), metavar="N",
+    help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
+)  # fmt: skip
+at_iteration = click.option(
+    "--iteration", type=click.IntRange(1), metavar="N", help="The iteration of the run.  [default: the last one]"
+)
 policy = click.option(
     "--replicas", type=click.Choice(["verify", "first", "mean"]),
     help="Further copies of a tensor: compare, ignore, or average in float32.  [default: verify; mean for GPT-NeoX]",
@@ -125,10 +132,6 @@ gqa_layout = click.option(
     "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto", show_default=True,
     help="Order of query, key and value where heads share keys: as since, or before, November 2024.",
 )  # fmt: skip
-megatron_format = click.option(
-    "--format", type=click.Choice(sorted(MEGATRON.values())),
-    help="Megatron's --ckpt-format.  [default: torch; reshard: as in SRC]",
-)  # fmt: skip
 layout = click.option(
     "--layout", type=click.Choice(["sequential", "pipeline"]),
     help="Files of GPT-NeoX: one for each rank, or one for each layer and rank.  [default: pipeline if --pp > 1]",
@@ -154,6 +157,11 @@ READERS = {
 """Option: the formats whose readers know it."""
 
 
+def flag_of(name: str) -> str:
+    """What an option is called on the command line."""
+    return {"settings": "set", "kind": "format", "tokens": "true-vocab-size"}.get(name, name.replace("_", "-"))
+
+
 def _is_yml(config: Path) -> bool:
     """Whether a path is a yml of GPT-NeoX, or a folder of them."""
     return (config.suffix in (".yml", ".yaml") and config.is_file()) or any(config.glob("*.y*ml"))
@@ -174,8 +182,7 @@ def require_effect(options: Mapping[str, Any], *sources: Checkpoint, known: Mapp
         if options.get(name) in (None, False, "auto", ()) or any(source.format in formats for source in sources):
             continue
         kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
-        flag = "set" if name == "settings" else name.replace("_", "-")
-        raise UsageError(f"--{flag} has no effect on {kinds}", "leave it out")
+        raise UsageError(f"--{flag_of(name)} has no effect on {kinds}", "leave it out")
 
 
 def opened(
@@ -201,6 +208,21 @@ def opened(
     if alone:
         require_effect(options, source, known=READERS)
     return source
+
+
+def iteration_folder(run: Path, number: int | None) -> Path:
+    """The folder of one of Megatron's iterations; the run itself when no number was given.
+
+    Raises:
+        SourceError: the run has no such iteration.
+    """
+    folder = run / f"iter_{number or 0:07d}"
+    if number is None:
+        return run
+    if not folder.is_dir():
+        held = sorted(path.name for path in run.glob("iter_*"))
+        raise SourceError(f"{run} holds no {folder.name}", f"present: {', '.join(held) or 'no iteration'}")
+    return folder
 
 
 def settings_of(options: Mapping[str, Any]) -> Settings:

@@ -71,3 +71,13 @@ def test_a_plan_shows_what_stays_behind(model, convert, tmp_path):
     text = convert("megatron2hf", tmp_path / "m", tmp_path / "h", "-n").out
     assert "what is no weight of the model stays behind: 16 such as decoder.layers.self_attention.linear_qkv" in text
     assert "linear_fc1.weight_w" in convert("explain", "megatron_dist").out
+
+
+def test_it_meets_megatron_llm(model, convert, tmp_path):
+    source, dist, llm, again = model("llama"), tmp_path / "dist", tmp_path / "llm", tmp_path / "again"
+    assert convert("hf2megatron", source, dist, "--format", "torch_dist", "--iteration", 12).code == 0
+    assert convert("reshard", dist, llm, "--iteration", 12, "--format", "megatron-llm", "--tp", 2).code == 0
+    assert convert("reshard", llm, again, "--format", "torch_dist").code == 0
+    assert files(again) == files(dist)
+    assert convert("megatron2hf", again, tmp_path / "back", "--iteration", 12).code == 0
+    assert files(tmp_path / "back") == files(source)

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
+
+from tests.demo import command
+from tests.demo_train import start
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/data/1_sft"
@@ -35,14 +38,41 @@ class Trained(NamedTuple):
         return [line[name] for line in self.lines]
 
 
-def spawn(words: list[str], ranks: int) -> subprocess.Popen[str]:
-    """Start `train` on some ranks."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", "-m", "train"]
-    command = [sys.executable, *(launcher if ranks > 1 else ["-c", PROGRAM]), *words]
-    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+def environment() -> dict[str, str]:
+    """The variables of a training."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def spawn(words: list[str], ranks: int, script: Path | None = None) -> subprocess.Popen[str]:
+    """Start `train` on some ranks, as users do, or a script that calls it."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    program = [str(script)] if script else ["-m", "train"] if ranks > 1 else ["-c", PROGRAM]
+    command = [sys.executable, *(launcher if ranks > 1 else []), *program, *words]
     return subprocess.Popen(
-        command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     )
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[str], int], tuple[int, str]]]:
+    """`forks(words, ranks)`: run `train` to its end as forks of a process that has imported it: code and output."""
+    command = [sys.executable, str(Path(__file__).with_name("forks.py"))]
+    mother = subprocess.Popen(
+        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    out = tmp_path_factory.mktemp("forks") / "out"
+
+    def run(words: list[str], ranks: int) -> tuple[int, str]:
+        asked = {"words": words, "ranks": ranks, "env": environment(), "out": str(out), "seconds": 120}
+        assert mother.stdin is not None
+        assert mother.stdout is not None
+        mother.stdin.write(json.dumps(asked) + "\n")
+        mother.stdin.flush()
+        return int(mother.stdout.readline()), out.read_text()
+
+    yield run
+    mother.stdin.close()  # type: ignore[union-attr]
+    mother.wait(timeout=10)
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +84,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out, _ = ran.communicate(timeout=60)
     assert ran.returncode == 0, out
     return folder / "P_text_document"
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with random weights, the users' tokenizer and the control template."""
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    start(GOLDEN / "model.model", folder)
+    command("convert", "assets", str(folder), "--chat-template", "control")
+    return folder
 
 
 @pytest.fixture
@@ -79,16 +118,11 @@ def settings(model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Trained]:
+def run(tmp_path: Path, forks: Callable[[list[str], int], tuple[int, str]]) -> Callable[..., Trained]:
     """`run(config, words, ranks=2)`: train to the end, or whatever end it finds."""
 
     def train(config: Path, *words: object, ranks: int = 1, save: str = "save") -> Trained:
         place = tmp_path / save
-        ran = spawn(["run", str(config), "--save.path", str(place), *map(str, words)], ranks)
-        try:
-            out, _ = ran.communicate(timeout=120)
-        finally:
-            ran.kill()
-        return Trained(ran.returncode, out, place)
+        return Trained(*forks(["run", str(config), "--save.path", str(place), *map(str, words)], ranks), place)
 
     return train

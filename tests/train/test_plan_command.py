@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.train.conftest import ROOT
 
 
@@ -15,14 +17,41 @@ def test_the_plan_of_a_training(settings, train):
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
     assert (found["rows"], found["batch"], found["steps"], found["parameters"]) == (59, 8, 8, 155840)
-    assert found["flops"] == 6 * 155840 * 8 * 8 * 64
     assert found["memory"]["weights, gradients, moments"] == 16 * 155840 // 2
     assert found["bytes"] == sum(found["memory"].values())
+    sharded = {"engine": "deepspeed", "model": {"dtype": "bf16"}}
+    for stage, nbytes in ((1, (12 // 2 + 4, 2)), (2, (16 // 2, 2))):
+        held = settings(parallel={"zero_stage": stage}, **sharded)
+        memory = json.loads(train("plan", held, "--ranks", 2, "--json").out)["memory"]
+        found = memory["weights, gradients, moments"], memory["gathered weights"]
+        assert found == tuple(155840 * one for one in nbytes)
     text = train("plan", settings(), "--ranks", 2)
     assert "8 rows = 2 micro x 2 accumulation x 2 ranks" in text.out
+    timed = train("plan", settings(), "--ranks", 2, "--device", "A100", "--mfu", 0.5)
+    hours = found["flops"] / (312e12 * 0.5 * 2) / 3600
+    assert f"about {hours:.3g} h on 2 A100 at 50 % MFU, {2 * hours:.3g} GPU hours" in timed.out
+    assert train("plan", settings(), "--device", "abacus").code == 2
     wrong = train("plan", settings(), "--ranks", 3)
     assert wrong.code == 2
     assert "x 3 ranks" in wrong.err
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_operations_are_those_that_the_log_counts(settings, family):
+    """Of an epoch."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from train.config import load_config
+    from train.planning import estimate
+    from train.rows import open_rows
+    from train.speed import flops_of, multiplied
+
+    path = settings(family, steps={"train_iters": None, "epochs": 1})
+    config, _ = load_config(path)
+    rows = open_rows(config.data, config.data.train, config.seed)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+    counted = flops_of([rows.flat([number]) for number in range(len(rows))], made.config, multiplied(made))
+    assert estimate(config, 1).flops == pytest.approx(counted)
 
 
 def test_no_torch_is_loaded(settings):

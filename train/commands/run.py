@@ -8,20 +8,21 @@ from pathlib import Path
 import click
 
 from converters.commands.options import as_json
+from formats.errors import UsageError
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def run(config: Path, overrides: tuple[str, ...]) -> None:
-    r"""Fine-tune on packed rows.
+    """Fine-tune on packed rows.
 
     \b
     torchrun --nproc-per-node 8 -m train run CONFIG.yml [--optim.lr 1e-5 …]
 
     Every setting of the file can be given as a dotted word. Under srun with a task for each GPU torchrun is not needed.
     Run again, it goes on from its latest checkpoint.
-    """  # fmt: skip
+    """  # noqa: D301  # \b is the sign of click for lines as they stand
     from train.config import load_config
 
     settings, notes = load_config(config, overrides)
@@ -31,7 +32,7 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     from train.loop import train
 
     notes += [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]
-    with world(settings.parallel.replicas) as ranks:
+    with world(settings.parallel.replicas, settings.parallel.timeout_minutes) as ranks:
         if ranks.first:
             for note in notes:
                 click.echo(f"note: {note}", err=True)
@@ -45,21 +46,28 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="How many GPUs it will run on.")
+@click.option("--device", metavar="A100|H100|…", help="Tell the time on GPUs of this kind.")
+@click.option("--mfu", type=click.FloatRange(0, 1, min_open=True), default=0.4, show_default=True,
+              help="Share of their speed that they will reach; the log of a run tells it.")  # fmt: skip
 @as_json
-def plan(config: Path, overrides: tuple[str, ...], ranks: int, as_json: bool) -> None:
-    """What a training will take: batch equation, steps, tokens, memory. Needs no GPU."""
+def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | None, mfu: float, as_json: bool) -> None:
+    """What a training will take: batch equation, steps, tokens, memory, time. Needs no GPU."""
     from converters.report import size, table
     from train.config import load_config
-    from train.planning import estimate
+    from train.planning import PEAK, estimate
+
+    if device is not None and device not in PEAK:
+        raise UsageError(f"nobody knows how fast a {device} is", f"--device is one of {', '.join(PEAK)}")
 
     settings, notes = load_config(config, overrides)
     found = estimate(settings, ranks)
     total, tokens = sum(found.memory.values()), sum(one.counts["tokens"] for one in found.rows.plans)
-    flops = found.flops(settings.data.seq_length)
+    seconds = found.seconds(device, mfu) if device else None
     if as_json:
         facts = {"rows": len(found.rows), "tokens": tokens, "batch": found.sizes.size, "steps": found.steps}
         facts |= {"parameters": found.parameters, "bytes": total}
-        click.echo(json.dumps(facts | {"epochs": found.epochs, "flops": flops, "memory": found.memory}))
+        facts |= {"epochs": found.epochs, "flops": found.flops, "memory": found.memory, "seconds": seconds}
+        click.echo(json.dumps(facts))
         return
     for note in notes:
         click.echo(f"note: {note}", err=True)
@@ -69,7 +77,10 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, as_json: bool) ->
         ("rows", f"{len(found.rows)}, {100 * fill:.2f} % full, {tokens} tokens"),
         ("batch", found.sizes),
         ("steps", f"{found.steps}, {found.epochs:.3g} epochs"),
-        ("model", f"{found.parameters:,} parameters, {flops:.3g} floating point operations in all"),
+        ("model", f"{found.parameters:,} parameters, {found.flops:.3g} floating point operations in all"),
         ("memory", f"about {size(total)} a rank: {parts}"),
     ]
+    if seconds is not None:
+        told = f"about {seconds / 3600:.3g} h on {ranks} {device} at {100 * mfu:g} % MFU"
+        lines.append(("time", f"{told}, {seconds * ranks / 3600:.3g} GPU hours"))
     click.echo(table(lines, ""))

@@ -32,6 +32,8 @@ from train.data.vocabulary import Fast, Vocabulary
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from converters.publish.chat import Probe
+
 REPLY, LAST_REPLY = 1, 2
 """Bits of a mask: the token belongs to a reply, to the last reply."""
 CHATML = ("<|im_start|>", "<|im_end|>")
@@ -166,23 +168,31 @@ class TemplateEncoder:
         flat = np.fromiter(chain.from_iterable(ids), np.int32, sum(sizes))
         return Encoded(flat, sizes, np.concatenate(masks) if masks else np.empty(0, np.uint8), refused)
 
-    def _document(self, record: Record) -> tuple[list[int], NDArray[np.uint8]]:
+    def prompt(self, record: Record) -> list[int]:
+        """The tokens that ask for the next reply of a dialogue.
+
+        Raises:
+            Malformed: the template refuses the turns, which is then the cause, or they cannot be kept apart from it.
+        """
+        return self._document(record, asking=True)[0]
+
+    def _document(self, record: Record, asking: bool = False) -> tuple[list[int], NDArray[np.uint8]]:
         """Tokens and mask of one record."""
         if not record.roles:
             ids = self._plain(record.contents[0]).ids
             return ids, np.full(len(ids), REPLY | LAST_REPLY, np.uint8)
         spelled = [self.special.search(text) for text in record.contents]
         if not any(spelled):
-            text, spans = self._render(record.roles, record.contents)
+            text, spans = self._render(record.roles, record.contents, asking)
             found = self.vocabulary.marking.encode(text, add_special_tokens=False)
             if int(self.vocabulary.special[found.ids].sum()) != len(self.special.findall(text)):
                 raise Malformed("literal")  # the tokenizer's normalizer, or its model, makes one of other text
             return found.ids, _masked(np.array(found.offsets).reshape(-1, 2), spans)
         if not self.separable:
             raise Malformed("literal")
-        return self._apart(record)
+        return self._apart(record, asking)
 
-    def _apart(self, record: Record) -> tuple[list[int], NDArray[np.uint8]]:
+    def _apart(self, record: Record, asking: bool) -> tuple[list[int], NDArray[np.uint8]]:
         """A record whose contents spell control tokens: what the template wrote is told apart by rendering a disguise.
 
         The first character of what is spelled is replaced by one that occurs nowhere, and put back behind the template.
@@ -192,7 +202,7 @@ class TemplateEncoder:
         disguised = list(record.contents)
         while any(map(self.special.search, disguised)):  # one may lie inside another
             disguised = [self.special.sub(lambda one: hidden[one[0][0]] + one[0][1:], text) for text in disguised]
-        text, spans = self._render(record.roles, disguised)
+        text, spans = self._render(record.roles, disguised, asking)
         shown = {ord(there): first for first, there in hidden.items()}
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -219,15 +229,18 @@ class TemplateEncoder:
     def _firsts(self) -> set[str]:
         return {name[0] for name, special in self.vocabulary.added.items() if special and name}
 
-    def _render(self, roles: Sequence[str], contents: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, roles: Sequence[str], contents: Sequence[str], asking: bool) -> tuple[str, list[tuple[int, int]]]:
         from converters.publish.sandbox import render
 
         named = self.vocabulary.named
         messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
         try:
-            return render(self.template, messages, bos_token=named.get("bos"), eos_token=named.get("eos"))
-        except SourceError:
-            raise Malformed("template") from None
+            return render(
+                self.template, messages, bos_token=named.get("bos"), eos_token=named.get("eos"),
+                add_generation_prompt=asking,
+            )  # fmt: skip
+        except SourceError as error:
+            raise Malformed("template") from error
 
     def _separable(self, name: str) -> bool:
         """Whether text beside a special token is encoded as if it were alone."""
@@ -269,6 +282,22 @@ def check_template(vocabulary: Fast, template: str) -> str:
     Raises:
         RefusedError: it cannot; the message says why.
     """
+    seen, ending = probed(vocabulary, template)
+    faults = seen.faults(ending)
+    if ending is None:
+        faults.append("the chat template ends a reply with no special token, so that a model would never stop")
+    if faults:
+        raise RefusedError(faults[0], "templates that can be trained: --chat-template chatml, llama3 or control")
+    return str(ending)
+
+
+def probed(vocabulary: Fast, template: str) -> tuple[Probe, str | None]:
+    """What a chat template makes of a dialogue, and the token that ends a reply, if any does.
+
+    Raises:
+        SourceError: the template does not render, or not within its limits.
+        RefusedError: it is not for this tokenizer.
+    """
     from converters.publish.chat import probe
 
     named = vocabulary.named
@@ -284,10 +313,4 @@ def check_template(vocabulary: Fast, template: str) -> str:
             f"the chat template writes {', '.join(strange)}, which {vocabulary.path} does not have as special tokens",
             "give the tokenizer the template's tokens: convert assets OUT --from BASE --chat-template NAME",
         )
-    ending = seen.terminator({*vocabulary.added, *seen.markers(), *named.values()})
-    faults = seen.faults(ending)
-    if ending is None:
-        faults.append("the chat template ends a reply with no special token, so that a model would never stop")
-    if faults:
-        raise RefusedError(faults[0], "templates that can be trained: --chat-template chatml, llama3 or control")
-    return str(ending)
+    return seen, seen.terminator({*vocabulary.added, *seen.markers(), *named.values()})

@@ -24,6 +24,8 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 EOD = "<|endoftext|>"
 """What ends a document for GPT-NeoX (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
 ROLES = ("user", "assistant", "system")
+FILES = ("tokenizer.json", "tokenizer.model")
+"""What a folder's tokenizer is in; the first wins."""
 
 
 class Vocabulary(Protocol):
@@ -68,7 +70,7 @@ def open_vocabulary(path: Path, control: Iterable[str] = ()) -> Vocabulary:
         SourceError: it is neither, or damaged.
     """
     if path.is_dir():
-        held = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
+        held = [path / name for name in FILES if (path / name).is_file()]
         if not held:
             raise SourceError(f"{path} holds neither a tokenizer.json nor a tokenizer.model")
         path = held[0]

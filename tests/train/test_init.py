@@ -1,0 +1,96 @@
+"""Run folders: what `train init` writes is what `train run` takes."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from train.config import Config, keys, load_config
+
+
+def test_every_setting_is_there_and_explained(train, model, data, tmp_path):
+    made = train("init", tmp_path / "run", "--from", model("llama", vocab_size=253), "--data", data)
+    assert made.code == 0, made.err
+    text = (tmp_path / "run/config.yml").read_text()
+    for name, told in keys().items():
+        lines = [line for line in text.splitlines() if line.strip().lstrip("# ").startswith(f"{name.split('.')[-1]}:")]
+        assert any(told in line for line in lines), name
+    config, notes = load_config(tmp_path / "run/config.yml")
+    assert not notes
+    assert (config.model.path, config.data.train) == (tmp_path / "run/start", [data])
+    assert (config.data.seq_length, config.steps.iteration_offset) == (128, 0)
+    assert not config.model.path.readlink().is_absolute()
+
+
+def test_what_is_commented_out_is_the_default(train, model, data, tmp_path):
+    assert train("init", tmp_path / "run", "--from", model("llama", vocab_size=253), "--data", data).code == 0
+    lines = (tmp_path / "run/config.yml").read_text().splitlines()[3:]
+    bare = [line.replace("# ", "", 1) if line.lstrip().startswith("# ") else line for line in lines]
+    tree = yaml.safe_load("\n".join(line for line in bare if not line.split("#")[0].rstrip().endswith(": null")))
+    tree["steps"].pop("train_iters", None)
+    given, _ = load_config(tmp_path / "run/config.yml")
+    assert Config(**{name: held for name, held in tree.items() if held is not None}) == given
+
+
+@pytest.mark.distributed
+def test_a_phase_begins_at_a_step_and_another_follows(train, run, model, data, tmp_path):
+    """F13, F58, F60: the start is linked beside what is to come; the next phase goes on in the same folder."""
+    start = tmp_path / "final_train_v2/global_step423858"
+    start.parent.mkdir()
+    start.symlink_to(model("llama", vocab_size=253))
+    made = train("init", tmp_path / "one", "--from", start, "--data", data)
+    assert made.code == 0, made.err
+    save = tmp_path / "one/checkpoints"
+    assert (save / "latest").read_text() == "global_step423858"
+    assert (save / "global_step423858").readlink().parts[:3] == ("..", "..", "final_train_v2")
+    text = (
+        (tmp_path / "one/config.yml")
+        .read_text()
+        .replace("epochs: 1 ", "train_iters: 2 ")
+        .replace("size: 64", "size: 8")
+    )
+    (tmp_path / "one/config.yml").write_text(text)
+    words = ["--model.dtype", "fp32", "--data.seq_length", "64", "--save.keep", "1"]
+    first = run(tmp_path / "one/config.yml", *words, save="one/checkpoints")
+    assert first.code == 0, first.out
+    made = train("init", tmp_path / "two", "--after", tmp_path / "one/config.yml", "--data", data)
+    assert made.code == 0, made.err
+    second = run(tmp_path / "two/config.yml", *words, save="one/checkpoints")
+    assert second.code == 0, second.out
+    assert second.series("global_step") == [423859, 423860, 423861, 423862]
+    left = sorted(path.name for path in save.glob("global_step*"))
+    assert left == ["global_step423858", "global_step423860", "global_step423862"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--from", "nowhere"], 3, "nowhere does not exist"),
+        ([], 2, "give one of --from CHECKPOINT and --after CONFIG"),
+        (["--from", "MODEL", "--data", "nothing"], 3, "nothing.idx is not there"),
+        (["--from", "MODEL", "--full"], 7, "has something in it"),
+    ],
+)
+def test_what_cannot_be_begun(train, model, data, tmp_path, words, code, message):
+    if "--full" in words:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/file").touch()
+    named = [str(model("llama", vocab_size=253)) if word == "MODEL" else word for word in words if word != "--full"]
+    made = train("init", tmp_path / "run", *named, "--data", data)
+    assert made.code == code
+    assert message in made.err
+
+
+def test_the_doctor_looks_at_this_machine(train):
+    found = train("doctor")
+    assert found.code == 0, found.err
+    assert "torch             2." in found.out
+    assert "attention sdpa    documents of a row differ by" in found.out
+    assert "not on cpu here" in found.out
+
+
+@pytest.mark.distributed
+def test_the_doctor_adds_up_ranks(forks):
+    code, out = forks(["doctor", "--json"], 3)
+    assert code == 0, out
+    assert "3 ranks sum 67.1 MB" in out

@@ -1,0 +1,120 @@
+"""`train plot`: what is drawn is what the logs say, and the file is an image."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+
+import numpy as np
+import pytest
+
+from formats.errors import SourceError
+from train.plot import DPI, HEIGHT, WIDTH, draw, read_history
+
+
+def write(folder, name, first, steps=50, texts=False):
+    """A run's logs: a step each, an evaluation every tenth."""
+    run = folder / name
+    run.mkdir()
+    log = [
+        {
+            "step": step,
+            "global_step": first + step,
+            "loss": 5 - 0.01 * (first + step),
+            "lr": 1e-4,
+            "grad_norm": 1 / step,
+        }
+        for step in range(1, steps + 1)
+    ]
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    evaluations = []
+    for line in log[9::10]:
+        scores = {"en_loss": line["loss"] + 0.1, "eu_new_loss": line["loss"] + 0.2}
+        if texts:
+            scores |= {"en_rouge1": 0.5, "en_rougeLsum": 0.4, "en_bleu": 30.0}
+        evaluations.append({"step": line["step"], "global_step": line["global_step"]} | scores)
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    return run, log, evaluations
+
+
+def image(path):
+    """Width, height and pixels of a PNG, read by nobody's library: chunks with their sums, rows with their filters."""
+    raw = path.read_bytes()
+    assert raw[:8] == b"\x89PNG\r\n\x1a\n"
+    place, packed, size = 8, b"", (0, 0)
+    while place < len(raw):
+        length, kind = struct.unpack(">I4s", raw[place : place + 8])
+        body = raw[place + 8 : place + 8 + length]
+        assert zlib.crc32(kind + body) == struct.unpack(">I", raw[place + 8 + length : place + 12 + length])[0]
+        if kind == b"IHDR":
+            size = struct.unpack(">II", body[:8])
+        packed += body if kind == b"IDAT" else b""
+        place += 12 + length
+    pixels = zlib.decompress(packed)
+    assert len(pixels) == size[1] * (1 + 4 * size[0])
+    return size
+
+
+def test_curves_are_the_logs(tmp_path):
+    run, log, evaluations = write(tmp_path, "phase", 100, texts=True)
+    found = read_history(run)
+    assert found.name == "phase"
+    for name in ("loss", "lr", "grad_norm"):
+        assert found.steps[name] == {line["global_step"]: line[name] for line in log}
+    assert found.scores["loss"] == {
+        name: {line["global_step"]: line[f"{name}_loss"] for line in evaluations} for name in ("en", "eu_new")
+    }
+    assert set(found.scores["rouge"]) == {"en rouge1", "en rougeLsum"}
+    assert found.scores["bleu"] == {"en": {line["global_step"]: 30.0 for line in evaluations}}
+
+
+def test_a_step_that_was_evaluated_again_and_a_line_half_written(tmp_path):
+    run, log, _ = write(tmp_path, "run", 0)
+    with (run / "evaluations.jsonl").open("a") as file:
+        file.write('{"step": 10, "global_step": 10, "en_loss": 1.5}\n')
+    with (run / "log.jsonl").open("a") as file:
+        file.write('{"step": 51, "glo')
+    found = read_history(run)
+    assert found.scores["loss"]["en"][10] == 1.5
+    assert len(found.steps["loss"]) == len(log)
+    lines = (run / "log.jsonl").read_text().splitlines()
+    (run / "log.jsonl").write_text("\n".join([*lines[:3], "{", *lines[3:]]))
+    with pytest.raises(SourceError, match=r"line 4 of .*log\.jsonl is no record of a step"):
+        read_history(run)
+
+
+def test_what_is_drawn(tmp_path, monkeypatch):
+    """The lines of the figure hold the numbers of the log: two phases, a set each, in one panel."""
+    from matplotlib.figure import Figure
+
+    (one, log, evaluations), (two, after, _) = write(tmp_path, "U1", 0), write(tmp_path, "U2", 50)
+    figures = []
+    real = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *words, **more: (figures.append(self), real(self, *words, **more))
+    )
+    draw([read_history(one), read_history(two)], tmp_path / "out.png")
+    assert image(tmp_path / "out.png") == (int(WIDTH * DPI), round(3 * HEIGHT * DPI))
+    loss, rate, norm = figures[0].axes
+    lines = {line.get_label(): np.stack(line.get_data()).tolist() for line in loss.lines}
+    assert set(lines) == {"U1 train", "U1 en", "U1 eu_new", "U2 train", "U2 en", "U2 eu_new"}
+    assert lines["U1 train"] == [[one["global_step"] for one in log], [one["loss"] for one in log]]
+    assert lines["U2 train"] == [[one["global_step"] for one in after], [one["loss"] for one in after]]
+    assert lines["U1 en"] == [[one["global_step"] for one in evaluations], [one["en_loss"] for one in evaluations]]
+    assert [len(axis.lines) for axis in (rate, norm)] == [2, 2]
+    assert [axis.get_ylabel() for axis in figures[0].axes] == ["loss", "learning rate", "gradient norm"]
+
+
+def test_the_command(train, tmp_path):
+    run, *_ = write(tmp_path, "run", 100, texts=True)
+    ran = train("plot", run)
+    assert (ran.code, ran.out) == (0, f"{run / 'plot.png'}\n")
+    assert image(run / "plot.png") == (1600, round(5 * HEIGHT * DPI))
+    assert train("plot", run).code == 0  # its own place is drawn again
+    refused = train("plot", run, "-o", run / "plot.png")
+    assert refused.code == 7
+    assert train("plot", run, "-o", run / "plot.png", "--force").code == 0
+    none = train("plot", tmp_path)
+    assert none.code == 3
+    assert "has no log.jsonl with a step in it" in none.err

@@ -1,0 +1,74 @@
+"""`train chat`: ask a model."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from train.chat import Answer
+    from train.data.vocabulary import Fast
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--prompt", metavar="TEXT", help="One turn.  [default: a conversation on stdin, a line a turn]")
+@click.option("--system", metavar="TEXT", help="A system turn before all others.")
+@click.option("--max-new-tokens", "most", type=click.IntRange(1), default=256, show_default=True, metavar="N",
+              help="Longest answer.")  # fmt: skip
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
+              help="0 takes the likeliest token each time.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=1234, show_default=True, help="With a temperature.")
+@click.option("--ids", is_flag=True, help="Show pieces and ids of prompt and answer, and what ended it.")
+@click.option("--backend", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True)
+def chat(
+    model: Path, prompt: str | None, system: str | None, most: int, temperature: float, seed: int, ids: bool,
+    backend: str,
+) -> None:  # fmt: skip
+    """Talk with a model in a Hugging Face folder, with its own chat template, on whatever device there is.
+
+    A text that spells a control token stays text. An answer ends at the tokens of generation_config.json, from which
+    nothing else is taken.
+    """
+    from train.chat import Sampling, open_chat
+
+    if not math.isfinite(temperature):
+        raise UsageError(f"--temperature {temperature} is no temperature")
+    talk = open_chat(model, backend)
+    for note in talk.notes:
+        click.echo(f"note: {note}", err=True)
+    roles, contents = (["system"], [system]) if system is not None else ([], [])
+    for turn in _turns() if prompt is None else [prompt]:
+        answer = talk.answer([*roles, "user"], [*contents, turn], Sampling(most, temperature, seed))
+        roles, contents = [*roles, "user", "assistant"], [*contents, turn, answer.text]
+        for line in _shown(answer, talk.vocabulary) if ids else [answer.text]:
+            click.echo(line)
+        if answer.ending is None and not ids:
+            click.echo(f"note: cut off after {len(answer.ids)} tokens", err=True)
+
+
+def _turns() -> Iterator[str]:
+    """Lines of stdin that say something, each after a sign if somebody types them."""
+    sign = "> " if sys.stdin.isatty() else ""
+    click.echo(sign, nl=False, err=True)
+    while line := sys.stdin.buffer.readline():
+        if line.strip():
+            yield line.decode("utf-8", "surrogateescape").rstrip("\r\n")
+        click.echo(sign, nl=False, err=True)
+
+
+def _shown(answer: Answer, vocabulary: Fast) -> Iterator[str]:
+    """A prompt and its answer, as `train show` shows documents."""
+    end = f"ended by {answer.ending}" if answer.ending is not None else "cut off"
+    for name, ids in (("prompt", answer.prompt), ("answer", answer.ids)):
+        yield f"{name}, {len(ids)} tokens" + (f", {end}" if name == "answer" else "")
+        yield f"  text    {vocabulary.decode(ids)}"
+        yield f"  pieces  {' '.join(vocabulary.pieces(ids))}"
+        yield f"  ids     {' '.join(map(str, ids))}"

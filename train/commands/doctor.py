@@ -1,0 +1,39 @@
+"""`train doctor`: what this machine has, and whether a training on it would be right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from converters.commands.options import as_json
+from formats.errors import VerificationError
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path), required=False)
+@as_json
+def doctor(model: Path | None, as_json: bool) -> None:
+    """Look at this machine: versions, device, attention, ranks.
+
+    \b
+    train doctor [MODEL]
+    torchrun --nproc-per-node 8 -m train doctor
+
+    Each attention runs two layers (of MODEL, if given) on packed documents and on each alone. Exit code 6 if the one
+    that a training would take mixes them, or if ranks do not add up.
+    """  # noqa: D301  # \b is the sign of click for lines as they stand
+    from train.distributed import world
+    from train.doctor import examine
+
+    with world(1, 5) as ranks:
+        found = list(examine(ranks, model))
+    faults = [one for one in found if one.fault]
+    if ranks.first and as_json:
+        click.echo(json.dumps({one.name: one.told for one in found} | {"faults": [one.name for one in faults]}))
+    elif ranks.first:
+        for one in found:
+            click.echo(f"{'FAULT ' if one.fault else ''}{one.name:<18}{one.told}")
+    if faults:
+        raise VerificationError(f"{faults[0].name}: {faults[0].told}")

@@ -1,0 +1,87 @@
+"""`train eval`: what checkpoints are worth, without touching the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from converters.commands.options import as_json
+from formats.errors import UsageError
+
+FOLDER = click.Path(path_type=Path)
+
+
+@click.command(
+    "eval", context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+)  # fmt: skip
+@click.argument("run", type=FOLDER)
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--checkpoint",
+    metavar="N|FOLDER",
+    help="Global step, or any checkpoint of ours or Hugging Face's.  [default: latest]",
+)
+@click.option("--all", "whole", is_flag=True, help="Each checkpoint of the run that has no results yet.")
+@click.option(
+    "--ppl",
+    "texts",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="FOLDER",
+    help="Instead of the validation sets: its *.jsonl, records with text.",
+)
+@click.option(
+    "--out",
+    type=FOLDER,
+    metavar="FOLDER",
+    help="Where STEP.csv goes.  [default: RUN/perplexity, with --ppl a folder in it]",
+)
+@as_json
+def evaluate(
+    run: Path,
+    overrides: tuple[str, ...],
+    checkpoint: str | None,
+    whole: bool,
+    texts: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Perplexity, ROUGE and BLEU of checkpoints.
+
+    RUN is a run's folder or a file of settings, whose settings can be given as dotted words, such as
+    --evaluate.metrics '[rouge, bleu]'. Under torchrun or srun the numbers are the same on any number of ranks.
+    """  # fmt: skip
+    from train.runs import open_run
+
+    if whole and checkpoint is not None:
+        raise UsageError("--all and --checkpoint exclude each other")
+    settings, notes = open_run(run, overrides)
+
+    from train.distributed import world
+    from train.evaluate import CSV, line_of, write_csv, write_scores
+    from train.tester import every, facts_of, find, score
+
+    def note(text: str) -> None:
+        click.echo(f"note: {text}", err=True)
+
+    save = settings.save.path
+    folder = out or (save / CSV / texts.resolve().name if texts else save / CSV)
+    with world(1, settings.parallel.timeout_minutes) as ranks:
+        places = every(save) if whole else [find(save, checkpoint or "latest")]
+        if whole:
+            places = [one for one in places if not (folder / f"{one.step}.csv").is_file()]
+        elif out is not None and places[0].progress is None:
+            raise UsageError(f"{places[0].path} has no global step, which names the file in --out", "--json tells all")
+        places = ranks.told(places)
+        for text in notes if ranks.first else []:
+            note(text)
+        if ranks.first and not places:
+            note(f"every checkpoint of {save} has its results in {folder}")
+        for place, scores in score(settings, places, texts, ranks, note) if places else ():
+            if not ranks.first:
+                continue
+            if place.progress is not None and folder == save / CSV:
+                write_scores(save, place.progress, scores)
+            elif place.step is not None:
+                write_csv(folder, place.step, scores)
+            click.echo(facts_of(place, scores) if as_json else line_of(place.step, scores))

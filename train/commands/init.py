@@ -1,0 +1,42 @@
+"""`train init`: a run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from formats.errors import UsageError
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--from", "start", type=click.Path(path_type=Path), help="Checkpoint of any format to start from.")
+@click.option("--after", "before", type=click.Path(path_type=Path), help="Settings of the phase that this one follows.")
+@click.option(
+    "--data", multiple=True, type=click.Path(path_type=Path), required=True, help="Token files, without .bin."
+)
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="Hugging Face folder, for a checkpoint without its own."
+)
+def init(folder: Path, start: Path | None, before: Path | None, data: tuple[Path, ...], config: Path | None) -> None:
+    """Make a run folder: every setting explained, the start linked.
+
+    \b
+    train init run1 --from final_train_v2/global_step423858 --data P_text_document
+    train init run2 --after run1/config.yml --data Q_text_document
+
+    A checkpoint's global step becomes the iteration offset. A phase that follows another goes on in its save folder.
+    """  # noqa: D301  # \b is the sign of click for lines as they stand
+    from train.init import after
+    from train.init import init as begin
+
+    if (start is None) == (before is None):
+        raise UsageError("give one of --from CHECKPOINT and --after CONFIG")
+    if before is not None and config is not None:
+        raise UsageError("--config belongs to --from: the phase before has its own")
+    path = after(folder, before, data) if before is not None else begin(folder, Path(str(start)), data, config)
+    click.echo(path)
+    click.echo(
+        f"hint: look at it, then: train plan {path} && torchrun --nproc-per-node 8 -m train run {path}", err=True
+    )

@@ -1,0 +1,29 @@
+"""`train plot`: diagrams of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from formats.errors import OutputError
+
+FOLDER = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("runs", type=FOLDER, nargs=-1, required=True, metavar="RUN…")
+@click.option("-o", "--out", type=FOLDER, metavar="FILE.png", help="[default: RUN/plot.png of the last run]")
+@click.option("--force", is_flag=True, help="Replace a file that --out names.")
+def plot(runs: tuple[Path, ...], out: Path | None, force: bool) -> None:
+    """Loss, learning rate, gradient norm and evaluations over the global step, as a PNG.
+
+    Several runs, such as the phases of a pre-training, lie in one diagram. A training may be running.
+    """
+    from train.plot import draw, read_history
+
+    if out is not None and out.exists() and not force:
+        raise OutputError(f"{out} exists", "choose another --out, or replace it with --force")
+    place = out or runs[-1] / "plot.png"
+    draw([read_history(run) for run in runs], place)
+    click.echo(place)

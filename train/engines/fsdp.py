@@ -1,0 +1,114 @@
+"""torch's own sharding: FSDP2, and HSDP with replicas. Checkpoints are torch DCP with Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from train.config import Config
+from train.distributed import World
+from train.model import DTYPES, Trainee, fill, fill_buffers, layers, make, recompute, weights
+from train.optimizer import adamw
+
+
+def sharded(config: Config, made: Any, world: World, backend: str) -> Any:
+    """A `Trainee` in pieces; its weights are whatever the memory held.
+
+    Args:
+        config: `model`.
+        made: the model's configuration, of transformers.
+        world: the ranks.
+        backend: a key of `attention.BACKENDS`.
+    """
+    model = make(made, backend)
+    held = layers(model)
+    if config.model.activation_checkpointing:
+        recompute(held)
+    if config.model.compile:
+        for layer in held:
+            layer.compile()
+    trainee = Trainee(model, backend)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.model.dtype], reduce_dtype=torch.float32)
+    mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
+    for layer in held:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(trainee, mesh=mesh, mp_policy=policy)
+    trainee.to_empty(device=world.device)
+    model.tie_weights()
+    fill_buffers(model, world.device)
+    return trainee
+
+
+def read_weights(model: Any, folder: Path, world: World) -> None:
+    """Fill a sharded model from a checkpoint, whose moments nobody reads; saved on any number of ranks."""
+    load({"model": weights(model)}, checkpoint_id=str(folder), process_group=world.saving)
+
+
+class Sharded:
+    """A model whose weights, gradients and moments are sharded over the ranks of a replica."""
+
+    def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
+        self.clip, self.world = config.optim.clip, world
+        self.trainee = sharded(config, made, world, backend)
+        self.model = self.trainee.model
+        with torch.no_grad():
+            fill(self.model, config.model.path)
+        self.optimizer = adamw(self.trainee, config.optim, fused=world.device.type == "cuda")
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """See `Engine`. FSDP divides by the number of ranks only when it reduces."""
+        self.trainee.set_requires_gradient_sync(last)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, rate: float) -> float:
+        """See `Engine`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        held: Sequence[torch.Tensor] = [one for one in self.trainee.parameters() if one.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(held, self.clip or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def write(self, folder: Path) -> Future[Any]:
+        """See `Engine`."""
+        return write(self.model, self.optimizer, folder, self.world)
+
+    def read(self, folder: Path) -> None:
+        """See `Engine`: saved on any number of ranks."""
+        read(self.model, self.optimizer, folder, self.world)
+
+
+def write(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> Future[Any]:
+    """Write weights, moments and steps: the tensors are copied now and written in the background."""
+    held: Any = async_save(_tensors(model, optimizer), checkpoint_id=str(folder), process_group=world.saving)
+    return held  # type: ignore[no-any-return]
+
+
+def read(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> None:
+    """Read what `write` wrote, on any number of ranks."""
+    _empty_moments(optimizer)
+    load(_tensors(model, optimizer), checkpoint_id=str(folder), process_group=world.saving)
+
+
+def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and, of those that are trained, moments and steps."""
+    held, state = weights(model), optimizer.state
+    return {"model": held, "optim": {name: state[tensor] for name, tensor in held.items() if tensor in state}}
+
+
+def _empty_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW the state that it would make at its first step, so that a checkpoint can be loaded into it."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            step = torch.zeros((), dtype=torch.float32, device=tensor.device if group.get("fused") else "cpu")
+            zeros = [torch.zeros_like(tensor) for _ in range(2)]
+            optimizer.state[tensor] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}

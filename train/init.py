@@ -1,0 +1,206 @@
+"""A run folder: settings with every key explained, the start linked, and where checkpoints will lie.
+
+DIR/config.yml
+DIR/start -> the checkpoint              or, for a checkpoint of a run, global_stepN,
+DIR/checkpoints/global_stepN -> it       beside those that are to come, as the users of GPT-NeoX lay it out
+DIR/checkpoints/latest
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from converters.durable import write_file
+from formats.errors import OutputError, SourceError, UsageError
+from train.batching import make_order
+from train.checkpoint import LATEST, PREFIX
+from train.config import Config, load_config
+from train.rows import open_rows
+
+SEQ_LENGTH = 8192
+"""Tokens of a row, unless the model has fewer positions."""
+
+
+class Start(NamedTuple):
+    """What a run begins with.
+
+    Attributes:
+        path: the checkpoint, as it will be called from the settings.
+        offset: its global step, 0 if its name tells none.
+        seq_length: tokens of a row.
+    """
+
+    path: Path
+    offset: int
+    seq_length: int
+
+
+def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = None) -> Path:
+    """Make a run folder.
+
+    Args:
+        folder: new, or empty.
+        start: checkpoint of any format.
+        data: token files.
+        base: Hugging Face folder with settings and tokenizer, for a checkpoint that has none.
+
+    Returns:
+        The settings.
+
+    Raises:
+        OutputError: the folder has something in it.
+        SourceError: the checkpoint or the data cannot be read.
+    """
+    from formats.checkpoint import Settings
+    from formats.registry import open_checkpoint
+    from formats.spec import ModelSpec
+
+    _require_empty(folder)
+    spec = open_checkpoint(start, Settings(config=base)).spec
+    for prefix in data:
+        if not prefix.with_name(prefix.name + ".idx").is_file():
+            raise SourceError(f"{prefix}.idx is not there", "train tokenize makes it")
+    longest = spec.max_positions if isinstance(spec, ModelSpec) else None
+    begun = _link(folder, start, min(SEQ_LENGTH, longest or SEQ_LENGTH))
+    values: dict[str, Any] = {
+        "model.path": begun.path, "data.train": list(data), "data.seq_length": begun.seq_length, "batch.size": 64,
+        "batch.micro": 1, "optim.lr": 1e-5, "steps.epochs": 1, "steps.iteration_offset": begun.offset,
+        "save.path": folder / "checkpoints",
+    }  # fmt: skip
+    return _write(folder, values | ({"model.config": base} if base else {}))
+
+
+def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
+    """Make the run folder of the phase that follows another one, with its settings and in its save folder.
+
+    Args:
+        folder: new, or empty.
+        before: the settings of the phase before.
+        data: token files of the new phase.
+
+    Returns:
+        The settings.
+    """
+    _require_empty(folder)
+    config, _ = load_config(before)
+    total = config.steps.train_iters
+    if total is None:
+        if config.batch.size is None:
+            raise UsageError(f"{before} has no batch.size, so nobody knows at which step that phase ends")
+        rows = len(open_rows(config.data, config.data.train, config.seed))
+        _, total = make_order(rows, config.seed, config.steps, config.batch.size)
+    values = dict(_given(config))
+    values |= {"data.train": list(data), "steps.iteration_offset": config.steps.iteration_offset + total}
+    values |= {"schedule.warmup": 0.0, "init": "auto"}
+    return _write(folder, values)
+
+
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{folder} has something in it", "name a new folder")
+
+
+def _link(folder: Path, start: Path, seq_length: int) -> Start:
+    """Link the checkpoint, by a relative path, so that the folders can be moved together."""
+    target = start.parent.resolve() / start.name if start.name else start.resolve()
+    step = re.fullmatch(rf"_?{PREFIX}_?(\d+).*|iter_(\d+)", target.name)
+    place = folder / "start"
+    if step and target.name == f"{PREFIX}{step[1]}":
+        place = folder / "checkpoints" / target.name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(os.path.relpath(target, place.parent.resolve()))
+    if place.parent.name == "checkpoints":
+        write_file(place.parent / LATEST, place.name.encode())
+    return Start(place, int(step[1] or step[2]) if step else 0, seq_length)
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def _given(config: Config) -> Iterator[tuple[str, Any]]:
+    """What a file of settings says, by dotted names."""
+
+    def walk(part: BaseModel, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name in sorted(part.model_fields_set):
+            value = getattr(part, name)
+            if isinstance(value, BaseModel):
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name, value
+
+    return walk(config, "")
+
+
+def _write(folder: Path, values: Mapping[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yml"
+    write_file(path, "\n".join(text_of(values)).encode())
+    load_config(path)
+    return path
+
+
+def text_of(values: Mapping[str, Any]) -> Iterator[str]:
+    """A file of settings: what is given, and what is not as a comment with its default; each with its explanation.
+
+    Args:
+        values: by dotted names.
+    """
+    yield "# Every setting can be given on the command line too: train run config.yml --optim.lr 1e-5"
+    yield "# What is commented out has the value that stands there.\n"
+    plain = {name: info for name, info in Config.model_fields.items() if not _section(info)}
+    yield from _lines(plain, "", "", values)
+    for name, info in Config.model_fields.items():
+        part = _section(info)
+        if part:
+            yield f"\n{name}:  # {(part.__doc__ or '').splitlines()[0]}"
+            yield from _lines(part.model_fields, f"{name}.", "  ", values)
+    yield ""
+
+
+def _section(info: FieldInfo) -> type[BaseModel] | None:
+    kind = info.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _lines(fields: Mapping[str, FieldInfo], prefix: str, indent: str, values: Mapping[str, Any]) -> Iterator[str]:
+    for name, info in fields.items():
+        given = prefix + name in values
+        value = values[prefix + name] if given else info.get_default(call_default_factory=True)
+        shown = "" if value is PydanticUndefined else _flow(value)
+        line = f"{indent}{'' if given else '# '}{name}: {shown}"
+        told = " ".join(filter(None, [info.description, _choices(info.annotation)]))
+        yield f"{line:<50}  # {told}" if told else line
+
+
+def _flow(value: Any) -> str:
+    """A value on one line, as YAML."""
+    match value:
+        case Path():
+            return _flow(str(value))
+        case list() | tuple():
+            return "[" + ", ".join(_flow(one) for one in value) + "]"
+        case float():
+            return f"{value:g}" if "e" not in f"{value:g}" else f"{value:.1e}"
+        case _:
+            return (
+                str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("\n").removesuffix("\n...")
+            )
+
+
+def _choices(kind: Any) -> str:
+    """The words that a setting takes."""
+    if get_origin(kind) is Literal:
+        return "(" + " | ".join(map(str, get_args(kind))) + ")"
+    if get_origin(kind) in (Union, UnionType):
+        return next((found for one in get_args(kind) if (found := _choices(one))), "")
+    return ""

@@ -1,0 +1,111 @@
+"""What a training needs before its model is made: rows, their order, and where it begins.
+
+It begins with the model's folder, goes on from its own latest checkpoint, or takes up the last one of the phase before
+it, which lies in the same folder at the global step that this one starts from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.errors import RefusedError
+from train.attention import require_masks, resolve, self_check
+from train.batching import Order, Sizes, batch_sizes, make_order
+from train.checkpoint import Progress, check_same, newest, read_progress
+from train.config import Config
+from train.distributed import World
+from train.engines import ENGINES
+from train.model import DTYPES
+from train.rows import Rows, open_rows
+from train.schedule import check_schedule
+from train.source import folder_of
+
+
+class Prepared(NamedTuple):
+    """A training before its first step.
+
+    Attributes:
+        config: the settings; `model.path` is a Hugging Face folder by now.
+        rows: what it is trained on.
+        sizes: the batch equation.
+        order: which rows make a step.
+        total: steps.
+        progress: how far it is.
+        start: checkpoint whose weights and moments it takes, None to begin with the model's folder.
+    """
+
+    config: Config
+    rows: Rows
+    sizes: Sizes
+    order: Order
+    total: int
+    progress: Progress
+    start: Path | None
+
+
+def prepare(config: Config, world: World) -> Prepared:
+    """Check the settings against each other, the data and the checkpoints.
+
+    Raises:
+        VitruvianError: they contradict each other.
+    """
+    check_schedule(config)
+    sizes = batch_sizes(config.batch, world.ranks)
+    rows = open_rows(config.data, config.data.train, config.seed)
+    order, total = make_order(len(rows), config.seed, config.steps, sizes.size)
+    kind = ENGINES[config.engine][2]
+    fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, kind)
+        0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, ENGINES[config.engine][2]
+    )
+    start, progress = world.told(_start(config, fresh) if world.first else None)
+    if progress.step < total:
+        path = world.told(folder_of(config) if world.first else None)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    return Prepared(config, rows, sizes, order, total, progress, start)
+
+
+def choose_attention(config: Config, world: World) -> tuple[Any, str, float]:
+    """The model's configuration, the attention for it, and how far documents of a row are from documents alone.
+
+    Raises:
+        VitruvianError: its layers cannot keep documents apart, or the attention does not.
+    """
+    from transformers import AutoConfig
+
+    made: Any = AutoConfig.from_pretrained(config.model.path)
+    require_masks(made)
+    backend = resolve(config.model.attention, world.device)
+    return made, backend, self_check(made, world.device, backend, DTYPES[config.model.dtype])
+
+
+def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:
+    """The checkpoint to take up, and how far this run is.
+
+    Raises:
+        RefusedError: the settings ask for one that there is not, or is another run's.
+    """
+    found = newest(config.save.path)
+    if found is None:
+        if config.init == "resume":
+            hint = "--init auto begins where there is none"
+            raise RefusedError(f"{config.save.path} has no checkpoint to resume from", hint)
+        return None, fresh
+    held = read_progress(found)
+    if config.init == "finetune":
+        if held.offset == fresh.offset:
+            raise RefusedError(
+                f"{config.save.path} has a checkpoint of this run, {found.name}, and init is finetune",
+                "go on with --init auto, or take another save.path",
+            )
+        return None, fresh
+    if held.engine != fresh.engine:
+        raise RefusedError(
+            f"{found} was written by the engine {held.engine}",
+            f"go on with --engine {held.engine}, or begin with its weights: --model.path {found} --save.path …",
+        )
+    if held.offset != fresh.offset and held.offset + held.step == fresh.offset:
+        return found, replace(fresh, tokens=0)
+    check_same(held, fresh, found)
+    return found, held

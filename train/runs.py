@@ -1,0 +1,64 @@
+"""A run's folder: its settings, its checkpoints, and its logs.
+
+    SAVE/config.yml            settings, see `config.write_config`
+    SAVE/global_step1500/      checkpoints, see `checkpoint.py`
+    SAVE/log.jsonl             a line for each step
+    SAVE/evaluations.jsonl     a line for each evaluation
+
+No torch is needed to read them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from formats.errors import SourceError
+from train.config import Config, load_config
+
+CONFIG, LOG, EVALUATIONS = "config.yml", "log.jsonl", "evaluations.jsonl"
+
+
+def open_run(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
+    """The settings of a run.
+
+    Args:
+        path: a file of settings; or the folder of one, or of checkpoints, which may have been moved.
+        overrides: as `load_config` takes them.
+
+    Returns:
+        What `load_config` does.
+
+    Raises:
+        SourceError: the folder has no settings.
+        UsageError: a setting is wrong.
+    """
+    if not path.is_dir():
+        return load_config(path, overrides)
+    if not (path / CONFIG).is_file():
+        raise SourceError(f"{path} has no {CONFIG}: it is no run's folder", "name the file that it was started with")
+    moved = ["--save.path", str(path.absolute())] if (path / LOG).is_file() else []
+    return load_config(path / CONFIG, [*moved, *overrides])
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log, none where there is no log. The last one may be half written: the training may be running.
+
+    Raises:
+        SourceError: another line is damaged.
+    """
+    if not path.is_file():
+        return []
+    found = []
+    *lines, rest = path.read_text().split("\n")
+    del rest  # empty, or a line without its end
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            record["global_step"] += 0
+        except (ValueError, TypeError, KeyError):
+            raise SourceError(f"line {number} of {path} is no record of a step") from None
+        found.append(record)
+    return found

@@ -1,0 +1,42 @@
+"""Where the weights come from: a Hugging Face folder as it is, or any other checkpoint, converted once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from formats.errors import UsageError
+from train.config import Config
+
+CONVERTED = "start"
+"""Folder in `save.path` that holds the start of a training as a Hugging Face folder."""
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ranks can read their pieces from a folder as it is."""
+    held = any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    return held and (path / "config.json").is_file()
+
+
+def folder_of(config: Config) -> Path:
+    """The Hugging Face folder to start from. Any other checkpoint is converted to `SAVE/start`, if that is not there.
+
+    Raises:
+        VitruvianError: it cannot be converted; or the Hugging Face folder that it needs is not given.
+    """
+    path = config.model.path
+    if is_folder(path):
+        return path
+    from converters.convert import SHARD_SIZE, Request, plan_huggingface, run
+    from formats.checkpoint import Settings
+    from formats.registry import open_checkpoint
+
+    out = config.save.path / CONVERTED
+    if is_folder(out):
+        return out
+    source = open_checkpoint(path, Settings(config=config.model.config))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    request = Request(out, quiet=True)
+    run(plan_huggingface(source, request, SHARD_SIZE), request, lambda _, __: None)
+    if not is_folder(out):
+        raise UsageError(f"{path} was converted to {out}, which has no config.json", "--model.config HF_FOLDER")
+    return out

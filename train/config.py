@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -37,6 +37,20 @@ class Model(_Part):
     )
     activation_checkpointing: bool = Field(True, description="Compute each layer twice instead of keeping it.")
     compile: bool = Field(False, description="torch.compile for each layer.")
+    kernels: Literal["auto", "torch", "liger"] = Field(
+        "auto", description="Of norms, MLPs and positions; auto takes liger on a GPU where it knows the model."
+    )
+
+
+class Lora(_Part):
+    """Adapters of low rank are trained, the model's own weights are not."""
+
+    rank: Count = Field(16, description="Columns of B and rows of A.")
+    alpha: Count = Field(32, description="B times A counts alpha / rank.")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Of what goes into A.")
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+        "all-linear", description="Names of layers, such as q_proj; all-linear takes all of them but the head."
+    )
 
 
 class Data(_Part):
@@ -134,6 +148,7 @@ class Config(_Part):
     """A training."""
 
     model: Model
+    lora: Lora | None = Field(None, description="Train adapters of low rank; `lora: {}` takes the defaults.")
     data: Data
     batch: Batch
     optim: Optim
@@ -249,7 +264,7 @@ def keys(part: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:
     """Every setting with its explanation, in the order of the file."""
     found: dict[str, str] = {}
     for name, info in part.model_fields.items():
-        kind = info.annotation
+        kind = next((one for one in get_args(info.annotation) if isinstance(one, type)), info.annotation)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             found |= keys(kind, f"{prefix}{name}.")
         else:

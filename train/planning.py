@@ -1,8 +1,9 @@
 """What a training will take, from its settings and the headers of its files: no GPU, no torch.
 
-Memory is that of one rank: float32 weights, gradients and two moments of its shard; the gathered weights of two layers
-and of the root in the computation's type; the inputs of every layer, which activation checkpointing keeps; and the
-logits of a chunk. It is an estimate: kernels and the allocator add their own.
+Memory is that of one rank: float32 weights, gradients and two moments of its shard (with adapters of them alone, beside
+the shard of the frozen weights in the computation's type); the gathered weights of two layers and of the root in that
+type; the inputs of every layer, which activation checkpointing keeps; and the logits of a chunk. It is an estimate:
+kernels and the allocator add their own.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from math import prod
 from typing import NamedTuple
 
 from formats.errors import UnsupportedError, UsageError
+from formats.huggingface import model_slots
+from formats.rows import EMBEDDING, HEAD
+from formats.spec import ModelSpec
 from train.batching import Sizes, batch_sizes, make_order
-from train.config import Config
+from train.config import Config, Lora
 from train.rows import Rows, open_rows
 
 STATES = 4 * 4
@@ -29,7 +33,8 @@ class Estimate(NamedTuple):
         sizes: the batch equation.
         steps: how many there are.
         rows: of the data, and how full they are.
-        parameters: of the model.
+        parameters: of the model, adapters included.
+        trained: how many of them are.
         memory: bytes of a rank, by what they are for.
     """
 
@@ -37,6 +42,7 @@ class Estimate(NamedTuple):
     steps: int
     rows: Rows
     parameters: int
+    trained: int
     memory: dict[str, int]
 
     @property
@@ -45,8 +51,11 @@ class Estimate(NamedTuple):
         return self.steps * self.sizes.size / len(self.rows)
 
     def flops(self, seq_length: int) -> float:
-        """Floating point operations of all steps: 6 for each parameter and token, 8 with activation checkpointing."""
-        return 6.0 * self.parameters * self.steps * self.sizes.size * seq_length
+        """Floating point operations of all steps: 6 for each parameter and token, 4 for a frozen one.
+
+        Activation checkpointing takes 2 more for each.
+        """
+        return (4.0 * self.parameters + 2.0 * self.trained) * self.steps * self.sizes.size * seq_length
 
 
 def estimate(config: Config, ranks: int) -> Estimate:
@@ -56,7 +65,6 @@ def estimate(config: Config, ranks: int) -> Estimate:
         UsageError: the settings contradict each other, or the ranks cannot be divided.
     """
     from formats.registry import open_checkpoint
-    from formats.spec import ModelSpec
 
     if ranks % config.parallel.replicas:
         raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
@@ -71,10 +79,22 @@ def estimate(config: Config, ranks: int) -> Estimate:
     width, tokens = WIDTH[config.model.dtype], sizes.micro * config.data.seq_length
     shards = ranks // config.parallel.replicas
     kept = 1 if config.model.activation_checkpointing else 16
+    trained = _adapters(config.lora, spec) if config.lora else counted
     memory = {
-        "weights, gradients, moments": STATES * counted // shards,
+        **({"frozen weights": width * counted // shards} if config.lora else {}),
+        "weights, gradients, moments": STATES * trained // shards,
         "gathered weights": width * (2 * (counted - 2 * vocabulary * hidden) // layers + 2 * vocabulary * hidden),
         "activations": kept * layers * tokens * hidden * width + 40 * tokens * hidden * width,
         "logits": 3 * 4 * min(LOGITS, tokens) * vocabulary,
     }
-    return Estimate(sizes, steps, rows, counted, memory)
+    return Estimate(sizes, steps, rows, counted + trained if config.lora else counted, trained, memory)
+
+
+def _adapters(lora: Lora, spec: ModelSpec) -> int:
+    """Parameters of adapters: rank x (rows + columns) of each matrix that has one."""
+    held = {slot.keys[0]: slot.shape for slot in model_slots(spec) if len(slot.shape) == 2}
+    names = [f".{target}.weight" for target in lora.targets] if lora.targets != "all-linear" else [".weight"]
+    wanted = [key for key in held if any(f".{key}".endswith(name) for name in names)]
+    if lora.targets == "all-linear":
+        wanted = [key for key in wanted if not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key))]
+    return sum(lora.rank * sum(held[key]) for key in wanted)

@@ -58,7 +58,7 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, as_json: bool) ->
     flops = found.flops(settings.data.seq_length)
     if as_json:
         facts = {"rows": len(found.rows), "tokens": tokens, "batch": found.sizes.size, "steps": found.steps}
-        facts |= {"parameters": found.parameters, "bytes": total}
+        facts |= {"parameters": found.parameters, "trained": found.trained, "bytes": total}
         click.echo(json.dumps(facts | {"epochs": found.epochs, "flops": flops, "memory": found.memory}))
         return
     for note in notes:
@@ -70,6 +70,7 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, as_json: bool) ->
         ("batch", found.sizes),
         ("steps", f"{found.steps}, {found.epochs:.3g} epochs"),
         ("model", f"{found.parameters:,} parameters, {flops:.3g} floating point operations in all"),
+        *([("adapters", f"{found.trained:,} parameters are trained")] if settings.lora else []),
         ("memory", f"about {size(total)} a rank: {parts}"),
     ]
     click.echo(table(lines, ""))

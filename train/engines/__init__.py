@@ -21,10 +21,12 @@ class Engine(Protocol):
     Attributes:
         model: of transformers.
         trainee: a `model.Trainee`, or what wraps it: called with rows it gives the sum of their losses.
+        kernels: torch or liger.
     """
 
     model: Any
     trainee: Any
+    kernels: str
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Add the gradient of a micro-batch. Gradients are averaged over ranks behind the last one of a step."""

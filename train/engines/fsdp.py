@@ -1,4 +1,8 @@
-"""torch's own sharding: FSDP2, and HSDP with replicas. Checkpoints are torch DCP with Hugging Face names."""
+"""torch's own sharding: FSDP2, and HSDP with replicas. Checkpoints are torch DCP with Hugging Face names.
+
+What is trained is float32. What is frozen beside adapters has the type of the computation: FSDP wants one type only of
+what is trained.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from train import kernels, lora
 from train.config import Config
 from train.distributed import World
 from train.model import DTYPES, Trainee, fill, fill_buffers, layers, make, recompute, weights
@@ -24,7 +29,12 @@ class Sharded:
 
     def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
         self.clip, self.world = config.optim.clip, world
-        self.model = make(made, backend)
+        dtype = DTYPES[config.model.dtype]
+        self.model = make(made, backend, dtype if config.lora else torch.float32)
+        self.kernels = kernels.resolve(config.model.kernels, world.device, made.model_type)
+        if self.kernels == "liger":
+            kernels.replace(self.model)
+        self.adapter = lora.insert(self.model, config.lora, config.model.path) if config.lora else None
         held = layers(self.model)
         if config.model.activation_checkpointing:
             recompute(held)
@@ -32,7 +42,7 @@ class Sharded:
             for layer in held:
                 layer.compile()
         self.trainee: Any = Trainee(self.model, backend)
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.model.dtype], reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
         for layer in held:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -42,6 +52,7 @@ class Sharded:
         fill_buffers(self.model, world.device)
         with torch.no_grad():
             fill(self.model, config.model.path)
+            lora.begin(self.model, config.seed)
         self.optimizer = adamw(self.trainee, config.optim, fused=world.device.type == "cuda")
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
@@ -61,17 +72,20 @@ class Sharded:
 
     def write(self, folder: Path) -> Future[Any]:
         """See `Engine`: the tensors are copied now and written in the background."""
+        if self.adapter and self.world.first:
+            lora.write_note(folder, self.adapter)
         held: Any = async_save(self._tensors(), checkpoint_id=str(folder), process_group=self.world.saving)
         return held  # type: ignore[no-any-return]
 
     def read(self, folder: Path) -> None:
         """See `Engine`: saved on any number of ranks."""
+        lora.check_same(folder, self.adapter)
         self._empty_moments()
         load(self._tensors(), checkpoint_id=str(folder), process_group=self.world.saving)
 
     def _tensors(self) -> dict[str, Any]:
-        """Weights and, of those that are trained, moments and steps."""
-        held, state = weights(self.model), self.optimizer.state
+        """Weights, or adapters if there are any; and, of those that are trained, moments and steps."""
+        held, state = lora.adapters(self.model) or weights(self.model), self.optimizer.state
         return {"model": held, "optim": {name: state[tensor] for name, tensor in held.items() if tensor in state}}
 
     def _empty_moments(self) -> None:

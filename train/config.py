@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from converters.durable import write_file
 from formats.errors import UsageError
@@ -42,15 +42,24 @@ class Model(_Part):
     )
 
 
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 class Lora(_Part):
     """Adapters of low rank are trained, the model's own weights are not."""
 
     rank: Count = Field(16, description="Columns of B and rows of A.")
     alpha: Count = Field(32, description="B times A counts alpha / rank.")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Of what goes into A.")
-    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
-        "all-linear", description="Names of layers, such as q_proj; all-linear takes all of them but the head."
+    targets: Annotated[list[str], Field(min_length=1), BeforeValidator(_listed)] = Field(
+        ["all-linear"], description="Names of layers, such as q_proj; all-linear takes all of them but the head."
     )
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every linear layer but the head has an adapter."""
+        return self.targets == ["all-linear"]
 
 
 class Data(_Part):

@@ -1,7 +1,7 @@
 """Kernels of layers: torch's own, or liger's for norms, gated MLPs and rotary positions.
 
-Liger's fused loss is not taken: it wants the head's weights instead of the head, past what gathers them (FSDP) or adds
-to them (LoRA), and fails on a row without tokens. `model.summed_loss` holds as few logits.
+Liger's fused loss is not taken: it wants the weights of the head and does not call it, past what gathers them (FSDP)
+and what adds to them (LoRA). `model.summed_loss` holds no more logits than a chunk either.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def resolve(wanted: str, device: torch.device, kind: str) -> str:
 def replace(model: Any) -> None:
     """Let a model compute with liger's kernels, by the call that transformers makes (5.23.0 integrations/liger.py).
 
-    Rotary positions are a function of the module that defines the model: they change for all models of its type.
+    It is made for a process with one model: others of its type that are made later have these kernels too.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

@@ -46,16 +46,18 @@ def insert(model: Any, lora: Lora, base: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: a target is no linear layer of the model, or the head of one that shares it with the embedding.
-        UnsupportedError: peft is not installed.
+        UnsupportedError: peft is not installed, or the folder has an adapter already.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise UnsupportedError("lora needs peft, which is not installed", "pip install 'vitruvian[lora]'") from None
+    if (base / NOTE).is_file():
+        raise UnsupportedError(f"{base} holds a PEFT adapter beside its weights", "merge it into them first")
     _check(model, lora)
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.targets,
-        task_type="CAUSAL_LM", base_model_name_or_path=str(base.resolve()),
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, task_type="CAUSAL_LM",
+        target_modules="all-linear" if lora.everywhere else lora.targets, base_model_name_or_path=str(base.resolve()),
     )  # fmt: skip
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     said = model.peft_config["default"].to_dict()
@@ -63,7 +65,7 @@ def insert(model: Any, lora: Lora, base: Path) -> dict[str, Any]:
 
 
 def _check(model: Any, lora: Lora) -> None:
-    if lora.targets == "all-linear":
+    if lora.everywhere:
         return
     held = dict(model.named_modules())
     linear = {name.rpartition(".")[2] for name, module in held.items() if isinstance(module, nn.Linear)}

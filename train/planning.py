@@ -91,10 +91,16 @@ def estimate(config: Config, ranks: int) -> Estimate:
 
 
 def _adapters(lora: Lora, spec: ModelSpec) -> int:
-    """Parameters of adapters: rank x (rows + columns) of each matrix that has one."""
+    """Parameters of adapters: rank x (rows + columns) of each matrix that has one.
+
+    Raises:
+        UsageError: a target is no matrix of the model.
+    """
     held = {slot.keys[0]: slot.shape for slot in model_slots(spec) if len(slot.shape) == 2}
-    names = [f".{target}.weight" for target in lora.targets] if lora.targets != "all-linear" else [".weight"]
-    wanted = [key for key in held if any(f".{key}".endswith(name) for name in names)]
-    if lora.targets == "all-linear":
-        wanted = [key for key in wanted if not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key))]
-    return sum(lora.rank * sum(held[key]) for key in wanted)
+    if lora.everywhere:
+        return sum(lora.rank * sum(held[key]) for key in held if not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)))
+    found = {target: {key for key in held if f".{key}".endswith(f".{target}.weight")} for target in lora.targets}
+    wrong = [target for target, keys in found.items() if not keys]
+    if wrong:
+        raise UsageError(f"lora.targets: {wrong[0]} is no matrix of {spec.family}")
+    return sum(lora.rank * sum(held[key]) for key in set().union(*found.values()))

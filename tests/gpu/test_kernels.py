@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -34,10 +36,13 @@ def computed(folder, device, dtype, *, liger):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
+    code = vars(sys.modules[type(model).__module__])
+    before = dict(code)
     if liger:
         kernels.replace(model)
     loss = Trainee(model, "sdpa")(rows(), device)
     loss.backward()
+    code.update(before)
     return loss.item(), {name: one.grad.float() for name, one in model.named_parameters()}
 
 

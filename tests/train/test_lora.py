@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from formats.errors import RefusedError, UsageError
+from formats.errors import RefusedError, UnsupportedError, UsageError
 from train import lora
 from train.config import Lora
 from train.model import filed, make
@@ -48,10 +48,8 @@ def require_as_peft(base, out):
     for name, tensor in merged.state_dict().items():
         assert torch.equal(held[filed(name, merged.config.model_type)], tensor.bfloat16()), name
     changed = {name for name in first if not torch.equal(held[name], first[name].bfloat16())}
-    adapter = json.loads((out / "adapter/adapter_config.json").read_bytes())
-    assert changed == {
-        name for name in first if name.split(".")[-2] in adapter["target_modules"] and "bias" not in name
-    }
+    targets = json.loads((out / "adapter/adapter_config.json").read_bytes())["target_modules"]
+    assert changed == {name for name in first if name.endswith(tuple(f".{target}.weight" for target in targets))}
 
 
 @pytest.mark.distributed
@@ -109,6 +107,11 @@ def test_the_plan_counts_them(settings, train):
     assert found["flops"] == (4 * 155_840 + 6 * 59_392) * 8 * 8 * 64
     some = train("plan", settings(lora={"targets": ["q_proj", "down_proj"], "rank": 2}), "--json")
     assert json.loads(some.out)["trained"] == 4 * 2 * (64 + 64 + 96 + 64)
+    one = train("plan", settings(), "--lora.targets", "q_proj", "--json")
+    assert json.loads(one.out)["trained"] == 4 * 16 * (64 + 64)
+    wrong = train("plan", settings(), "--lora.targets", "q_porj")
+    assert wrong.code == 2
+    assert "q_porj is no matrix of llama" in wrong.err
 
 
 @pytest.fixture
@@ -156,7 +159,7 @@ def test_targets_that_cannot_be(small, tmp_path, family, target, message):
 
 def test_another_adapter_is_refused(small, tmp_path):
     def said(**words):
-        return lora.insert(small(), Lora(**words), tmp_path)
+        return lora.insert(small(), Lora(**words), tmp_path / "base")
 
     with pytest.raises(RefusedError, match="holds all weights, and the settings have lora"):
         lora.check_same(tmp_path, said())
@@ -168,3 +171,5 @@ def test_another_adapter_is_refused(small, tmp_path):
         lora.check_same(tmp_path, said(rank=8, alpha=8))
     with pytest.raises(RefusedError, match=r"lora\.targets: .*, now \['q_proj'\]"):
         lora.check_same(tmp_path, said(targets=["q_proj"]))
+    with pytest.raises(UnsupportedError, match="holds a PEFT adapter beside its weights"):
+        lora.insert(small(), Lora(), tmp_path)

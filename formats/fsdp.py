@@ -259,7 +259,8 @@ def _read_tensors(
             keys[key] = number
     adapter = next((key for key in keys if ".lora_A." in key), None)
     if adapter:
-        raise UnsupportedError(f"{path} holds a PEFT adapter ({adapter})", "merge it into the model first")
+        hint = "merge it into the model first; one of `train run` is merged by: train run CONFIG.yml --export OUT"
+        raise UnsupportedError(f"{path} holds a PEFT adapter ({adapter})", hint)
     wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in titan.DROPS)]
     tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
     dropped = [".".join(one) for number, one in enumerate(listing.paths) if number not in set(map(keys.get, wanted))]

@@ -3,6 +3,7 @@
     SAVE/latest                      name of the newest complete one
     SAVE/global_step1500/            fsdp: .metadata and *.distcp, model.*, optim.*; deepspeed: *_states.pt
         .progress                    steps done, and what the order of rows depends on
+        adapter_config.json          if adapters are all that is trained and all that is in it: of which model they are
         config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that it asks for nothing
 
 Weights are float32 and have their Hugging Face names. A folder gets its name when all ranks have written their part,

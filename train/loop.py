@@ -41,7 +41,7 @@ class Run(NamedTuple):
     saver: Saver
     sets: dict[str, Rows]
     judge: Judge | None
-    parameters: int
+    parameters: float
 
 
 def train(config: Config, world: World, say: Say) -> Progress:
@@ -162,7 +162,12 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         say(f"batch      {made.sizes}")
         say(f"steps      {made.total}, from global step {made.progress.offset + made.progress.step + 1}")
         say(f"attention  {backend}, packed documents differ by {apart:.1e} from documents alone")
+        say(f"kernels    {engine.kernels}")
         say(f"weights    {made.start or config.model.path}")
+        if config.lora is not None:
+            counts = [(one.numel(), one.requires_grad) for one in engine.model.parameters()]
+            trained = sum(count for count, wanted in counts if wanted)
+            say(f"adapters   {trained:,} of {sum(count for count, _ in counts):,} parameters are trained")
     saver = Saver(config.save.path, config.model.path, config.save.keep, world)
     return Run(made, world, engine, saver, sets, judge, multiplied(engine.model))
 

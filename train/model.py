@@ -23,6 +23,8 @@ from train.rows import IGNORED, Flat
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FILED: Mapping[str, Mapping[str, str]] = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 """Model type: names in memory that are others in its files (transformers 5.23.0 conversion_mapping.py)."""
+ADAPTERS = (".lora_A.", ".lora_B.")
+"""In the names of tensors that peft adds to a model (peft 0.21.2 tuners/lora/layer.py)."""
 CHUNK = 2048
 """Tokens whose logits are held at a time: a vocabulary of 131,072 takes 1 GiB for them in float32."""
 
@@ -35,9 +37,9 @@ class Trainee(nn.Module):
     each other without end.
     """
 
-    def __init__(self, model: Any, backend: str) -> None:
+    def __init__(self, model: Any, backend: str, kernels: str = "torch") -> None:
         super().__init__()
-        self.model, self.backend = model, backend
+        self.model, self.backend, self.kernels = model, backend, kernels
         head = model.get_output_embeddings()
         head.forward = _with_loss(head.forward)
 
@@ -100,12 +102,13 @@ def summed_loss(
     return total
 
 
-def make(made: Any, backend: str) -> Any:
-    """A model of transformers without memory, all of it float32.
+def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of transformers without memory.
 
     Args:
         made: its configuration.
         backend: a key of `attention.BACKENDS`.
+        dtype: of all its weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -113,7 +116,7 @@ def make(made: Any, backend: str) -> Any:
         register()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            made, dtype=torch.float32, attn_implementation=BACKENDS[backend]
+            made, dtype=dtype, attn_implementation=BACKENDS[backend]
         )
     model.config.use_cache = False
     return model
@@ -159,14 +162,24 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
     """The model's own tensors by the names that they have in its files, each once: a tied head is the embedding."""
-    names = FILED.get(model.config.model_type, {})
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *_stored_buffers(model)]:
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and not any(adapter in name for adapter in ADAPTERS):
             seen.add(id(tensor))
-            found[names.get(name, name)] = tensor
+            found[filed(name, model.config.model_type)] = tensor
     return found
+
+
+def filed(name: str, kind: str) -> str:
+    """The name that a tensor has in the files of a model, whether or not peft has put its layer into another one.
+
+    Args:
+        name: in memory.
+        kind: the model's type, of transformers.
+    """
+    name = name.replace(".base_layer.", ".")
+    return FILED.get(kind, {}).get(name, name)
 
 
 def _stored_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -181,7 +194,7 @@ def fill(model: Any, path: Path) -> None:
         SourceError: a tensor is missing, left over, or has another shape.
     """
     for tensor, piece in pieces(model, path):
-        _read(tensor, piece)
+        place(tensor, piece)
 
 
 def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
@@ -195,9 +208,9 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
     with ExitStack() as stack:
         files = {name: stack.enter_context(safe_open(path / name, "pt")) for name in _files(path)}
         held = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118  # a handle is no mapping
-        wanted, renamed = weights(model), FILED.get(model.config.model_type, {})
+        wanted, kind = weights(model), model.config.model_type
         lacking = sorted(wanted.keys() - held.keys())
-        known = {renamed.get(name, name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        known = {filed(name, kind) for name, _ in model.named_parameters(remove_duplicate=False)}
         over = sorted(held.keys() - wanted.keys() - known)
         if lacking or over:
             what = "lacks" if lacking else "has, and the model has not,"
@@ -215,16 +228,22 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def _read(tensor: torch.Tensor, piece: Any) -> None:
+def place(tensor: torch.Tensor, whole: Any) -> None:
+    """Copy what of a whole tensor belongs to this rank.
+
+    Args:
+        tensor: where to; sharded or not.
+        whole: what gives a tensor when it is sliced.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(tensor, DTensor):
-        tensor.copy_(piece[...])
+        tensor.copy_(whole[...])
         return
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.to_local()
     if local.numel():
-        local.copy_(piece[tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))])
+        local.copy_(whole[tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))])
 
 
 def _files(path: Path) -> list[str]:

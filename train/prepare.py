@@ -57,8 +57,6 @@ def prepare(config: Config, world: World) -> Prepared:
     order, total = make_order(len(rows), config.seed, config.steps, sizes.size)
     kind = ENGINES[config.engine][2]
     fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, kind)
-        0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, ENGINES[config.engine][2]
-    )
     start, progress = world.told(_start(config, fresh) if world.first else None)
     if progress.step < total:
         path = world.told(folder_of(config) if world.first else None)

@@ -32,10 +32,12 @@ class Engine(Protocol):
     Attributes:
         model: of transformers.
         trainee: a `model.Trainee`, or what wraps it: called with rows it gives the sum of their losses.
+        kernels: torch or liger.
     """
 
     model: Any
     trainee: Any
+    kernels: str
 
     def write(self, folder: Path) -> Future[Any] | None:
         """Write weights and optimizer states into a folder that is there; a future if that goes on meanwhile."""

@@ -51,6 +51,8 @@ UNIVERSAL = ".universal"
 class Zero:
     """A model whose moments, gradients and weights, by the stage, are sharded over all ranks."""
 
+    kernels = "torch"
+
     def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
         self.world, self.settings = world, settings(config, world.ranks)
         deepspeed = _deepspeed(world)

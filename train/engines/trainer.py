@@ -46,6 +46,8 @@ SHARDED = ("cuda",)
 class Driven:
     """A model with its optimizer, which the Trainer shards before its first step and fills then."""
 
+    kernels = "torch"
+
     def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
         if find_spec("accelerate") is None:
             raise UnsupportedError("the engine transformers needs accelerate", "pip install 'vitruvian[train]'")

@@ -25,9 +25,9 @@ from train.config import load_config
 RETRIES = 2
 """Failures in a row without a new checkpoint, after which a chain ends."""
 DATA_SECONDS, DATA_MB = 4 * 3600, 28_000
-"""Of a data command: hours that 4 GB of text take at the most, and memory of 16 workers."""
-EACH = 300
-"""Seconds for a node, or for all together, in a preflight: start-up and the sums of `train doctor`."""
+"""Of a data command, unless told otherwise: what fits the serial partition of Leonardo, and a long preparation."""
+EACH = 240
+"""Seconds for a node, for all together, and twice for neighbours: less than the 20 minutes of a preflight."""
 RENDEZVOUS = (
     "exec python -m torch.distributed.run --nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID --nproc_per_node={tasks} "
     '--master_addr=$MASTER_ADDR --master_port=$MASTER_PORT -m "$@"'

@@ -9,7 +9,8 @@ check() { # LABEL NUMBER NODE…: `train doctor` on these nodes; NUMBER keeps po
   local label=$1 number=$2
   shift 2
   MASTER_ADDR=$1 MASTER_PORT=$((port + number)) timeout --kill-after=10 "$SECONDS_EACH" \
-    srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SRUN[@]}" --nodes=$# --ntasks=$(($# * TASKS)) --nodelist="$(IFS=, && echo "$*")" \
+    srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SRUN[@]}" \
+    --nodes=$# --ntasks=$(($# * TASKS)) --nodelist="$(IFS=, && echo "$*")" \
     --open-mode=append --output="$LOGS/$label.log" "$RUN" train doctor </dev/null 2>>"$LOGS/$label.log" || return
   ! grep -q 'Using network Socket' "$LOGS/$label.log" # NCCL without the site's plugin
 }
@@ -18,18 +19,25 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 good=() bad=() running=()
 for at in "${!nodes[@]}"; do
   check "${nodes[at]}" "$at" "${nodes[at]}" &
-  running+=($!)
+  running[at]=$!
 done
 for at in "${!nodes[@]}"; do
   if wait "${running[at]}"; then good+=("${nodes[at]}"); else bad+=("${nodes[at]}"); fi
 done
 if [ ${#good[@]} -gt 1 ] && ! check together 0 "${good[@]}"; then
   echo "the good nodes fail together; neighbours:"
-  for at in "${!good[@]}"; do
-    next=${good[(at + 1) % ${#good[@]}]}
-    if check "${good[at]}-$next" 0 "${good[at]}" "$next"; then continue; fi
-    echo "FAULT between ${good[at]} and $next: $LOGS/${good[at]}-$next.log"
-    bad+=("${good[at]}" "$next")
+  for first in 0 1; do # pairs that share no node, at the same time
+    for ((at = first; at < ${#good[@]}; at += 2)); do
+      next=${good[(at + 1) % ${#good[@]}]}
+      check "${good[at]}-$next" "$at" "${good[at]}" "$next" &
+      running[at]=$!
+    done
+    for ((at = first; at < ${#good[@]}; at += 2)); do
+      next=${good[(at + 1) % ${#good[@]}]}
+      if wait "${running[at]}"; then continue; fi
+      echo "FAULT between ${good[at]} and $next: $LOGS/${good[at]}-$next.log"
+      bad+=("${good[at]}" "$next")
+    done
   done
   [ ${#bad[@]} -gt 0 ] || bad=("${good[@]}")
 fi

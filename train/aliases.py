@@ -7,7 +7,7 @@ checkpoint does too, or how GPT-NeoX does its work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from formats.errors import UsageError
@@ -40,9 +40,9 @@ ALIASES: Mapping[str, str] = {
 VALUES: Mapping[str, Callable[[Any], tuple[str, Any]]] = {
     "finetune": lambda value: ("init", "finetune" if value else "resume"),
     "pack_impl": lambda value: ("data.packing", _packing(value)),
-    "loss_mask_pairs": lambda _: ("data.loss", "assistant"),
-    "loss_mask_alternating_individual": lambda _: ("data.loss", "assistant"),
-    "SFT_ENABLED": lambda value: ("data.loss", "assistant" if int(value) else "all"),
+    "loss_mask_pairs": lambda value: ("data.loss", "assistant" if value else "all"),
+    "loss_mask_alternating_individual": lambda value: ("data.loss", "assistant" if value else "all"),
+    "SFT_ENABLED": lambda value: ("data.loss", "all" if str(value).lower() in ("0", "false") else "assistant"),
     "precision": lambda value: ("model.dtype", {"bfloat16": "bf16", "fp32": "fp32"}.get(value, value)),
 }
 IGNORED = frozenset({
@@ -78,7 +78,9 @@ def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list
             if name in IGNORED:
                 notes.append(f"{key}: no effect")
             else:
-                tree[name] = dict(value) | dict(tree.get(name, {}))
+                for ours, given in _leaves(value, f"{name}."):
+                    _say(tree, said, ours, ours, given, path)
+                tree.setdefault(name, {})
         elif name == "optimizer":
             for ours, given in _optimizer(value, path).items():
                 _say(tree, said, str(key), ours, given, path)
@@ -93,6 +95,11 @@ def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list
         else:
             tree[name] = value
     return tree, notes
+
+
+def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The settings of a section by their dotted names; a value may be a map itself."""
+    return ((f"{prefix}{name}", value) for name, value in section.items())
 
 
 def _say(tree: dict[str, Any], said: dict[str, tuple[str, Any]], key: str, ours: str, value: Any, path: str) -> None:
@@ -116,7 +123,10 @@ def _optimizer(value: Any, path: str) -> dict[str, Any]:
     unknown = sorted(params.keys() - {"lr", "betas", "eps", "weight_decay"})
     if unknown:
         raise UsageError(f"{path}: the optimizer has {', '.join(unknown)}, which AdamW has not")
-    return {f"optim.{name}": float(held) if isinstance(held, str) else held for name, held in params.items()}
+    try:
+        return {f"optim.{name}": float(held) if isinstance(held, str) else held for name, held in params.items()}
+    except ValueError as error:
+        raise UsageError(f"{path}: the optimizer's params hold no number: {error}") from None
 
 
 def _packing(value: Any) -> Any:

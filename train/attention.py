@@ -100,7 +100,7 @@ def forward_words(flat: Flat, device: torch.device, backend: str) -> dict[str, A
     if backend in ("flash", "varlen"):
         ends = torch.from_numpy(flat.cu_seqlens).to(device)
         words |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-        words |= {"max_length_q": flat.longest, "max_length_k": flat.longest}
+        words |= dict.fromkeys(("max_length_q", "max_length_k"), max(1, flat.longest))
     return words
 
 

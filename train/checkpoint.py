@@ -13,20 +13,25 @@ and `latest` is changed after that.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from converters.durable import sync_folder, write_file
-from formats.errors import RefusedError, SourceError
+from formats.errors import OutputError, RefusedError, SourceError
 from train.distributed import World
 from train.engines import Engine
 
 LATEST, NOTE, PREFIX = "latest", ".progress", "global_step"
 BESIDE = (".json", ".jinja", ".model", ".txt")
-"""Small files of a model's folder that go into each checkpoint."""
+"""Small files of a model's folder that go into each checkpoint,"""
+NOT_BESIDE = (".index.json", "vitruvian.json")
+"""but not what tells of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Progress:
         seed: of the order of rows.
         rows: digest of the rows.
         tokens: labels trained so far.
+        samples: rows that the settings asked for, over all epochs; a step that goes beyond them is short.
         engine: whose checkpoints it has, see `engines.ENGINES`.
     """
 
@@ -49,6 +55,7 @@ class Progress:
     seed: int
     rows: str
     tokens: int
+    samples: int
     engine: str = "fsdp"
 
     @property
@@ -61,14 +68,49 @@ def newest(save: Path) -> Path | None:
     """The checkpoint of this trainer that `latest` names, None if there is none.
 
     Raises:
-        SourceError: `latest` names one that is not there.
+        SourceError: `latest` names one that is not there, or none although there are some.
     """
-    if not (save / LATEST).is_file():
-        return None
-    path = save / (save / LATEST).read_text().strip()
-    if not path.is_dir():
+    name = (save / LATEST).read_text().strip() if (save / LATEST).is_file() else ""
+    path = save / name
+    if name and not path.is_dir():
         raise SourceError(f"{save / LATEST} names {path.name}, which is not there", f"ls {save}")
-    return path if (path / NOTE).is_file() else None
+    if name and is_ours(path):
+        return path
+    held = ours(save)
+    if held:
+        raise SourceError(
+            f"{save} has checkpoints, the last is {held[-1].name}, and {LATEST} names {name or 'none'}, which is none "
+            "of this trainer's",
+            f"echo {held[-1].name} > {save / LATEST}",
+        )
+    return None
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a folder is a complete checkpoint of this trainer."""
+    return re.fullmatch(rf"{PREFIX}\d+", path.name) is not None and (path / NOTE).is_file()
+
+
+def ours(save: Path) -> list[Path]:
+    """The complete checkpoints of this trainer in a folder, links apart, the oldest first."""
+    found = [path for path in save.glob(f"{PREFIX}*") if is_ours(path) and not path.is_symlink()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def require_places(save: Path, progress: Progress, total: int) -> None:
+    """See that no checkpoint that is to come would replace what this trainer has not made.
+
+    Raises:
+        OutputError: one would.
+    """
+    for path in save.glob(f"{PREFIX}*"):
+        number = re.fullmatch(rf"{PREFIX}(\d+)", path.name)
+        taken = number and progress.step < int(number[1]) - progress.offset <= total
+        if taken and (path.is_symlink() or not is_ours(path)):
+            raise OutputError(
+                f"{path} is no checkpoint of this trainer, and one of this run would take its place",
+                "take another save.path, or the steps.iteration_offset of the checkpoint to start from",
+            )
 
 
 def read_progress(path: Path) -> Progress:
@@ -78,9 +120,13 @@ def read_progress(path: Path) -> Progress:
         SourceError: the note is damaged.
     """
     try:
-        return Progress(**json.loads((path / NOTE).read_bytes()))
+        found = Progress(**json.loads((path / NOTE).read_bytes()))
+        numbers = found.step, found.offset, found.size, found.tokens, found.samples
+        if min(numbers) < 0 or found.name != path.resolve().name:
+            raise ValueError(f"step {found.step} behind {found.offset} is not {path.name}")
     except (OSError, ValueError, TypeError) as error:
         raise SourceError(f"{path / NOTE} does not tell how far the training was: {error}") from None
+    return found
 
 
 def check_same(held: Progress, now: Progress, path: Path) -> None:
@@ -90,6 +136,8 @@ def check_same(held: Progress, now: Progress, path: Path) -> None:
         RefusedError: something changed.
     """
     names = {"offset": "steps.iteration_offset", "size": "batch.size", "seed": "seed", "rows": "the rows of data.train"}
+    if held.step * held.size > held.samples:
+        names["samples"] = "rows of steps.epochs, the last step of which was short"
     changed = [name for name in names if getattr(held, name) != getattr(now, name)]
     if changed:
         told = "; ".join(f"{names[name]}: {getattr(held, name)}, now {getattr(now, name)}" for name in changed)
@@ -127,7 +175,13 @@ class Saver:
             return
         progress, held = self.running
         if held is not None:
-            held.result()
+            try:
+                held.result()
+            except (OSError, RuntimeError, CheckpointException) as error:
+                told = " ".join(str(error).split())[-200:]
+                raise OutputError(
+                    f"{self.save / progress.name} could not be written: {told}", "is the disk full? df"
+                ) from None
         self.running = None
         self.world.wait()
         if self.world.first:
@@ -137,7 +191,7 @@ class Saver:
     def _publish(self, progress: Progress) -> None:
         staging, place = self.save / (progress.name + ".partial"), self.save / progress.name
         for path in sorted(self.source.iterdir()):
-            if path.suffix in BESIDE and path.is_file() and not path.name.endswith(".index.json"):
+            if path.suffix in BESIDE and path.is_file() and not path.name.endswith(NOT_BESIDE):
                 shutil.copyfile(path, staging / path.name)
         write_file(staging / NOTE, (json.dumps(asdict(progress), indent=1) + "\n").encode())
         sync_folder(staging)
@@ -149,11 +203,10 @@ class Saver:
         self._forget(place, progress)
 
     def _forget(self, latest: Path, progress: Progress) -> None:
-        """Delete the oldest of this trainer's checkpoints that are too many: no link, nobody else's, not the start."""
+        """Delete the oldest checkpoints of this run that are too many: no link, nobody else's, no other phase's."""
         if self.keep is None:
             return
-        ours = [path for path in self.save.glob(f"{PREFIX}*") if (path / NOTE).is_file() and not path.is_symlink()]
-        ours.sort(key=lambda path: int(path.name.removeprefix(PREFIX)))
-        for path in ours[: -self.keep]:
-            if path not in (latest, self.save / f"{PREFIX}{progress.offset}"):
+        held = [path for path in ours(self.save) if read_progress(path).offset == progress.offset]
+        for path in held[: -self.keep]:
+            if path != latest:
                 shutil.rmtree(path)

@@ -12,21 +12,37 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from converters.durable import write_file
 from formats.errors import UsageError
 from train.aliases import translated
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 
 QUANTIZED = "1, 2, 3, 5, 8, 16, 32, 40, 64 and 80"
 """Numbers of nodes for ZeRO++'s quantized gradients, as the users of it found them."""
 
 
+def _listed(value: Any) -> Any:
+    """A list, of one thing too."""
+    return [value] if isinstance(value, str) else value
+
+
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_booleans(cls, data: Any) -> Any:
+        """Refuse `true` where a number belongs: it would be 1."""
+        for name, value in data.items() if isinstance(data, dict) else ():
+            info = cls.model_fields.get(name)
+            if isinstance(value, bool) and info is not None and info.annotation is not bool:
+                raise ValueError(f"{name} is {str(value).lower()}, which is no value for it")
+        return data
 
 
 class Model(_Part):
@@ -43,10 +59,6 @@ class Model(_Part):
     kernels: Literal["auto", "torch", "liger"] = Field(
         "auto", description="Of norms, MLPs and positions; auto takes liger on a GPU where it knows the model."
     )
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 class Lora(_Part):
@@ -68,7 +80,9 @@ class Lora(_Part):
 class Data(_Part):
     """What it is trained on."""
 
-    train: list[Path] = Field(min_length=1, description="Token files, without .bin (train tokenize).")
+    train: Annotated[list[Path], BeforeValidator(_listed)] = Field(
+        min_length=1, description="Token files, without .bin (train tokenize)."
+    )
     validation: dict[str, Path] = Field(default_factory=dict, description="Named sets, each evaluated by itself.")
     seq_length: Count = Field(description="Tokens that a step sees of a row.")
     packing: Literal["bfd", "k_bin", "overflow", "packed"] = Field("bfd", description="See train pack.")
@@ -88,7 +102,7 @@ class Optim(_Part):
     """AdamW."""
 
     lr: Annotated[float, Field(gt=0)] = Field(description="The highest learning rate.")
-    betas: tuple[Share, Share] = Field((0.9, 0.95))
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95))
     eps: Annotated[float, Field(gt=0)] = Field(1e-8)
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="For matrices; norms and biases have none.")
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="Largest norm of the gradient; 0 does not clip.")
@@ -185,7 +199,7 @@ class Config(_Part):
     evaluate: Evaluate = Evaluate()  # type: ignore[call-arg]
     log: Log = Log()  # type: ignore[call-arg]
     profile: Profile = Profile()  # type: ignore[call-arg]
-    seed: int = Field(1234, description="Of the order of rows, of packing and of noise.")
+    seed: Annotated[int, Field(ge=0)] = Field(1234, description="Of the order of rows, of packing and of noise.")
     init: Literal["auto", "finetune", "resume"] = Field(
         "auto", description="finetune takes weights only, resume goes on; auto resumes if this run has a checkpoint."
     )
@@ -208,12 +222,15 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
     """
     try:
         held = yaml.safe_load(path.read_text())
+        _require_once(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(held, dict):
         raise UsageError(f"{path} is no list of settings")
+    if "lora" in held and held["lora"] is None:
+        raise UsageError(f"{path}: lora is empty", "lora: {} takes the defaults; without it all weights are trained")
     tree, notes = translated({name: value for name, value in held.items() if value is not None}, str(path))
     for name, value in _words(overrides):
         _put(tree, name, value)
@@ -236,6 +253,22 @@ def _check_engine(config: Config) -> None:
     for name, given in foreign[config.engine].items():
         if given:
             raise UsageError(f"the engine {config.engine} does not know {name}", described(name))
+
+
+def _require_once(path: Path) -> None:
+    """Refuse a section or setting that stands twice: YAML takes the last, without a word."""
+
+    def walk(node: Any) -> None:
+        if isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                if key.value in lines:
+                    told = f"in lines {lines[key.value]} and {key.start_mark.line + 1}"
+                    raise UsageError(f"{path}: {key.value} stands twice, {told}")
+                lines[key.value] = key.start_mark.line + 1
+                walk(value)
+
+    walk(yaml.compose(path.read_text(), yaml.SafeLoader))
 
 
 def write_config(config: Config, folder: Path) -> None:
@@ -268,7 +301,8 @@ def _words(overrides: Iterable[str]) -> Iterable[tuple[str, Any]]:
             if not words:
                 raise UsageError(f"--{name} has no value")
             value = words.pop(0)
-        yield name.replace("-", "_"), _value(value)
+        free = name.startswith("data.validation.")  # a set's own name
+        yield name if free else name.replace("-", "_"), _value(value)
 
 
 def _value(text: str) -> Any:

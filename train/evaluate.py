@@ -119,8 +119,11 @@ def record_of(scores: Mapping[str, Score]) -> dict[str, float]:
 def write_scores(save: Path, progress: Progress, scores: Mapping[str, Score]) -> None:
     """Leave the evaluation of a checkpoint in its run's folder, as the training itself does."""
     step = progress.offset + progress.step
-    with (save / EVALUATIONS).open("a") as file:
-        file.write(json.dumps({"step": progress.step, "global_step": step} | record_of(scores)) + "\n")
+    path = save / EVALUATIONS
+    held = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    kept = [line for line in held if json.loads(line)["global_step"] != step]
+    line = json.dumps({"step": progress.step, "global_step": step} | record_of(scores)) + "\n"
+    write_file(path, "".join([*kept, line]).encode())
     write_csv(save / CSV, step, scores)
 
 

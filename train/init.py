@@ -102,7 +102,9 @@ def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
     values = dict(_given(config))
     values |= {"data.train": list(data), "steps.iteration_offset": config.steps.iteration_offset + total}
     values |= {"schedule.warmup": 0.0, "init": "auto"}
-    return _write(folder, values)
+    ended = config.schedule.end is not None and config.schedule.end <= values["steps.iteration_offset"]
+    over = ("schedule.start", "schedule.end") if ended else ()
+    return _write(folder, {name: value for name, value in values.items() if name not in over})
 
 
 def _require_empty(folder: Path) -> None:
@@ -192,7 +194,8 @@ def _flow(value: Any) -> str:
         case list() | tuple():
             return "[" + ", ".join(_flow(one) for one in value) + "]"
         case float():
-            return f"{value:g}" if "e" not in f"{value:g}" else f"{value:.1e}"
+            digits, sign, power = repr(value).partition("e")
+            return digits + (".0" if sign and "." not in digits else "") + sign + power  # YAML knows no 1e-05
         case _:
             return (
                 str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("\n").removesuffix("\n...")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
-from converters.durable import stoppable, write_file
-from formats.errors import Interrupted
+from converters.durable import lock, stoppable, write_file
+from formats.errors import Interrupted, OutputError, VerificationError
 from train.checkpoint import Progress, Saver
 from train.config import Config, write_config
 from train.distributed import World
@@ -59,11 +61,37 @@ def train(config: Config, world: World, say: Say) -> Progress:
         Interrupted: it is not at its end, and everything is saved.
         VitruvianError: the settings contradict themselves, or the data or the checkpoint is not what they say.
     """
+    with _alone(config, world):
+        return _train(config, world, say)
+
+
+@contextmanager
+def _alone(config: Config, world: World) -> Iterator[None]:
+    """Be the only training that writes into a save folder.
+
+    Raises:
+        OutputError: another one does.
+    """
+    if not world.first:
+        yield
+        return
+    config.save.path.mkdir(parents=True, exist_ok=True)
+    with (config.save.path / ".lock").open("w") as file:
+        lock(file.fileno(), config.save.path)
+        yield
+
+
+def _train(config: Config, world: World, say: Say) -> Progress:
     made = prepare(config, world)
     if made.progress.step >= made.total:
         if world.first:
             say(f"nothing left to do: {made.progress.name} is behind the last of {made.total} steps")
+            (config.save.path / RESUME).unlink(missing_ok=True)
         return made.progress
+    if config.export is not None and config.export.exists():
+        raise OutputError(
+            f"{config.export}, where the model is to be exported to, exists", "name a new folder: --export"
+        )
     run = _open(made, world, say)
     log = None
     if world.first:
@@ -77,7 +105,7 @@ def train(config: Config, world: World, say: Say) -> Progress:
     if progress.step < made.total:
         raise Interrupted(
             f"stopped behind step {progress.step} of {made.total}, saved as {progress.name}",
-            "run the same command again to go on",
+            "run the same command again to go on" if config.init != "finetune" else "go on with --init auto",
         )
     if world.first:
         (config.save.path / RESUME).unlink()
@@ -106,6 +134,11 @@ def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: fl
     config, done, total = run.made.config, progress.step, run.made.total
     if log:
         log.line(progress, total, step, seconds, say)
+    if not math.isfinite(step.loss + step.norm):
+        raise VerificationError(
+            f"behind step {done} the loss is {step.loss} and the gradient's norm {step.norm}; nothing of it was saved",
+            "a lower optim.lr, or a look at the rows: the next run goes on from the last checkpoint",
+        )
     if step.written:
         run.saver.finish()
     leaving = (step.stop or _interval(config, done)) and done < total
@@ -159,6 +192,9 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         count = sum(plan.counts["tokens"] for plan in rows.plans)
         packing, capacity = config.data.packing, rows.plans[0].capacity
         say(f"rows       {len(rows)} of {count} tokens, {packing}, {100 * count / (len(rows) * capacity):.2f} % full")
+        for name, one in {"data.train": rows, **sets}.items():
+            if one.overlong:
+                say(f"note       {name}: {one.overlong}")
         say(f"batch      {made.sizes}")
         say(f"steps      {made.total}, from global step {made.progress.offset + made.progress.step + 1}")
         say(f"attention  {backend}, packed documents differ by {apart:.1e} from documents alone")
@@ -176,7 +212,7 @@ def ahead(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
     """A step before it is computed, of all ranks: what it has to compute, and what they want. The rest is to come."""
     ready = run.saver.ready and run.saver.running is not None
     flops = flops_of(batches, run.engine.model.config, run.parameters)
-    mine = sum(flat.trained for flat in batches), sum(len(flat.input_ids) for flat in batches)
+    mine = sum(flat.trained for flat in batches), sum(flat.tokens for flat in batches)
     trained, tokens, flops, stops, written = run.world.sums(*mine, flops, stopped, ready)
     return Step(0.0, 0.0, int(trained), int(tokens), flops, 0, 0.0, stops > 0, written == run.world.ranks)
 

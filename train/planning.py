@@ -21,6 +21,7 @@ from formats.spec import ModelSpec
 from train.batching import Sizes, batch_sizes, make_order
 from train.config import Config, Lora
 from train.rows import Rows, open_rows
+from train.schedule import check_schedule
 
 MASTERS, GRADIENT = 3 * 4, 4
 """Bytes of a parameter in its shard: weight and two moments, gradient."""
@@ -81,6 +82,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     sizes = batch_sizes(config.batch, ranks)
     rows = open_rows(config.data, config.data.train, config.seed)
     order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
+    check_schedule(config, steps)
     spec = open_checkpoint(config.model.path).spec
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
     if not isinstance(spec, ModelSpec):
@@ -101,7 +103,8 @@ def estimate(config: Config, ranks: int) -> Estimate:
         "logits": 3 * 4 * min(LOGITS, tokens) * vocabulary,
     }
     lengths = np.concatenate([documents.indexed.sizes for documents in rows.documents]).astype(float)
-    inputs = lengths[lengths <= config.data.seq_length + 1] - 1
+    cut = config.data.packing == "packed"  # into pieces, whose attention is counted as the whole document's
+    inputs = lengths[cut | (lengths <= config.data.seq_length + 1)] - 1
     pairs = np.square(inputs).sum() / 2
     multiplied = counted if spec.tied else counted - vocabulary * hidden
     factor = 6.0 * multiplied if config.lora is None else 4.0 * multiplied + 6.0 * trained

@@ -6,14 +6,13 @@ it, which lies in the same folder at the global step that this one starts from.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.errors import RefusedError
 from train.attention import require_masks, resolve, self_check
 from train.batching import Order, Sizes, batch_sizes, make_order
-from train.checkpoint import Progress, check_same, newest, read_progress
+from train.checkpoint import Progress, check_same, newest, read_progress, require_places
 from train.config import Config
 from train.distributed import World
 from train.engines import ENGINES
@@ -51,14 +50,16 @@ def prepare(config: Config, world: World) -> Prepared:
     Raises:
         VitruvianError: they contradict each other.
     """
-    check_schedule(config)
     sizes = batch_sizes(config.batch, world.ranks)
     rows = open_rows(config.data, config.data.train, config.seed)
     order, total = make_order(len(rows), config.seed, config.steps, sizes.size)
+    check_schedule(config, total)
     kind = ENGINES[config.engine][2]
-    fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, kind)
+    fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, order.samples, kind)
     start, progress = world.told(_start(config, fresh) if world.first else None)
     if progress.step < total:
+        if world.first:
+            require_places(config.save.path, progress, total)
         path = world.told(folder_of(config) if world.first else None)
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     return Prepared(config, rows, sizes, order, total, progress, start)
@@ -104,6 +105,6 @@ def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:
             f"go on with --engine {held.engine}, or begin with its weights: --model.path {found} --save.path …",
         )
     if held.offset != fresh.offset and held.offset + held.step == fresh.offset:
-        return found, replace(fresh, tokens=0)
+        return found, fresh
     check_same(held, fresh, found)
     return found, held

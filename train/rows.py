@@ -34,7 +34,7 @@ class Flat(NamedTuple):
         labels: the next token, or `IGNORED`, int64[n].
         position_ids: from 0 in each document, int64[n].
         cu_seqlens: where documents begin, and n, int32[d + 1].
-        longest: inputs of the longest document.
+        longest: inputs of the longest document, 0 if there is none.
         trained: labels that are trained.
     """
 
@@ -44,6 +44,11 @@ class Flat(NamedTuple):
     cu_seqlens: NDArray[np.int32]
     longest: int
     trained: int
+
+    @property
+    def tokens(self) -> int:
+        """Inputs that belong to a document."""
+        return len(self.input_ids) if self.longest else 0
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,26 @@ class Rows:
         plans: the rows of each.
         ends: first row of each file, and their number.
         loss: what is trained, see `masks.LOSSES`.
+        cut: whether documents longer than a row are cut; else they are left out.
     """
 
     documents: Sequence[Documents]
     plans: Sequence[Plan]
     ends: Sequence[int]
     loss: str
+    cut: bool = False
 
     def __len__(self) -> int:
         return self.ends[-1]
+
+    @property
+    def overlong(self) -> str:
+        """What became of documents that are longer than a row; empty if there are none."""
+        many, tokens = (sum(plan.counts[key] for plan in self.plans) for key in ("overlong", "overlong_tokens"))
+        if not many or any(plan.algorithm == "packed" for plan in self.plans):
+            return ""
+        done = "cut" if self.cut else "left out"
+        return f"{many} documents with {tokens} tokens are longer than a row: {done}"
 
     @property
     def digest(self) -> str:
@@ -77,7 +93,7 @@ class Rows:
         pieces = [(tokens, mask) for tokens, mask in pieces if len(tokens) > 1]
         if not pieces:
             zero = np.zeros(1, np.int64)
-            return Flat(zero, zero + IGNORED, zero, np.array([0, 1], np.int32), 1, 0)
+            return Flat(zero, zero + IGNORED, zero, np.array([0, 1], np.int32), 0, 0)
         sizes = [len(tokens) - 1 for tokens, _ in pieces]
         labels = np.concatenate([np.where(mask[1:], tokens[1:], IGNORED) for tokens, mask in pieces])
         return Flat(
@@ -117,4 +133,4 @@ def open_rows(data: Data, prefixes: Sequence[Path], seed: int, control: Mapping[
         make_plan(one.indexed, algorithm=data.packing, seq_length=data.seq_length, seed=seed, overlong=data.overlong)
         for one in documents
     ]
-    return Rows(documents, plans, shares([len(plan) for plan in plans]), data.loss)
+    return Rows(documents, plans, shares([len(plan) for plan in plans]), data.loss, data.overlong == "truncate")

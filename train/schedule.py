@@ -27,17 +27,33 @@ def learning_rate(config: Config, step: int, total: int) -> float:
         total: steps of this run.
     """
     schedule, high, offset = config.schedule, config.optim.lr, config.steps.iteration_offset
-    warmup = schedule.warmup if schedule.warmup >= 1 else schedule.warmup * total
+    warmup = _warmup(config, total)
     if step < warmup:
-        return high * (step + 1) / math.ceil(warmup)
-    start = schedule.start if schedule.start is not None else offset + math.ceil(warmup)
-    end = schedule.end if schedule.end is not None else offset + total
+        return high * (step + 1) / warmup
+    start, end = _decay(config, total)
     share = min(1.0, max(0.0, (offset + step - start) / max(1, end - start)))
     return SHAPES[schedule.style](high, schedule.min_lr, share)
 
 
-def check_schedule(config: Config) -> None:
+def _warmup(config: Config, total: int) -> int:
+    """Steps of it."""
+    warmup = config.schedule.warmup
+    return math.ceil(warmup if warmup >= 1 else warmup * total)
+
+
+def _decay(config: Config, total: int) -> tuple[int, int]:
+    """The global steps between which the rate falls."""
+    schedule, offset = config.schedule, config.steps.iteration_offset
+    start = schedule.start if schedule.start is not None else offset + _warmup(config, total)
+    return start, schedule.end if schedule.end is not None else offset + total
+
+
+def check_schedule(config: Config, total: int) -> None:
     """See that the settings make sense together.
+
+    Args:
+        config: `schedule`, `optim.lr` and `steps.iteration_offset`.
+        total: steps of the run.
 
     Raises:
         UsageError: they do not.
@@ -47,5 +63,6 @@ def check_schedule(config: Config) -> None:
         raise UsageError(f"schedule.min_lr {schedule.min_lr:g} is above optim.lr {config.optim.lr:g}")
     if schedule.style == "exponential" and not schedule.min_lr:
         raise UsageError("an exponential decay never reaches schedule.min_lr 0", "such as --schedule.min_lr 1e-6")
-    if schedule.start is not None and schedule.end is not None and schedule.end <= schedule.start:
-        raise UsageError(f"schedule.end {schedule.end} does not come after schedule.start {schedule.start}")
+    start, end = _decay(config, total)
+    if schedule.style != "constant" and schedule.end is not None and end <= start:
+        raise UsageError(f"schedule.end {end} does not come after global step {start}, where the decay begins")

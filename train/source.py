@@ -18,7 +18,7 @@ def is_folder(path: Path) -> bool:
 
 
 def folder_of(config: Config) -> Path:
-    """The Hugging Face folder to start from. Any other checkpoint is converted to `SAVE/start`, if that is not there.
+    """The Hugging Face folder to start from. Any other checkpoint is converted to `SAVE/start`, if that is not its.
 
     Raises:
         VitruvianError: it cannot be converted; or the Hugging Face folder that it needs is not given.
@@ -27,16 +27,22 @@ def folder_of(config: Config) -> Path:
     if is_folder(path):
         return path
     from converters.convert import SHARD_SIZE, Request, plan_huggingface, run
+    from converters.durable import write_file
+    from converters.journal import fingerprint
     from formats.checkpoint import Settings
     from formats.registry import open_checkpoint
 
     out = config.save.path / CONVERTED
-    if is_folder(out):
-        return out
+    note = out.with_name(f".{CONVERTED}")
     source = open_checkpoint(path, Settings(config=config.model.config))
     out.parent.mkdir(parents=True, exist_ok=True)
-    request = Request(out, quiet=True)
-    run(plan_huggingface(source, request, SHARD_SIZE), request, lambda _, __: None)
+    request = Request(out, quiet=True, force=True)
+    plan = plan_huggingface(source, request, SHARD_SIZE)
+    made_of = fingerprint(plan, request.limits.replicas).encode()
+    if is_folder(out) and note.is_file() and note.read_bytes() == made_of:
+        return out
+    run(plan, request)
+    write_file(note, made_of)
     if not is_folder(out):
         raise UsageError(f"{path} was converted to {out}, which has no config.json", "--model.config HF_FOLDER")
     return out

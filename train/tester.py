@@ -17,7 +17,7 @@ import torch
 
 from formats.errors import SourceError, UsageError
 from train import lora
-from train.checkpoint import NOTE, PREFIX, Progress, newest, read_progress
+from train.checkpoint import NOTE, PREFIX, Progress, newest, ours, read_progress
 from train.config import Config
 from train.distributed import World
 from train.engines.fsdp import read_weights, sharded
@@ -73,8 +73,7 @@ def find(save: Path, wanted: str) -> Place:
 
 def every(save: Path) -> list[Place]:
     """All complete checkpoints of a run, the oldest first."""
-    folders = [path for path in save.glob(f"{PREFIX}*") if path.suffix != ".partial" and _ours(path)]
-    return sorted((Place(folder, read_progress(folder)) for folder in folders), key=lambda one: one.step or 0)
+    return [Place(folder, read_progress(folder)) for folder in ours(save) if _ours(folder)]
 
 
 def _ours(path: Path) -> bool:
@@ -166,7 +165,9 @@ def score(
     tokenizer = config.evaluate.tokenizer or places[0].path
     with opened_sets(config, texts, world, tokenizer) as sets:
         if world.first:
-            _tell_of_long(sets, config, tell)
+            for name, rows in sets.items():
+                if rows.overlong:
+                    tell(f"{name}: {rows.overlong}")
         judge = open_judge(config.evaluate.metrics, tokenizer, sets)
         start = config.model.model_copy(update={"path": places[0].path})
         config = config.model_copy(update={"model": start, "lora": None})
@@ -175,14 +176,6 @@ def score(
         for place in places:
             load_weights(place, trainee.model, world)
             yield place, evaluate(trainee, sets, world, judge, config.evaluate.max_rows)
-
-
-def _tell_of_long(sets: Mapping[str, Rows], config: Config, tell: Callable[[str], None]) -> None:
-    for name, rows in sets.items():
-        many, tokens = (sum(plan.counts[key] for plan in rows.plans) for key in ("overlong", "overlong_tokens"))
-        if many and config.data.packing != "packed":
-            done = "cut" if config.data.overlong == "truncate" else "left out"
-            tell(f"{name}: {many} documents with {tokens} tokens are longer than a row: {done}")
 
 
 def facts_of(place: Place, scores: Mapping[str, Score]) -> str:

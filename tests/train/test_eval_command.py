@@ -156,7 +156,7 @@ def test_every_checkpoint_without_results(copy, evaluate, data):
     assert "every checkpoint of" in nothing.err
     assert evaluate(copy, "--checkpoint", 140).code == 0
     lines = [json.loads(line) for line in (copy / "evaluations.jsonl").read_text().splitlines()]
-    assert [line["global_step"] for line in lines] == [140, 120, 140]
+    assert [line["global_step"] for line in lines] == [120, 140]
     assert lines[2] == first  # what the training itself found, to the last bit
 
 

@@ -37,7 +37,7 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
             for note in notes:
                 click.echo(f"note: {note}", err=True)
         progress = train(settings, ranks, click.echo)
-    if settings.export is not None and ranks.first:
+    if settings.export is not None and ranks.first and not settings.export.exists():
         export(settings.save.path / progress.name, settings.export)
         click.echo(f"exported to {settings.export}")
 
@@ -69,7 +69,7 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | Non
         facts |= {"epochs": found.epochs, "flops": found.flops, "memory": found.memory, "seconds": seconds}
         click.echo(json.dumps(facts))
         return
-    for note in notes:
+    for note in [*notes, *filter(None, [found.rows.overlong])]:
         click.echo(f"note: {note}", err=True)
     parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in found.memory.items())
     fill = tokens / (len(found.rows) * (settings.data.seq_length + 1))

@@ -45,7 +45,7 @@ OURS: Mapping[str, str] = {
 }
 """Settings of DeepSpeed that are not taken from `parallel.deepspeed`, and what says them here."""
 UNIVERSAL = ".universal"
-"""Ending of the folder beside `save.path` that holds a checkpoint of other ranks or another stage while it is read."""
+"""Folder in `save.path` that holds a checkpoint of other ranks or another stage while it is read."""
 
 
 class Zero:
@@ -232,6 +232,6 @@ def _universal(folder: Path) -> Path:
     from converters.universal import open_states, plan_universal
     from formats.checkpoint import Settings
 
-    request = Request(folder.parent.with_name(folder.parent.name + UNIVERSAL), quiet=True, force=True)
+    request = Request(folder.parent / UNIVERSAL, quiet=True, force=True)
     run(plan_universal(open_states(folder, Settings()), request), request, lambda _, __: None)
     return request.out

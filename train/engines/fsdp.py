@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from formats import dcp
 from train import kernels, lora
 from train.config import Config
 from train.distributed import World
@@ -60,6 +61,7 @@ def sharded(config: Config, made: Any, world: World, backend: str) -> Any:
 
 def read_weights(model: Any, folder: Path, world: World) -> None:
     """Fill a sharded model from a checkpoint, whose moments nobody reads; saved on any number of ranks."""
+    _examine(folder, world)
     load({"model": weights(model)}, checkpoint_id=str(folder), process_group=world.saving)
 
 
@@ -111,8 +113,21 @@ def write(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: Wor
 def read(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> None:
     """Read what `write` wrote, on any number of ranks."""
     lora.check_same(folder, model)
+    _examine(folder, world)
     _empty_moments(optimizer)
     load(_tensors(model, optimizer), checkpoint_id=str(folder), process_group=world.saving)
+
+
+def _examine(folder: Path, world: World) -> None:
+    """Look at a checkpoint without executing anything of it, before torch unpickles its metadata.
+
+    Raises:
+        SourceError: a file is missing, cut off, or not what it should be.
+    """
+    if world.first:
+        for _ in dcp.load(dcp.contents(folder)[0]):
+            pass
+    world.wait()
 
 
 def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

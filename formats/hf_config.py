@@ -172,6 +172,8 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     theta = parameters.pop("rope_theta", None) or get(family.keys.get("rope_theta", "rope_theta"), family.rope_theta)
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
+    if rope_type == "longrope" and "original_max_position_embeddings" in config:
+        parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
     fraction = parameters.pop("partial_rotary_factor", None)
     if "rotary_fraction" in family.keys:
         fraction = fraction or get(family.keys["rotary_fraction"], family.defaults["rotary_fraction"])

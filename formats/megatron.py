@@ -308,8 +308,8 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
         UnsupportedError: the family has no layout of Megatron.
         RefusedError: megatron-core has no such topology.
     """
-    if not family_named(spec.family).gated:
-        raise UnsupportedError(f"a {spec.family} has no Megatron layout here", "see `convert formats`")
+    if reason := family_named(spec.family).only_here:
+        raise UnsupportedError(f"a {spec.family} has no Megatron layout: {reason}", "see `convert formats`")
     if options.dialect == megatron_llm.NAME:
         megatron_llm.check_spec(spec)
         megatron_llm.check_topology(spec, options.tp, options.vpp)

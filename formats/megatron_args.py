@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.families import FAMILIES, family_named
+from formats.families import FAMILIES, Facts, family_named
 from formats.pickles import DTYPES, Dtype, keeps
 from formats.spec import ModelSpec, checked, differences, real, whole
 
@@ -29,6 +29,7 @@ MEGATRON = {
     "max_positions": "max_position_embeddings",
     "norm_epsilon": "layernorm_epsilon norm_epsilon",
     "rope_theta": "rotary_base",
+    "rotary_fraction": "rotary_percent",
 }
 """Setting: argument and its older spellings (megatron/training/arguments.py at 0.18 and at d98e8a64)."""
 
@@ -38,7 +39,6 @@ MEGATRON_ONLY = {
     "position_embedding_type": ("rope",),
     "add_bias_linear": (False,),
     "disable_bias_linear": (True,),
-    "rotary_percent": (1.0,),
     "rotary_interleaved": (False,),
     "apply_layernorm_1p": (False,),
     "layernorm_zero_centered_gamma": (False,),
@@ -103,8 +103,7 @@ def from_megatron(
     values["rope_scaling"] = _rope_scaling(args, where)
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
     values["vocab"] = args.get("true_vocab_size") or (base.vocab if base else None)
-    facts = (bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")))
-    return agreed(values, facts, settings, base, where)
+    return agreed(values, (bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))), settings, base, where)
 
 
 def found_in(args: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
@@ -150,7 +149,10 @@ def agreed(
         RefusedError: args and config contradict each other.
     """
     values = {**values, **settings}
-    values["family"] = _family((*facts, values["sliding_window"] is not None), base, where)
+    fraction = 1.0 if values.get("rotary_fraction") is None else values["rotary_fraction"]
+    values["family"] = _family(Facts(*facts, values["sliding_window"] is not None, fraction != 1.0), base, where)
+    choice = "rotary_fraction" in {*family_named(values["family"]).keys, *settings}
+    values["rotary_fraction"] = fraction if choice else None
     notes = [*values.get("notes", ())]
     if base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
         notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")
@@ -195,9 +197,9 @@ def _rope_scaling(args: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     return None
 
 
-def _family(facts: tuple[bool, bool, bool], base: ModelSpec | None, where: str) -> str:
-    """The family with these facts: (bias on query, key and value; norms on query and key; sliding window)."""
-    fitting = [family.name for family in FAMILIES.values() if family.fits(*facts)]
+def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
+    """The family with these facts."""
+    fitting = [family.name for family in FAMILIES.values() if family.fits(facts)]
     if base and base.family in fitting:
         return base.family
     if base:
@@ -206,7 +208,8 @@ def _family(facts: tuple[bool, bool, bool], base: ModelSpec | None, where: str) 
         )
     if not fitting:
         raise UnsupportedError(
-            f"{where}: no known family has this combination of biases, query/key norms and sliding window"
+            f"{where}: no known family has this combination of biases, query/key norms, sliding window and partial "
+            "rotary embedding"
         )
     return fitting[0]
 
@@ -224,6 +227,7 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
     args |= {name: allowed[0] for name, allowed in MEGATRON_ONLY.items()}
     args |= {
         "rotary_base": int(spec.rope_theta) if spec.rope_theta == int(spec.rope_theta) else spec.rope_theta,
+        "rotary_percent": 1.0 if spec.rotary_fraction is None else spec.rotary_fraction,
         "group_query_attention": spec.kv_heads != spec.heads,
         "use_rotary_position_embeddings": False,
         "add_position_embedding": True,

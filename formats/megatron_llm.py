@@ -223,6 +223,7 @@ def check_spec(spec: ModelSpec) -> None:
             facts.qkv_bias
         ),
         "it has no norms on query and key": facts.qk_norm,
+        "its rotary embedding turns whole heads": spec.rotary_fraction not in (None, 1.0),
         "its Llama and Mistral have an output head of their own, and this model shares the embedding's": spec.tied,
         f"its rotary embedding turns hidden / heads = {spec.hidden // spec.heads} elements of a head, "
         f"and a head of this model has {spec.head_dim}": spec.head_dim * spec.heads != spec.hidden,

@@ -40,7 +40,9 @@ TOPOLOGIES = {
     "tp2": Topology(2, 1, 1, "local", EVERY),
     "tp2-te": Topology(2, 1, 1, "te", (Case("llama"), Case("qwen2"), Case("qwen3"))),
     "pp2": Topology(1, 2, 1, "local", EVERY),
-    "tp2-pp2": Topology(2, 2, 1, "local", (Case("llama"), Case("qwen2-tied"), Case("qwen3-tied"), Case("mistral"))),
+    "tp2-pp2": Topology(
+        2, 2, 1, "local", (Case("llama"), Case("qwen2-tied"), Case("qwen3-tied"), Case("mistral"), Case("phi3"))
+    ),
     "pp2-vpp2": Topology(1, 2, 2, "local", (Case("llama-tied"), Case("qwen2"))),
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),
 }

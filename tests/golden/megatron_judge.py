@@ -40,7 +40,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 FILE = "model_optim_rng.pt"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 StateDict = dict[str, Any]
 
@@ -152,13 +152,14 @@ def rope_arguments(c: PreTrainedConfig) -> dict[str, Any]:
     """GPTModel's rotary arguments; the other llama3 numbers are fixed: rotary_pos_embedding.py:92-99."""
     rope = dict(c.rope_parameters)
     kind, base = rope.get("rope_type", "default"), float(rope["rope_theta"])
-    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0 or kind not in ("default", "llama3"):
+    if kind not in ("default", "llama3"):
         raise JudgementError(f"rope parameters {rope} are beyond this judge")
+    both = {"rotary_base": base, "rotary_percent": float(rope.get("partial_rotary_factor") or 1.0)}
     if kind == "default":
-        return {"rotary_base": base}
+        return both
     if wrong := {k: rope.get(k) for k, v in LLAMA3_FIXED.items() if rope.get(k) != v}:
         raise JudgementError(f"megatron-core fixes {LLAMA3_FIXED}, the model has {wrong}")
-    return {"rotary_base": base, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    return {**both, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
 
 
 def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
@@ -216,6 +217,7 @@ def expected_claims(
     rope = rope_arguments(c)
     required = model_fields(c) | {
         "rotary_base": rope["rotary_base"],
+        "rotary_percent": rope["rotary_percent"],
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
         "swiglu": True,
         "padded_vocab_size": padded,
@@ -225,7 +227,6 @@ def expected_claims(
     optional = {
         "add_bias_linear": required.pop("add_bias_linear"),
         "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
         "rotary_interleaved": False,
         "use_rope_scaling": "rope_scaling" in rope,
         "apply_layernorm_1p": False,

@@ -14,6 +14,7 @@ from tests.golden.cases import EVERY, TOPOLOGIES
 from tests.golden.test_megatron_lm import FOLDERS
 from tests.golden.test_torchtitan import CASES
 from tests.golden.test_torchtitan import family as family_of
+from tests.models import MODELS
 
 
 def lines(table) -> set[tuple[str, str]]:
@@ -67,7 +68,7 @@ def test_every_line_of_a_family_was_written_by_transformers(model, family):
     if family == "gpt_neox":  # which megatron-core does not judge: real GPT-NeoX does, in test_neox.py
         seen = used(model("gpt_neox")) | used(model("gpt_neox-tied"))
     for case in EVERY:
-        if case.model.partition("-")[0].rstrip("3") == family or case.model.partition("-")[0] == family:
+        if MODELS[case.model]["model_type"] == family:
             seen |= used(model(case.model, case.dtype))
     explicit_tied_head = {(f"{head}.weight", "embedding: vocab hidden") for head in ("lm_head", "embed_out")}
     in_memory = {("lm_head.weight", "head: vocab hidden")} if family == "gpt_neox" else set()  # test_fsdp_other_models

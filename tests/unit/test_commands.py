@@ -143,7 +143,7 @@ def test_explain_draws_the_fused_projection(model, convert):
 def test_formats_lists_formats_and_families(convert):
     facts = json.loads(convert("formats", "--json").out)
     assert set(facts["formats"]) == {"huggingface", "megatron_dist", "fsdp", "megatron", "neox", "zero"}
-    assert set(facts["families"]) == {"gpt_neox", "llama", "mistral", "qwen2", "qwen3"}
+    assert set(facts["families"]) == {"gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3"}
 
 
 def test_diff_finds_one_changed_weight_and_says_by_how_much(model, convert, tmp_path):

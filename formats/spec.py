@@ -29,8 +29,8 @@ class ModelSpec:
 
     `vocab` is the true vocabulary, None while unknown; `rope_scaling` is in Hugging Face's terms (`rope_type` and its
     parameters), None for plain rotary embeddings; `sliding_window` counts the tokens that a token sees, itself
-    included. `own` are the config keys of the family that no other format has. `rotary_fraction` (the part of a head that rotates), `parallel_residual` and `activation` are None where
-    the family leaves no choice. `notes` say which settings came from a documented default.
+    included. `own` are the config keys of the family that no other format has. `rotary_fraction` (the part of a head
+    that rotates), `parallel_residual` and `activation` are None where the family leaves no choice. `notes` say which settings came from a documented default.
     """
 
     family: str

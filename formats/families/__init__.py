@@ -44,7 +44,7 @@ class Family:
         keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
         defaults: setting: what transformers assumes of those.
         own: config keys that change what the model computes and that no other format has, and what transformers
-            assumes; None where that depends on others.
+            assumes (None where that depends on others). A family with such keys has an `only_here`.
         only_here: why Megatron cannot hold the model; empty where it can.
     """
 

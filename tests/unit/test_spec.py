@@ -25,6 +25,8 @@ def old_spelling(new: dict) -> dict:
     """The same config as transformers 4 wrote it."""
     old = dict(new)
     rope = dict(old.pop("rope_parameters"))
+    if "full_attention" in rope:
+        old["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], dict(rope["full_attention"])
     old["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
     old["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **rope}
     if (key := FAMILIES[new["model_type"]].keys.get("rotary_fraction")) and "partial_rotary_factor" in rope:
@@ -62,6 +64,33 @@ def test_settings_survive_megatron(name):
     alone = from_megatron(args, {}, None, "args")
     spellings = ("family", "rotary_fraction: None | 1.0")  # a Phi-3 whose heads rotate as a whole is a Llama
     assert [line for line in differences(alone, spec) if not line.startswith(spellings)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("granite", "residual_multiplier", 0.5),
+        ("gemma2", "attn_logit_softcapping", None),
+        ("gemma2", "final_logit_softcapping", 20.0),
+        ("gemma3", "layer_types", ["full_attention"] * 4),
+        ("gemma3", "query_pre_attn_scalar", 64),
+    ],
+)
+def test_what_only_one_family_computes_is_a_difference(name, key, value):
+    """Its config keys are settings: two models that differ in one of them are not the same."""
+    one, other = from_huggingface(config(name), {}, "one"), from_huggingface(config(name, **{key: value}), {}, "other")
+    assert [line.partition(":")[0] for line in differences(one, other)] == ["own"]
+    assert other.own[key] == value
+    assert FAMILIES[one.family].only_here
+
+
+def test_the_second_rotary_base_of_gemma_3_is_a_setting():
+    new = config("gemma3")
+    spec = from_huggingface(new, {}, "one")
+    assert (spec.rope_theta, spec.own["rope_local_base_freq"]) == (1e6, 1e4)
+    changed = to_huggingface(from_huggingface(new, {"rope_theta": 5e5}, "one"), new)
+    assert changed["rope_parameters"]["sliding_attention"] == new["rope_parameters"]["sliding_attention"]
+    assert changed["rope_parameters"]["full_attention"] == {"rope_type": "default", "rope_theta": 5e5}
 
 
 def test_each_changed_setting_reaches_the_config():

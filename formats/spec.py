@@ -30,7 +30,8 @@ class ModelSpec:
     `vocab` is the true vocabulary, None while unknown; `rope_scaling` is in Hugging Face's terms (`rope_type` and its
     parameters), None for plain rotary embeddings; `sliding_window` counts the tokens that a token sees, itself
     included. `own` are the config keys of the family that no other format has. `rotary_fraction` (the part of a head
-    that rotates), `parallel_residual` and `activation` are None where the family leaves no choice. `notes` say which settings came from a documented default.
+    that rotates), `parallel_residual` and `activation` are None where the family leaves no choice. `notes` say which
+    settings came from a documented default.
     """
 
     family: str
@@ -57,7 +58,8 @@ class ModelSpec:
     def conditions(self) -> frozenset[str]:
         """The layout conditions that follow from the settings."""
         residual = {None: set[str](), True: {"parallel"}, False: {"serial"}}[self.parallel_residual]
-        return frozenset({"tied" if self.tied else "untied", *residual})
+        plain = {"plain"} if family_named(self.family).plain else set()
+        return frozenset({"tied" if self.tied else "untied", *residual, *plain})
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "phi3": {"model_type": "phi3", "sliding_window": 8, **TOKENS, "rope_parameters": PARTIAL},
     "phi3-tied": {"model_type": "phi3", "tie_word_embeddings": True, **TOKENS},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 8, "tie_word_embeddings": False, **TOKENS},
+    "starcoder2-tied": {"model_type": "starcoder2", "hidden_act": "gelu", **TOKENS},
     "granite": {
         "model_type": "granite",
         "embedding_multiplier": 12.0,
@@ -57,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Every family, tied and untied, with MHA, GQA and MQA, head_dim other than hidden / heads, llama3 rope scaling."""
 
 ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3")
-GATED = [name for name in MODELS if not name.startswith(ONLY_HERE)]
+IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""
 
 

@@ -18,13 +18,15 @@ from formats.layout import Rule
 class Facts(NamedTuple):
     """What arguments that name no family say of a model, and only some families have.
 
-    Biases on query, key and value; norms on each query and key head; a sliding window; heads that rotate in part.
+    Biases on query, key and value; norms on each query and key head; a sliding window; heads that rotate in part;
+    LayerNorm, biases everywhere and an MLP without a gate.
     """
 
-    qkv_bias: bool
-    qk_norm: bool
-    window: bool
-    partial: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: bool = False
+    partial: bool = False
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,16 @@ class Family:
         """Whether each query and key head is normalised."""
         return any("query_norm" in rule.pattern.tensors for rule in self.tensors)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the MLP has no gate, which every model that descends from Llama has."""
+        return not any("gate" in rule.pattern.tensors for rule in self.tensors)
+
     def fits(self, facts: Facts) -> bool:
         """Whether a model of Megatron with these facts can belong to the family."""
         return (
             not self.only_here
-            and (self.qkv_bias, self.qk_norm) == (facts.qkv_bias, facts.qk_norm)
+            and (self.qkv_bias, self.qk_norm, self.plain) == (facts.qkv_bias or facts.plain, facts.qk_norm, facts.plain)
             and (bool(self.window) or not facts.window)
             and ("rotary_fraction" in self.keys or not facts.partial)
         )

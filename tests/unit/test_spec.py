@@ -10,9 +10,9 @@ from transformers import AutoConfig
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
 from formats.families import FAMILIES
 from formats.hf_config import from_huggingface, to_huggingface
-from formats.megatron_args import LLAMA3_SCALING, from_megatron, to_megatron
+from formats.megatron_args import LLAMA3_SCALING, Options, flags, from_megatron, namespace, to_megatron
 from formats.spec import differences, parse_settings
-from tests.models import GATED, LLAMA3, MODELS, SMALL
+from tests.models import IN_MEGATRON, LLAMA3, MODELS, SMALL
 
 
 def config(name: str, **changes) -> dict:
@@ -56,7 +56,7 @@ def test_what_we_write_without_a_base_transformers_reads_as_the_same_model(name,
     assert again["architectures"] == [FAMILIES[spec.family].architecture]
 
 
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", IN_MEGATRON)
 def test_settings_survive_megatron(name):
     spec = from_huggingface(config(name), {}, "one")
     args = to_megatron(spec)
@@ -175,6 +175,32 @@ def test_megatron_settings_without_counterpart_are_refused(changes, reason):
     args = to_megatron(from_huggingface(config("llama"), {}, "config.json"))
     with pytest.raises(UnsupportedError, match=reason):
         from_megatron(args | changes, {}, None, "args")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"swiglu": True}, "normalization = 'LayerNorm'"),
+        ({"add_bias_linear": False}, "add_bias_linear = False"),
+        ({"openai_gelu": True}, "openai_gelu = True"),
+        ({"bias_gelu_fusion": 1}, "bias_gelu_fusion = 1"),
+        ({"squared_relu": True}, "squared_relu"),
+    ],
+)
+def test_what_starcoder_2_does_not_compute_is_refused(changes, reason):
+    args = to_megatron(from_huggingface(config("starcoder2"), {}, "config.json"))
+    with pytest.raises(UnsupportedError, match=reason):
+        from_megatron(args | changes, {}, None, "args")
+
+
+def test_the_activation_of_starcoder_2_is_a_fusion_of_megatron():
+    for activation, fused, lines in (("gelu_pytorch_tanh", True, 0), ("gelu", False, 1)):
+        args = to_megatron(from_huggingface(config("starcoder2", hidden_act=activation), {}, "config.json"))
+        assert args["bias_gelu_fusion"] is fused
+        written = namespace(from_megatron(args, {}, None, "args"), ["F32"], Options(), 256, {}, None)
+        assert flags(written).count("--no-bias-gelu-fusion") == lines
+    with pytest.raises(RefusedError, match="Megatron has no activation relu"):
+        to_megatron(from_huggingface(config("starcoder2", hidden_act="relu"), {}, "config.json"))
 
 
 @pytest.mark.parametrize(

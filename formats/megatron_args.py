@@ -197,9 +197,8 @@ def agreed(
 def residue(args: Mapping[str, Any]) -> list[str]:
     """The arguments that no table knows: training settings, which `reshard` keeps and a config cannot hold."""
     spellings = {name for names in MEGATRON.values() for name in names.split()}
-    return sorted(
-        name for name in set(args) - spellings - {*MEGATRON_ONLY, *PLAIN, *MORE_SETTINGS} if isinstance(name, str)
-    )
+    known = {*spellings, *MEGATRON_ONLY, *PLAIN, *MORE_SETTINGS}
+    return sorted(name for name in set(args) - known if isinstance(name, str))
 
 
 def _window(window: Any, where: str) -> int | None:

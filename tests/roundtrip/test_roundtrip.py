@@ -74,7 +74,7 @@ def test_what_only_hugging_face_and_fsdp_can_hold_is_refused(model, convert, tmp
     for words in (["hf2megatron"], ["hf2megatron", "--format", "torch_dist"], ["hf2neox"]):
         ran = convert(words[0], model(name), tmp_path / "out", *words[1:])
         assert ran.code == 4
-        assert (family.only_here if words[0] == "hf2megatron" else f"GPT-NeoX has no {family.name}") in ran.err
+        assert (family.only_here if words[0] == "hf2megatron" else "GPT-NeoX has") in ran.err
     assert list(tmp_path.iterdir()) == []
 
 

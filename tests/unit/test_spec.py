@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
 from formats.families import FAMILIES
 from formats.hf_config import from_huggingface, to_huggingface
+from formats.huggingface import model_slots
 from formats.megatron_args import LLAMA3_SCALING, Options, flags, from_megatron, namespace, to_megatron
 from formats.spec import differences, parse_settings
 from tests.models import IN_MEGATRON, LLAMA3, MODELS, SMALL
@@ -54,6 +55,19 @@ def test_what_we_write_without_a_base_transformers_reads_as_the_same_model(name,
     again = AutoConfig.from_pretrained(tmp_path).to_dict()
     assert from_huggingface(again, {}, "again") == spec
     assert again["architectures"] == [FAMILIES[spec.family].architecture]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_order_of_a_table_is_that_of_the_parameters(name):
+    """By which the flat tensors of FSDP1 are cut, where nothing else tells."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    settings = config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    slots = model_slots(from_huggingface(settings, {}, "one"))
+    assert [slot.keys[-1] for slot in slots if not slot.replica] == [key for key, _ in model.named_parameters()]
 
 
 @pytest.mark.parametrize("name", IN_MEGATRON)
@@ -234,6 +248,17 @@ def test_older_spellings_of_megatron():
 def test_rotary_scalings_that_megatron_lacks_are_refused(scaling):
     spec = from_huggingface(config("llama") | {"rope_parameters": scaling}, {}, "config.json")
     with pytest.raises(RefusedError, match="Megatron has no rope scaling"):
+        to_megatron(spec)
+
+
+def test_the_longrope_of_phi_3_is_kept_whole_and_stays_out_of_megatron():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **factors}
+    new = config("phi3-tied", rope_parameters=rope, original_max_position_embeddings=64)
+    spec = from_huggingface(new, {}, "config.json")
+    assert spec.rope_scaling == {"rope_type": "longrope", **factors, "original_max_position_embeddings": 64}
+    assert from_huggingface(old_spelling(new), {}, "config.json") == spec
+    with pytest.raises(RefusedError, match="Megatron has no rope scaling longrope"):
         to_megatron(spec)
 
 

@@ -26,6 +26,8 @@ HUGGINGFACE = {
     "tied": "tie_word_embeddings",
 }
 """Setting: config key. The rotary settings and sliding_window have rules of their own, below."""
+LOCAL = "rope_local_base_freq"
+"""The base of the layers with a sliding window, where a family has two."""
 ROTARY = ("rope_theta", "rope_scaling", "rotary_fraction")
 
 OF_NO_MODEL = (
@@ -121,7 +123,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
         value = config.get(key, only)
         if value != only:
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
-    layer_types = config.get("layer_types") or []
+    layer_types = [] if "layer_types" in family.own else config.get("layer_types") or []
     others = (
         [kind for kind in layer_types if kind != "full_attention"] if isinstance(layer_types, list) else [layer_types]
     )
@@ -151,7 +153,11 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
         values["kv_heads"] = get("num_key_value_heads", heads)
     if values.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads:
         values["head_dim"] = family.head_dim or hidden // heads
-    values["tied"] = get("tie_word_embeddings", False)
+    if "tied" not in family.defaults:
+        values["tied"] = get("tie_word_embeddings", False)
+    values["own"] = {key: config.get(key, default) for key, default in family.own.items()}
+    if LOCAL in family.own and _layered(config):
+        values["own"][LOCAL] = config["rope_parameters"]["sliding_attention"].get("rope_theta", family.own[LOCAL])
     values |= dict(zip(ROTARY, _rope(config, family, get, where), strict=True))
     values["sliding_window"] = None
     if family.window:
@@ -164,6 +170,10 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
 def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tuple[Any, dict[str, Any] | None, Any]:
     """The rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if LOCAL in family.own and _layered(config):
+        parameters, sliding = parameters["full_attention"], parameters["sliding_attention"]
+        if set(sliding) - {"rope_theta", "rope_type"} or sliding.get("rope_type", "default") != "default":
+            raise UnsupportedError(f"{where}: scaled rotary embeddings of a sliding window are not supported")
     if not isinstance(parameters, dict):
         raise SourceError(f"{where}: its rotary settings are {short(parameters)}, they should be a map")
     parameters = dict(parameters)
@@ -172,6 +182,8 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     theta = parameters.pop("rope_theta", None) or get(family.keys.get("rope_theta", "rope_theta"), family.rope_theta)
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
+    if rope_type == "longrope" and "original_max_position_embeddings" in config:
+        parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
     fraction = parameters.pop("partial_rotary_factor", None)
     if "rotary_fraction" in family.keys:
         fraction = fraction or get(family.keys["rotary_fraction"], family.defaults["rotary_fraction"])
@@ -182,12 +194,19 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     return theta, None if rope_type == "default" else {"rope_type": rope_type, **parameters}, fraction
 
 
+def _layered(config: Mapping[str, Any]) -> bool:
+    """Whether the rotary settings are those of Gemma 3 in transformers 5: one map for each kind of attention."""
+    found = config.get("rope_parameters")
+    kinds = {"full_attention", "sliding_attention"}
+    return isinstance(found, dict) and set(found) == kinds and all(isinstance(one, dict) for one in found.values())
+
+
 def residue(config: Mapping[str, Any]) -> list[str]:
     """The keys of a config that no table knows: they are kept as they are, and assumed to leave the weights alone."""
     known = {*HUGGINGFACE.values(), "rope_theta", "rope_scaling", "rope_parameters", *OF_NO_MODEL}
     family = FAMILIES.get(config.get("model_type", ""))
     if family:
-        known |= {*family.requires, *family.keys.values(), family.window}
+        known |= {*family.requires, *family.keys.values(), *family.own, family.window}
     return sorted(set(config) - known)
 
 
@@ -208,7 +227,10 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
             config["vocab_size"] = spec.vocab
         return config
     family = family_named(spec.family)
-    config = _unwrapped(base) or {"architectures": [family.architecture], "model_type": family.name, **family.requires}
+    config = _unwrapped(base)
+    if not base:
+        own = {key: value for key, value in spec.own.items() if value != family.own[key]}
+        config = {"architectures": [family.architecture], "model_type": family.name, **family.requires, **own}
     known = _values(config, family, "the config")[0] if base else {}
     keys = _keys(family)
     names = (*keys, *ROTARY, "sliding_window")
@@ -222,7 +244,9 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
         if "rope_parameters" in config:
             fraction = {} if spec.rotary_fraction is None else {"partial_rotary_factor": spec.rotary_fraction}
             scaling = spec.rope_scaling or {"rope_type": "default"}
-            config["rope_parameters"] = {"rope_theta": spec.rope_theta, **fraction, **scaling}
+            rotary = {"rope_theta": spec.rope_theta, **fraction, **scaling}
+            layered = LOCAL in family.own and _layered(config)
+            config["rope_parameters"] = {**config["rope_parameters"], "full_attention": rotary} if layered else rotary
         else:
             config |= {
                 family.keys.get(name, name): getattr(spec, name)

@@ -35,6 +35,7 @@ CONDITIONS = {
     "mha": "only when every head has its own key and value",
     "gqa": "only when several heads share them",
     "grouped": "only when they share them in the order of GPT-NeoX before November 2024",
+    "plain": "only when the MLP has no gate",
     "fused": "only when gate and up are one matrix",
     "separate": "only when they are two",
     "copy": "a copy of a tensor that another file holds",

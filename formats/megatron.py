@@ -47,15 +47,22 @@ FLAGS = "megatron_flags.txt"
 MCORE = rules("""
 embedding.word_embeddings.weight                                                             (embedding: vocab | ~padding)/tp hidden    first
 decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight}  input_norm: hidden
+decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_bias|input_layernorm.bias}      input_norm_bias: hidden
 decoder.layers.{layer}.self_attention.linear_qkv.weight                                      (group (query: head half pair | key: half pair | value: dim))/tp hidden
 decoder.layers.{layer}.self_attention.linear_qkv.bias                                        (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
 decoder.layers.{layer}.self_attention.q_layernorm.weight                                     query_norm: (half pair)
 decoder.layers.{layer}.self_attention.k_layernorm.weight                                     key_norm: (half pair)
 decoder.layers.{layer}.self_attention.linear_proj.weight                                     output: hidden (group head dim)/tp
+decoder.layers.{layer}.self_attention.linear_proj.bias                                       output_bias: hidden
 decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_weight|pre_mlp_layernorm.weight}           post_norm: hidden
+decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_bias|pre_mlp_layernorm.bias}               post_norm_bias: hidden
 decoder.layers.{layer}.mlp.linear_fc1.weight                                                 (gate: ffn/tp | up: ffn/tp) hidden
+decoder.layers.{layer}.mlp.linear_fc1.weight                                                 up: ffn/tp hidden    plain
+decoder.layers.{layer}.mlp.linear_fc1.bias                                                   up_bias: ffn/tp
 decoder.layers.{layer}.mlp.linear_fc2.weight                                                 down: hidden ffn/tp
+decoder.layers.{layer}.mlp.linear_fc2.bias                                                   down_bias: hidden
 decoder.final_layernorm.weight                                                               final_norm: hidden    last
+decoder.final_layernorm.bias                                                                 final_norm_bias: hidden    last
 output_layer.weight                                                                          (head: vocab | ~padding)/tp hidden    last
 output_layer.weight                                                                          (embedding: vocab | ~padding)/tp hidden    last tied copy
 """)
@@ -308,8 +315,8 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
         UnsupportedError: the family has no layout of Megatron.
         RefusedError: megatron-core has no such topology.
     """
-    if not family_named(spec.family).gated:
-        raise UnsupportedError(f"a {spec.family} has no Megatron layout here", "see `convert formats`")
+    if reason := family_named(spec.family).only_here:
+        raise UnsupportedError(f"a {spec.family} has no Megatron layout: {reason}", "see `convert formats`")
     if options.dialect == megatron_llm.NAME:
         megatron_llm.check_spec(spec)
         megatron_llm.check_topology(spec, options.tp, options.vpp)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.families import FAMILIES, family_named
+from formats.families import FAMILIES, Facts, family_named
 from formats.pickles import DTYPES, Dtype, keeps
 from formats.spec import ModelSpec, checked, differences, real, whole
 
@@ -29,16 +29,32 @@ MEGATRON = {
     "max_positions": "max_position_embeddings",
     "norm_epsilon": "layernorm_epsilon norm_epsilon",
     "rope_theta": "rotary_base",
+    "rotary_fraction": "rotary_percent",
 }
 """Setting: argument and its older spellings (megatron/training/arguments.py at 0.18 and at d98e8a64)."""
 
-MEGATRON_ONLY = {
+GATED: Mapping[str, tuple[Any, ...]] = {
     "swiglu": (True,),
     "normalization": ("RMSNorm",),
-    "position_embedding_type": ("rope",),
     "add_bias_linear": (False,),
     "disable_bias_linear": (True,),
-    "rotary_percent": (1.0,),
+}
+"""What sets the descendants of Llama apart; the first value is also what an absent argument means."""
+
+PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "swiglu": (False,),
+    "normalization": ("LayerNorm",),
+    "add_bias_linear": (True,),
+    "disable_bias_linear": (False,),
+    "openai_gelu": (False,),
+}
+"""The same for models whose MLP has no gate."""
+
+GELU = {"gelu_pytorch_tanh": True, "gelu": False}
+"""Activation: `bias_gelu_fusion`, whose kernel is the approximation with tanh (core/fusions/fused_bias_gelu.py)."""
+
+MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("rope",),
     "rotary_interleaved": (False,),
     "apply_layernorm_1p": (False,),
     "layernorm_zero_centered_gamma": (False,),
@@ -66,7 +82,7 @@ MEGATRON_ONLY = {
 MORE_SETTINGS = (
     "group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "window_size",
     "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", "true_vocab_size",
-    "padded_vocab_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "padded_vocab_size", "bias_gelu_fusion", "tensor_model_parallel_size", "pipeline_model_parallel_size",
 )  # fmt: skip
 """Arguments with a rule of their own, below."""
 
@@ -91,7 +107,9 @@ def from_megatron(
         RefusedError: args and config contradict each other.
     """
     rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
-    require_only({**args, "position_embedding_type": "rope"} if rotary else args, MEGATRON_ONLY, where)
+    plain = args.get("swiglu") is False
+    only = {**MEGATRON_ONLY, **(PLAIN if plain else GATED)}
+    require_only({**args, "position_embedding_type": "rope"} if rotary else args, only, where)
     values = found_in(args, MEGATRON)
     if not args.get("group_query_attention") or values["kv_heads"] is None:
         values["kv_heads"] = values["heads"]
@@ -103,7 +121,12 @@ def from_megatron(
     values["rope_scaling"] = _rope_scaling(args, where)
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
     values["vocab"] = args.get("true_vocab_size") or (base.vocab if base else None)
-    facts = (bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")))
+    if plain:
+        fused = args.get("bias_gelu_fusion", True)
+        values["activation"] = next((name for name, kernel in GELU.items() if kernel is fused), None)
+        if values["activation"] is None:
+            raise UnsupportedError(f"{where}: bias_gelu_fusion = {short(fused)} is neither true nor false")
+    facts = Facts(bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")), plain=plain)
     return agreed(values, facts, settings, base, where)
 
 
@@ -129,7 +152,7 @@ def require_only(args: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], 
 
 def agreed(
     values: Mapping[str, Any],
-    facts: tuple[bool, bool],
+    facts: Facts,
     settings: Mapping[str, Any],
     base: ModelSpec | None,
     where: str,
@@ -140,7 +163,7 @@ def agreed(
 
     Args:
         values: what the args say.
-        facts: whether query, key and value have biases, and whether queries and keys have norms.
+        facts: what they say besides; the sliding window and a partial rotary embedding follow from the values.
         settings: values that overrule both.
         base: the spec of the config.
         where: what to call the file of the args in an error.
@@ -150,7 +173,11 @@ def agreed(
         RefusedError: args and config contradict each other.
     """
     values = {**values, **settings}
-    values["family"] = _family((*facts, values["sliding_window"] is not None), base, where)
+    fraction = 1.0 if values.get("rotary_fraction") is None else values["rotary_fraction"]
+    facts = facts._replace(window=values["sliding_window"] is not None, partial=fraction != 1.0)
+    values["family"] = _family(facts, base, where)
+    choice = "rotary_fraction" in {*family_named(values["family"]).keys, *settings}
+    values["rotary_fraction"] = fraction if choice else None
     notes = [*values.get("notes", ())]
     if base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
         notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")
@@ -170,7 +197,8 @@ def agreed(
 def residue(args: Mapping[str, Any]) -> list[str]:
     """The arguments that no table knows: training settings, which `reshard` keeps and a config cannot hold."""
     spellings = {name for names in MEGATRON.values() for name in names.split()}
-    return sorted(name for name in set(args) - spellings - {*MEGATRON_ONLY, *MORE_SETTINGS} if isinstance(name, str))
+    known = {*spellings, *MEGATRON_ONLY, *PLAIN, *MORE_SETTINGS}
+    return sorted(name for name in set(args) - known if isinstance(name, str))
 
 
 def _window(window: Any, where: str) -> int | None:
@@ -195,9 +223,9 @@ def _rope_scaling(args: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     return None
 
 
-def _family(facts: tuple[bool, bool, bool], base: ModelSpec | None, where: str) -> str:
-    """The family with these facts: (bias on query, key and value; norms on query and key; sliding window)."""
-    fitting = [family.name for family in FAMILIES.values() if family.fits(*facts)]
+def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
+    """The family with these facts."""
+    fitting = [family.name for family in FAMILIES.values() if family.fits(facts)]
     if base and base.family in fitting:
         return base.family
     if base:
@@ -206,7 +234,8 @@ def _family(facts: tuple[bool, bool, bool], base: ModelSpec | None, where: str) 
         )
     if not fitting:
         raise UnsupportedError(
-            f"{where}: no known family has this combination of biases, query/key norms and sliding window"
+            f"{where}: no known family has this combination of biases, query/key norms, sliding window and partial "
+            "rotary embedding"
         )
     return fitting[0]
 
@@ -215,20 +244,25 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
     """The model settings of a Megatron namespace, with both spellings where two exist.
 
     Raises:
-        RefusedError: Megatron has no such rotary embedding.
+        RefusedError: Megatron has no such rotary embedding, or no such activation.
     """
     facts = family_named(spec.family)
     args: dict[str, Any] = {
         name: getattr(spec, setting) for setting, names in MEGATRON.items() for name in names.split()
     }
-    args |= {name: allowed[0] for name, allowed in MEGATRON_ONLY.items()}
+    args |= {name: allowed[0] for name, allowed in {**MEGATRON_ONLY, **(PLAIN if facts.plain else GATED)}.items()}
+    if facts.plain:
+        if spec.activation not in GELU:
+            raise RefusedError(f"Megatron has no activation {spec.activation}, only {' and '.join(GELU)}")
+        args["bias_gelu_fusion"] = GELU[spec.activation]
     args |= {
         "rotary_base": int(spec.rope_theta) if spec.rope_theta == int(spec.rope_theta) else spec.rope_theta,
+        "rotary_percent": 1.0 if spec.rotary_fraction is None else spec.rotary_fraction,
         "group_query_attention": spec.kv_heads != spec.heads,
         "use_rotary_position_embeddings": False,
         "add_position_embedding": True,
         "untie_embeddings_and_output_weights": not spec.tied,
-        "add_qkv_bias": facts.qkv_bias,
+        "add_qkv_bias": facts.qkv_bias and not facts.plain,
         "qk_layernorm": facts.qk_norm,
         "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
         "seq_length": spec.max_positions,
@@ -346,6 +380,8 @@ def flags(args: Mapping[str, Any]) -> str:
         flags.append(f"--rotary-seq-len-interpolation-factor {args['rotary_seq_len_interpolation_factor']}")
     if args["qk_layernorm"]:
         flags.append("--qk-layernorm")
+    if not args["swiglu"] and not args["bias_gelu_fusion"]:
+        flags.append("--no-bias-gelu-fusion")
     if args["window_size"]:
         flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
     flags += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []

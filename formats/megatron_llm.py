@@ -17,7 +17,7 @@ from typing import Any
 from formats import huggingface
 from formats.checkpoint import Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError
-from formats.families import family_named
+from formats.families import Facts, family_named
 from formats.layout import Rule, rules
 from formats.megatron_args import Options, agreed, found_in, main_dtype, require_only
 from formats.pickles import Dtype, Opaque, keeps
@@ -136,7 +136,7 @@ def from_args(
         values |= {name: getattr(base, name) for name in forgotten if base}
     values["vocab"] = vocab = settings.vocab_size or args.get("true_vocab_size") or _vocab(args, base, assets, release)
     lost = base is not None and isinstance(vocab, int) and vocab < (base.vocab or 0)  # a training only adds tokens
-    return agreed(values, (False, False), settings.values, base, where, apart=() if lost else ("vocab",))
+    return agreed(values, Facts(), settings.values, base, where, apart=() if lost else ("vocab",))
 
 
 def _is_rotary(value: Any) -> bool:
@@ -219,10 +219,12 @@ def check_spec(spec: ModelSpec) -> None:
     facts = family_named(spec.family)
     scaling = dict(spec.rope_scaling or {})
     reasons = {
+        "its norms are RMSNorm and its MLP has a gate": facts.plain,
         "its linear layers have biases everywhere or nowhere, and this model has them on query, key and value": (
             facts.qkv_bias
         ),
         "it has no norms on query and key": facts.qk_norm,
+        "its rotary embedding turns whole heads": spec.rotary_fraction not in (None, 1.0),
         "its Llama and Mistral have an output head of their own, and this model shares the embedding's": spec.tied,
         f"its rotary embedding turns hidden / heads = {spec.hidden // spec.heads} elements of a head, "
         f"and a head of this model has {spec.head_dim}": spec.head_dim * spec.heads != spec.hidden,

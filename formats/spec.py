@@ -29,8 +29,9 @@ class ModelSpec:
 
     `vocab` is the true vocabulary, None while unknown; `rope_scaling` is in Hugging Face's terms (`rope_type` and its
     parameters), None for plain rotary embeddings; `sliding_window` counts the tokens that a token sees, itself
-    included. `rotary_fraction` (the part of a head that rotates), `parallel_residual` and `activation` are None where
-    the family leaves no choice. `notes` say which settings came from a documented default.
+    included. `own` are the config keys of the family that no other format has. `rotary_fraction` (the part of a head
+    that rotates), `parallel_residual` and `activation` are None where the family leaves no choice. `notes` say which
+    settings came from a documented default.
     """
 
     family: str
@@ -47,6 +48,7 @@ class ModelSpec:
     rope_scaling: Mapping[str, Any] | None
     sliding_window: int | None
     tied: bool
+    own: Mapping[str, Any] = field(default_factory=dict)
     rotary_fraction: float | None = None
     parallel_residual: bool | None = None
     activation: str | None = None
@@ -56,7 +58,8 @@ class ModelSpec:
     def conditions(self) -> frozenset[str]:
         """The layout conditions that follow from the settings."""
         residual = {None: set[str](), True: {"parallel"}, False: {"serial"}}[self.parallel_residual]
-        return frozenset({"tied" if self.tied else "untied", *residual})
+        plain = {"plain"} if family_named(self.family).plain else set()
+        return frozenset({"tied" if self.tied else "untied", *residual, *plain})
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -86,7 +89,9 @@ class ModelSpec:
     def settings(self) -> dict[str, Any]:
         """The settings by name, without those in which the family leaves no choice."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
-        return {name: value for name, value in values.items() if value is not None or name not in CHOICES}
+        return {
+            name: value for name, value in values.items() if value not in (None, {}) or name not in (*CHOICES, "own")
+        }
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,7 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
         rope_theta=real(values.get("rope_theta"), "rope_theta", where),
         rope_scaling=scaling,
         tied=values["tied"],
+        own=values.get("own", {}),
         notes=values.get("notes", ()),
     )
     whole(spec.layers, "layers", where, MOST_LAYERS)
@@ -202,6 +208,9 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     foreign = [name for name in CHOICES if values.get(name) is not None and name not in family_named(spec.family).keys]
     if foreign:
         raise UnsupportedError(f"{where}: a {spec.family} leaves no choice of {foreign[0]}")
+    fraction = spec.rotary_fraction
+    if fraction is not None and real(fraction, "rotary_fraction", where) > 1:
+        raise SourceError(f"{where} says rotary_fraction = {fraction}", "correct it with --set rotary_fraction=VALUE")
     if spec.head_dim % 2:
         raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, so it cannot be rotary")
     return spec
@@ -221,7 +230,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     Raises:
         UsageError: no such setting, or no such value.
     """
-    names = {one.name for one in fields(ModelSpec)} - {"family", "notes"}
+    names = {one.name for one in fields(ModelSpec)} - {"family", "own", "notes"}
     parsed = {}
     for setting in settings:
         name, _, text = setting.partition("=")

@@ -25,13 +25,16 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         query        layer group head half pair hidden
         query_bias   layer group head half pair
         query_norm   layer half pair
+        query_width_norm  layer group head half pair
         key          layer group half pair hidden
         key_bias     layer group half pair
         key_norm     layer half pair
+        key_width_norm  layer group half pair
         value        layer group dim hidden
         value_bias   layer group dim
         output       layer hidden group head dim
         output_bias  layer hidden
+        output_norm  layer hidden
         post_norm    layer hidden
         post_norm_bias  layer hidden
         gate         layer ffn hidden
@@ -39,6 +42,7 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         up_bias      layer ffn
         down         layer hidden ffn
         down_bias    layer hidden
+        down_norm    layer hidden
         final_norm   hidden
         final_norm_bias  hidden
         head         vocab hidden

@@ -10,6 +10,10 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.75}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""Where the default of a family lies beyond our vocabulary."""
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
 SMALL: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "max_position_embeddings": 128,
@@ -25,13 +29,37 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "phi3": {"model_type": "phi3", "sliding_window": 8, **TOKENS, "rope_parameters": PARTIAL},
+    "phi3-tied": {"model_type": "phi3", "tie_word_embeddings": True, **TOKENS},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 8, "tie_word_embeddings": False, **TOKENS},
+    "starcoder2-tied": {"model_type": "starcoder2", "hidden_act": "gelu", **TOKENS},
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "granite-tied": {"model_type": "granite", "tie_word_embeddings": True},
+    "olmo2": {"model_type": "olmo2", **TOKENS},
+    "olmo2-tied": {"model_type": "olmo2", "tie_word_embeddings": True, **TOKENS},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 32},
+    "gemma2-untied": {
+        "model_type": "gemma2",
+        "head_dim": 8,
+        "attn_logit_softcapping": None,
+        "tie_word_embeddings": False,
+    },
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "layer_types": ALTERNATING},
+    "gemma3-untied": {"model_type": "gemma3_text", "head_dim": 16, "tie_word_embeddings": False},
     "gpt_neox": {"model_type": "gpt_neox", "use_parallel_residual": True},
     "gpt_neox-tied": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True},
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
 }
 """Every family, tied and untied, with MHA, GQA and MQA, head_dim other than hidden / heads, llama3 rope scaling."""
 
-GATED = [name for name in MODELS if not name.startswith("gpt_neox")]
+ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3")
+IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""
 
 

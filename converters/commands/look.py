@@ -109,4 +109,8 @@ def formats(as_json: bool) -> None:
         click.echo(json.dumps({"formats": dict(FORMATS), "families": families}, indent=1))
         return
     click.echo("formats (each is read and written)\n" + table(FORMATS.items()))
-    click.echo("families\n" + table((family.name, family.architecture) for family in FAMILIES.values()))
+    rows = [
+        (family.name, family.architecture, f"not in Megatron: {family.only_here}" if family.only_here else "")
+        for family in FAMILIES.values()
+    ]
+    click.echo("families\n" + table(rows))

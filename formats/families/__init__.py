@@ -9,10 +9,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, NamedTuple
 
 from formats.errors import UnsupportedError, short
 from formats.layout import Rule
+
+
+class Facts(NamedTuple):
+    """What arguments that name no family say of a model, and only some families have.
+
+    Biases on query, key and value; norms on each query and key head; a sliding window; heads that rotate in part;
+    LayerNorm, biases everywhere and an MLP without a gate.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: bool = False
+    partial: bool = False
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,9 @@ class Family:
         window: the config key of its sliding window, if it has one, and what transformers assumes.
         keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
         defaults: setting: what transformers assumes of those.
+        own: config keys that change what the model computes and that no other format has, and what transformers
+            assumes (None where that depends on others). A family with such keys has an `only_here`.
+        only_here: why Megatron cannot hold the model; empty where it can.
     """
 
     name: str
@@ -45,6 +62,8 @@ class Family:
     window_default: int | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
+    only_here: str = ""
 
     @property
     def qkv_bias(self) -> bool:
@@ -57,14 +76,17 @@ class Family:
         return any("query_norm" in rule.pattern.tensors for rule in self.tensors)
 
     @property
-    def gated(self) -> bool:
-        """Whether the MLP is gated, as in every model that descends from Llama."""
-        return any("gate" in rule.pattern.tensors for rule in self.tensors)
+    def plain(self) -> bool:
+        """Whether the MLP has no gate, which every model that descends from Llama has."""
+        return not any("gate" in rule.pattern.tensors for rule in self.tensors)
 
-    def fits(self, qkv_bias: bool, qk_norm: bool, windowed: bool) -> bool:
-        """Whether a gated model with these facts can belong to the family."""
+    def fits(self, facts: Facts) -> bool:
+        """Whether a model of Megatron with these facts can belong to the family."""
         return (
-            self.gated and (self.qkv_bias, self.qk_norm) == (qkv_bias, qk_norm) and (bool(self.window) or not windowed)
+            not self.only_here
+            and (self.qkv_bias, self.qk_norm, self.plain) == (facts.qkv_bias or facts.plain, facts.qk_norm, facts.plain)
+            and (bool(self.window) or not facts.window)
+            and ("rotary_fraction" in self.keys or not facts.partial)
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.models import GATED
+from tests.models import IN_MEGATRON
 
 
 class Case(NamedTuple):
@@ -33,14 +33,16 @@ class Topology(NamedTuple):
         return ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp), "--norm", self.norm]
 
 
-EVERY = tuple(Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "float32") for name in GATED)
+EVERY = tuple(Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "float32") for name in IN_MEGATRON)
 
 TOPOLOGIES = {
     "tp1": Topology(1, 1, 1, "local", EVERY),
     "tp2": Topology(2, 1, 1, "local", EVERY),
-    "tp2-te": Topology(2, 1, 1, "te", (Case("llama"), Case("qwen2"), Case("qwen3"))),
+    "tp2-te": Topology(2, 1, 1, "te", (Case("llama"), Case("qwen2"), Case("qwen3"), Case("starcoder2"))),
     "pp2": Topology(1, 2, 1, "local", EVERY),
-    "tp2-pp2": Topology(2, 2, 1, "local", (Case("llama"), Case("qwen2-tied"), Case("qwen3-tied"), Case("mistral"))),
+    "tp2-pp2": Topology(
+        2, 2, 1, "local", (Case("llama"), Case("qwen2-tied"), Case("qwen3-tied"), Case("mistral"), Case("phi3"))
+    ),
     "pp2-vpp2": Topology(1, 2, 2, "local", (Case("llama-tied"), Case("qwen2"))),
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),
 }

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 warnings.filterwarnings("ignore")  # megatron-core announces every missing accelerator package
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # fused activations need no compiler
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
@@ -40,7 +41,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 FILE = "model_optim_rng.pt"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2")
+GELU = {"gelu_pytorch_tanh": True, "gelu": False}  # bias_activation_fusion: fusions/fused_bias_gelu.py:20
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 StateDict = dict[str, Any]
 
@@ -152,18 +154,20 @@ def rope_arguments(c: PreTrainedConfig) -> dict[str, Any]:
     """GPTModel's rotary arguments; the other llama3 numbers are fixed: rotary_pos_embedding.py:92-99."""
     rope = dict(c.rope_parameters)
     kind, base = rope.get("rope_type", "default"), float(rope["rope_theta"])
-    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0 or kind not in ("default", "llama3"):
+    if kind not in ("default", "llama3"):
         raise JudgementError(f"rope parameters {rope} are beyond this judge")
+    both = {"rotary_base": base, "rotary_percent": float(rope.get("partial_rotary_factor") or 1.0)}
     if kind == "default":
-        return {"rotary_base": base}
+        return both
     if wrong := {k: rope.get(k) for k, v in LLAMA3_FIXED.items() if rope.get(k) != v}:
         raise JudgementError(f"megatron-core fixes {LLAMA3_FIXED}, the model has {wrong}")
-    return {"rotary_base": base, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    return {**both, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
 
 
 def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
     """What describes the model under the same name in TransformerConfig and in a checkpoint's args."""
-    if c.model_type not in FAMILIES or c.hidden_act != "silu":
+    plain = c.model_type == "starcoder2"
+    if c.model_type not in FAMILIES or c.hidden_act not in (GELU if plain else ("silu",)):
         raise JudgementError(f"model_type {c.model_type!r} with {c.hidden_act!r} is beyond this judge")
     if getattr(c, "attention_bias", False) or getattr(c, "mlp_bias", False):
         raise JudgementError("attention_bias and mlp_bias are beyond this judge")
@@ -174,9 +178,9 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "num_attention_heads": c.num_attention_heads,
         "num_query_groups": c.num_key_value_heads,
         "kv_channels": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        "layernorm_epsilon": c.rms_norm_eps,
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
+        "layernorm_epsilon": c.norm_epsilon if plain else c.rms_norm_eps,
+        "normalization": "LayerNorm" if plain else "RMSNorm",
+        "add_bias_linear": plain,
         "add_qkv_bias": c.model_type == "qwen2",
         "qk_layernorm": c.model_type == "qwen3",
         "hidden_dropout": 0.0,
@@ -187,8 +191,9 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
 def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dtype) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model, with all kernel fusions off (the default)."""
     return TransformerConfig(
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=c.hidden_act == "silu",
+        activation_func=torch.nn.functional.silu if c.hidden_act == "silu" else torch.nn.functional.gelu,
+        bias_activation_fusion=GELU.get(c.hidden_act, False),
         use_cpu_initialization=True,
         params_dtype=dtype,
         pipeline_dtype=torch.float32,
@@ -216,8 +221,10 @@ def expected_claims(
     rope = rope_arguments(c)
     required = model_fields(c) | {
         "rotary_base": rope["rotary_base"],
+        "rotary_percent": rope["rotary_percent"],
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
-        "swiglu": True,
+        "swiglu": c.hidden_act == "silu",
+        **({"bias_gelu_fusion": GELU[c.hidden_act]} if c.hidden_act in GELU else {}),
         "padded_vocab_size": padded,
         "tensor_model_parallel_size": topology.tp,
         "pipeline_model_parallel_size": topology.pp,
@@ -225,7 +232,6 @@ def expected_claims(
     optional = {
         "add_bias_linear": required.pop("add_bias_linear"),
         "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
         "rotary_interleaved": False,
         "use_rope_scaling": "rope_scaling" in rope,
         "apply_layernorm_1p": False,
@@ -258,7 +264,7 @@ def build_chunks(c: PreTrainedConfig, config: TransformerConfig, padded: int) ->
     The local spec makes its norms in float32 whatever params_dtype says (transformer/torch_norm.py), so all
     is cast afterwards, as the framework does by Float16Module (transformer/module.py:440).
     """
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     vpp = config.virtual_pipeline_model_parallel_size
     return [
         GPTModel(

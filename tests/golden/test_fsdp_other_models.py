@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "Phi3ForCausalLM": Case("phi3", SMALL),
+    "Phi3ForCausalLM": Case("phi3", SMALL, table=True),
     "SmolLM3ForCausalLM": Case("smollm3", SMALL),
     "SmolLM3ForCausalLM tied": Case("smollm3", SMALL | {"tie_word_embeddings": True}),
     "FalconForCausalLM": Case("falcon", FALCON, same_file=False),
@@ -51,8 +51,8 @@ CASES = {
     "GPT2LMHeadModel untied": Case("gpt2", GPT2 | {"tie_word_embeddings": False}),
     "GPTNeoXForCausalLM": Case("gpt_neox", NEOX, table=True),
     "GPTNeoXForCausalLM tied": Case("gpt_neox", NEOX | {"tie_word_embeddings": True}, table=True),
-    "Gemma2ForCausalLM": Case("gemma2", SMALL | {"head_dim": 16}),
-    "Gemma3ForCausalLM": Case("gemma3_text", SMALL | {"head_dim": 16}),
+    "Gemma2ForCausalLM": Case("gemma2", SMALL | {"head_dim": 16}, table=True),
+    "Gemma3ForCausalLM": Case("gemma3_text", SMALL | {"head_dim": 16}, table=True),
     "MixtralForCausalLM": Case("mixtral", SMALL | EXPERTS, same_file=False),
     "PhimoeForCausalLM": Case("phimoe", SMALL | EXPERTS, same_file=False),
     "OPTForCausalLM": Case("opt", OPT, same_file=False),
@@ -111,7 +111,7 @@ def test_it_arrives_under_its_own_names(convert, tmp_path, name):
 
 def test_it_goes_back_under_its_own_names(convert, tmp_path):
     """A folder without a table becomes a DCP folder, and comes back byte for byte."""
-    build(CASES["Phi3ForCausalLM"], tmp_path / "hf")
+    build(CASES["SmolLM3ForCausalLM"], tmp_path / "hf")
     assert convert("hf2fsdp", tmp_path / "hf", tmp_path / "c", "--ranks", 3).code == 0
     assert convert("fsdp2hf", tmp_path / "c", tmp_path / "out").code == 0
     for name in ("model.safetensors", "config.json", "generation_config.json"):
@@ -119,16 +119,16 @@ def test_it_goes_back_under_its_own_names(convert, tmp_path):
 
 
 def test_it_goes_nowhere_that_needs_a_table(convert, tmp_path):
-    build(CASES["Phi3ForCausalLM"], tmp_path / "hf")
+    build(CASES["SmolLM3ForCausalLM"], tmp_path / "hf")
     ran = convert("hf2megatron", tmp_path / "hf", tmp_path / "out", "--tp", 2)
     assert ran.code == 4
-    assert "phi3" in ran.err
+    assert "smollm3" in ran.err
     assert not (tmp_path / "out").exists()
 
 
 def test_the_last_rows_that_are_missing_are_noticed(convert, tmp_path):
     """Nothing but the vocabulary tells, when the tensors themselves are shorter."""
-    model = build(CASES["Phi3ForCausalLM"], tmp_path / "hf")
+    model = build(CASES["SmolLM3ForCausalLM"], tmp_path / "hf")
     state = {key: value[:-50] if "embed" in key else value for key, value in model.state_dict().items()}
     folder = save(tmp_path / "c", {"model": state})
     ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", tmp_path / "hf")

@@ -42,6 +42,8 @@ CASES = (
     Case("mistral", 1, 2, "stacked", optimizer="fully_reshardable"),
     Case("qwen2", 4, 2, "numbered", "bfloat16"),
     Case("qwen2-tied", 1, 4, "split", optimizer="dp_reshardable", norm="te"),
+    Case("starcoder2", 2, 2, "stacked"),
+    Case("phi3", 2, 1, "split", "bfloat16"),
     Case("qwen3", 2, 2, "numbered", norm="te"),
 )
 """The folders are cut for --tp and --pp, and loaded at TP1, TP2, PP2 and TP2 x PP2."""

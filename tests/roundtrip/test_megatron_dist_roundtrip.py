@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models import GATED, files
+from tests.models import IN_MEGATRON, files
 
 
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", IN_MEGATRON)
 def test_every_family_comes_back(model, convert, tmp_path, name):
     source = model(name, "bfloat16", shard="100KB")
     dist, classic, back = (tmp_path / step for step in ("dist", "classic", "back"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models import GATED, files
+from formats.families import FAMILIES
+from tests.models import IN_MEGATRON, MODELS, files
 
 TOPOLOGIES = ["tp1 pp1", "tp2 pp2", "tp4 pp1", "tp1 pp4", "tp2 pp2 vpp2", "tp8 pp1"]
 
@@ -14,7 +15,7 @@ def flags(topology: str) -> list[str]:
     return [word for part in topology.split() for word in (f"--{part.rstrip('0123456789')}", part.lstrip("tpv"))]
 
 
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", IN_MEGATRON)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_family_and_type_comes_back(model, convert, tmp_path, name, dtype):
     source = model(name, dtype, shard="100KB" if dtype == "bfloat16" else "50GB")
@@ -64,6 +65,16 @@ def test_what_does_not_divide_is_refused(model, convert, tmp_path, name, changes
     ran = convert("hf2megatron", model(name, **changes), tmp_path / "out", *flags(topology))
     assert ran.code == 5
     assert reason in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["granite", "olmo2", "gemma2", "gemma3"])
+def test_what_only_hugging_face_and_fsdp_can_hold_is_refused(model, convert, tmp_path, name):
+    family = FAMILIES[MODELS[name]["model_type"]]
+    for words in (["hf2megatron"], ["hf2megatron", "--format", "torch_dist"], ["hf2neox"]):
+        ran = convert(words[0], model(name), tmp_path / "out", *words[1:])
+        assert ran.code == 4
+        assert (family.only_here if words[0] == "hf2megatron" else "GPT-NeoX has") in ran.err
     assert list(tmp_path.iterdir()) == []
 
 

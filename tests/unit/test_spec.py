@@ -10,9 +10,10 @@ from transformers import AutoConfig
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
 from formats.families import FAMILIES
 from formats.hf_config import from_huggingface, to_huggingface
-from formats.megatron_args import LLAMA3_SCALING, from_megatron, to_megatron
+from formats.huggingface import model_slots
+from formats.megatron_args import LLAMA3_SCALING, Options, flags, from_megatron, namespace, to_megatron
 from formats.spec import differences, parse_settings
-from tests.models import GATED, LLAMA3, MODELS, SMALL
+from tests.models import IN_MEGATRON, LLAMA3, MODELS, SMALL
 
 
 def config(name: str, **changes) -> dict:
@@ -25,8 +26,12 @@ def old_spelling(new: dict) -> dict:
     """The same config as transformers 4 wrote it."""
     old = dict(new)
     rope = dict(old.pop("rope_parameters"))
+    if "full_attention" in rope:
+        old["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], dict(rope["full_attention"])
     old["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
     old["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **rope}
+    if (key := FAMILIES[new["model_type"]].keys.get("rotary_fraction")) and "partial_rotary_factor" in rope:
+        old[key] = rope.pop("partial_rotary_factor")
     old["torch_dtype"] = old.pop("dtype", None)
     return old
 
@@ -52,13 +57,54 @@ def test_what_we_write_without_a_base_transformers_reads_as_the_same_model(name,
     assert again["architectures"] == [FAMILIES[spec.family].architecture]
 
 
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_order_of_a_table_is_that_of_the_parameters(name):
+    """By which the flat tensors of FSDP1 are cut, where nothing else tells."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    settings = config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    slots = model_slots(from_huggingface(settings, {}, "one"))
+    assert [slot.keys[-1] for slot in slots if not slot.replica] == [key for key, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("name", IN_MEGATRON)
 def test_settings_survive_megatron(name):
     spec = from_huggingface(config(name), {}, "one")
     args = to_megatron(spec)
     assert from_megatron(args, {}, spec, "args") == spec
     alone = from_megatron(args, {}, None, "args")
-    assert [line for line in differences(alone, spec) if not line.startswith("family")] == []
+    spellings = ("family", "rotary_fraction: None | 1.0")  # a Phi-3 whose heads rotate as a whole is a Llama
+    assert [line for line in differences(alone, spec) if not line.startswith(spellings)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("granite", "residual_multiplier", 0.5),
+        ("gemma2", "attn_logit_softcapping", None),
+        ("gemma2", "final_logit_softcapping", 20.0),
+        ("gemma3", "layer_types", ["full_attention"] * 4),
+        ("gemma3", "query_pre_attn_scalar", 64),
+    ],
+)
+def test_what_only_one_family_computes_is_a_difference(name, key, value):
+    """Its config keys are settings: two models that differ in one of them are not the same."""
+    one, other = from_huggingface(config(name), {}, "one"), from_huggingface(config(name, **{key: value}), {}, "other")
+    assert [line.partition(":")[0] for line in differences(one, other)] == ["own"]
+    assert other.own[key] == value
+    assert FAMILIES[one.family].only_here
+
+
+def test_the_second_rotary_base_of_gemma_3_is_a_setting():
+    new = config("gemma3")
+    spec = from_huggingface(new, {}, "one")
+    assert (spec.rope_theta, spec.own["rope_local_base_freq"]) == (1e6, 1e4)
+    changed = to_huggingface(from_huggingface(new, {"rope_theta": 5e5}, "one"), new)
+    assert changed["rope_parameters"]["sliding_attention"] == new["rope_parameters"]["sliding_attention"]
+    assert changed["rope_parameters"]["full_attention"] == {"rope_type": "default", "rope_theta": 5e5}
 
 
 def test_each_changed_setting_reaches_the_config():
@@ -129,7 +175,7 @@ def test_what_has_no_layout_is_refused(changes, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rotary_percent": 0.5}, "rotary_percent"),
+        ({"rotary_percent": 0.5, "add_qkv_bias": True}, "partial rotary embedding"),
         ({"rotary_interleaved": True}, "rotary_interleaved"),
         ({"add_bias_linear": True}, "add_bias_linear"),
         ({"normalization": "LayerNorm"}, "normalization"),
@@ -143,6 +189,32 @@ def test_megatron_settings_without_counterpart_are_refused(changes, reason):
     args = to_megatron(from_huggingface(config("llama"), {}, "config.json"))
     with pytest.raises(UnsupportedError, match=reason):
         from_megatron(args | changes, {}, None, "args")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"swiglu": True}, "normalization = 'LayerNorm'"),
+        ({"add_bias_linear": False}, "add_bias_linear = False"),
+        ({"openai_gelu": True}, "openai_gelu = True"),
+        ({"bias_gelu_fusion": 1}, "bias_gelu_fusion = 1"),
+        ({"squared_relu": True}, "squared_relu"),
+    ],
+)
+def test_what_starcoder_2_does_not_compute_is_refused(changes, reason):
+    args = to_megatron(from_huggingface(config("starcoder2"), {}, "config.json"))
+    with pytest.raises(UnsupportedError, match=reason):
+        from_megatron(args | changes, {}, None, "args")
+
+
+def test_the_activation_of_starcoder_2_is_a_fusion_of_megatron():
+    for activation, fused, lines in (("gelu_pytorch_tanh", True, 0), ("gelu", False, 1)):
+        args = to_megatron(from_huggingface(config("starcoder2", hidden_act=activation), {}, "config.json"))
+        assert args["bias_gelu_fusion"] is fused
+        written = namespace(from_megatron(args, {}, None, "args"), ["F32"], Options(), 256, {}, None)
+        assert flags(written).count("--no-bias-gelu-fusion") == lines
+    with pytest.raises(RefusedError, match="Megatron has no activation relu"):
+        to_megatron(from_huggingface(config("starcoder2", hidden_act="relu"), {}, "config.json"))
 
 
 @pytest.mark.parametrize(
@@ -176,6 +248,17 @@ def test_older_spellings_of_megatron():
 def test_rotary_scalings_that_megatron_lacks_are_refused(scaling):
     spec = from_huggingface(config("llama") | {"rope_parameters": scaling}, {}, "config.json")
     with pytest.raises(RefusedError, match="Megatron has no rope scaling"):
+        to_megatron(spec)
+
+
+def test_the_longrope_of_phi_3_is_kept_whole_and_stays_out_of_megatron():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **factors}
+    new = config("phi3-tied", rope_parameters=rope, original_max_position_embeddings=64)
+    spec = from_huggingface(new, {}, "config.json")
+    assert spec.rope_scaling == {"rope_type": "longrope", **factors, "original_max_position_embeddings": 64}
+    assert from_huggingface(old_spelling(new), {}, "config.json") == spec
+    with pytest.raises(RefusedError, match="Megatron has no rope scaling longrope"):
         to_megatron(spec)
 
 

@@ -1,0 +1,147 @@
+"""What a stranger found: loss of work, settings that did nothing, and numbers that were silently others."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import pickle
+import shutil
+
+import pytest
+
+from formats.errors import OutputError, RefusedError, SourceError, UsageError
+from tests.train.test_settings import write
+from train.checkpoint import Progress, check_same, newest, ours, require_places
+from train.config import load_config
+from train.schedule import check_schedule
+
+PLAIN = "model: {path: m}\ndata: {train: P, seq_length: 8}\nbatch: {size: 4}\noptim: {lr: 0.1}\nsave: {path: s}\n"
+
+
+@pytest.fixture
+def save(tmp_path):
+    """A save folder with checkpoints of steps 2 and 4."""
+    for step in (2, 4):
+        folder = tmp_path / f"save/global_step{step}"
+        folder.mkdir(parents=True)
+        (folder / ".progress").write_text(json.dumps(vars(Progress(step, 0, 4, 1, "rows", 9, 24))))
+    (tmp_path / "save/latest").write_text("global_step4")
+    return tmp_path / "save"
+
+
+def test_a_lost_latest_does_not_start_over(save):
+    assert newest(save).name == "global_step4"
+    for text in (None, "", "backup"):
+        (save / "backup").mkdir(exist_ok=True)
+        (save / "latest").unlink(missing_ok=True)
+        if text is not None:
+            (save / "latest").write_text(text)
+        with pytest.raises(SourceError, match="the last is global_step4"):
+            newest(save)
+    (save / "latest").write_text("global_step4")
+    (save / "global_step4/.progress").unlink()
+    with pytest.raises(SourceError, match="the last is global_step2"):
+        newest(save)
+
+
+def test_nobody_elses_checkpoint_is_replaced(save, tmp_path):
+    (save / "global_step6").mkdir()
+    (save / "global_step7_good").mkdir()
+    require_places(save, Progress(6, 0, 4, 1, "rows", 9, 24), 10)
+    with pytest.raises(OutputError, match="global_step6 is no checkpoint of this trainer"):
+        require_places(save, Progress(0, 0, 4, 1, "rows", 9, 24), 6)
+    (save / "global_step6").rmdir()
+    (save / "global_step6").symlink_to(save / "global_step4")
+    with pytest.raises(OutputError, match="global_step6 is no checkpoint"):
+        require_places(save, Progress(0, 0, 4, 1, "rows", 9, 24), 6)
+    shutil.copytree(save / "global_step2", save / "global_step2_good")
+    assert [path.name for path in ours(save)] == ["global_step2", "global_step4"]
+
+
+def test_more_epochs_behind_a_short_step_are_refused(tmp_path):
+    short, longer = Progress(2, 0, 16, 1, "rows", 9, 19), Progress(0, 0, 16, 1, "rows", 0, 38)
+    check_same(Progress(1, 0, 16, 1, "rows", 9, 19), longer, tmp_path)  # no step was short yet
+    with pytest.raises(RefusedError, match=r"the last step of which was short: 19, now 38"):
+        check_same(short, longer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        (PLAIN + "train_batch_size: 8\n", [], r"batch\.size says 4, train_batch_size says 8"),
+        (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": 5.0e-6}}\n', [], r"optim\.lr says 0\.1"),
+        (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": "abc"}}\n', [], "no number"),
+        (PLAIN + "optim: {lr: 5.0}\n", [], "optim stands twice, in lines 4 and 6"),
+        (PLAIN + "lora:\n", [], "lora is empty"),
+        (PLAIN, ["--save.keep", "true"], "keep is true, which is no value for it"),
+        (PLAIN, ["--optim.lr", ".inf"], r"optim\.lr"),
+        (PLAIN, ["--optim.betas", "[0.9, 1]"], r"optim\.betas"),
+        (PLAIN, ["--seed", "-1"], "seed"),
+    ],
+)
+def test_settings_that_contradict_or_cannot_be(tmp_path, text, words, message):
+    with pytest.raises(UsageError, match=message):
+        load_config(write(tmp_path, text), words)
+
+
+def test_settings_say_what_they_say(tmp_path):
+    config, _ = load_config(
+        write(tmp_path, PLAIN + "SFT_ENABLED: 'false'\nloss_mask_pairs: false\n"), ["--data.validation.my-set", "Q"]
+    )
+    assert config.data.loss == "all"
+    assert list(config.data.validation) == ["my-set"]
+    config, _ = load_config(write(tmp_path, PLAIN), ["--schedule.end", "6", "--steps.iteration_offset", "1000"])
+    with pytest.raises(UsageError, match=r"schedule\.end 6 does not come after global step 1000"):
+        check_schedule(config, 6)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_a_save_folder_is_safe(settings, run, tmp_path):
+    config = settings(steps={"train_iters": 2})
+    (tmp_path / "save").mkdir()
+    with (tmp_path / "save/.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        taken = run(config)
+    assert (taken.code, "another process is writing" in taken.out) == (7, True), taken.out
+    (tmp_path / "there").mkdir()
+    early = run(config, "--export", tmp_path / "there")
+    assert (early.code, "where the model is to be exported to, exists" in early.out) == (7, True), early.out
+    assert not (early.save / "log.jsonl").exists()
+    done = run(config, "--export", tmp_path / "out")
+    assert done.code == 0, done.out
+    (done.save / "RESUME").write_text("")
+    surplus = run(config, "--export", tmp_path / "out")
+    assert surplus.code == 0, surplus.out
+    assert not (done.save / "RESUME").exists()
+    nothing = run(config, "--optim.lr", 1e30, "--optim.clip", 0, "--steps.train_iters", 5, save="nan")
+    assert nothing.code == 6, nothing.out
+    assert "nothing of it was saved" in nothing.out
+
+    class Hostile:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "executed"), "w"))
+
+    (done.save / "global_step102/.metadata").write_bytes(pickle.dumps(Hostile()))
+    hostile = run(settings(steps={"train_iters": 4}))
+    assert hostile.code == 3, hostile.out
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_another_start_is_converted_again(settings, run, model, convert, tmp_path):
+    for number, family in enumerate(("llama", "llama-mha")):
+        assert convert("hf2fsdp", model(family, vocab_size=253), tmp_path / f"fsdp{number}").code == 0
+    config = settings(steps={"train_iters": 1})
+    words = ["--save.path", str(tmp_path / "save")]
+    first = run(config, "--model.path", tmp_path / "fsdp0", *words)
+    assert first.code == 0, first.out
+    held = convert("digest", tmp_path / "save/start").out
+    other = run(config, "--model.path", tmp_path / "fsdp1", "--steps.iteration_offset", 500, "--init", "finetune")
+    assert other.code == 0, other.out
+    assert convert("digest", tmp_path / "save/start").out != held
+    assert (
+        convert("digest", tmp_path / "save/start").out.split()[0]
+        == convert("digest", tmp_path / "fsdp1").out.split()[0]
+    )

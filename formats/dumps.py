@@ -168,12 +168,12 @@ def _coordinates(mesh: Mapping[str, Any], rank: int) -> tuple[list[int], list[in
         axes = _axes(_fields(mesh["_layout"].state))
         position = list(mesh["_flatten_rank_map"]).index(rank)
         found = []
-        for sizes, strides in axes:
+        for parts, strides in axes:
             index = 0
-            for size, stride in zip(sizes, strides, strict=True):
+            for size, stride in zip(parts, strides, strict=True):
                 index = index * size + position // stride % size
             found.append(index)
-        return found, [prod(sizes) for sizes, _ in axes]
+        return found, [prod(parts) for parts, _ in axes]
     sizes = list(mesh["mesh"].shape)
     position = list(mesh["_flatten_mesh_list"]).index(rank)
     return [position // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes)], sizes

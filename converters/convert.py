@@ -23,13 +23,13 @@ from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, fingerprint, open_journal
 from converters.plan import Job, Plan, cast_dtype, make_plan
 from converters.report import Progress, size
-from formats import fsdp, huggingface, megatron, neox, neox_writer
+from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, neox, neox_writer
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError, UnsupportedError, VerificationError
-from formats.megatron_args import Options
+from formats.megatron_args import DIST, Options
 from formats.registry import FORMATS, module, open_checkpoint
 from formats.rows import grown, rows
-from formats.spec import Verbatim, differences
+from formats.spec import Spec, Verbatim, differences
 from formats.storage import write_from
 
 if TYPE_CHECKING:
@@ -114,6 +114,9 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         spec = grown(spec, applied.length) if applied.length > (rows(spec) or 0) else spec
         held = {name: path for name, path in held.items() if name not in applied.removed}
         texts, notes = dict(applied.texts), list(applied.notes)
+    elif source.extra.get("added_tokens"):
+        names = ", ".join(source.extra["added_tokens"])
+        notes.append(f"the training added {names} to its tokenizer; --chat-template adds them to the one that travels")
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
     texts |= {**target.texts, "config.json": assets.config_text(source, _cast_to(request), spec)}
     copies = {name: path for name, path in held.items() if name not in texts}
@@ -126,20 +129,40 @@ def _apply_template(held: Mapping[str, Path], template: str, count: int | None, 
 
     if count is None:
         raise RefusedError(f"{source.root} has no embedding whose rows a chat template could be checked against")
-    return apply_template(held, load_template(template), count)
+    return apply_template(held, load_template(template), count, source.extra.get("added_tokens", ()))
 
 
-def plan_megatron(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:
-    """A plan that writes a Megatron run folder, with the model's config and tokenizer in it."""
+def plan_megatron(
+    source: Checkpoint, request: Request, options: Options, iteration: int | None, tokens: int | None = None
+) -> Plan:
+    """A plan that writes a Megatron run folder, with the model's config and tokenizer in it.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for.
+        options: topology and dialect.
+        iteration: the iteration to write; None for a release.
+        tokens: the vocabulary that Megatron-LLM's training will have; its rows grow to so many.
+    """
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(f"{source.root} has no Megatron layout: {source.spec.why}", "see `convert formats`")
     _require_vocab(source)
+    spec = source.spec
+    if tokens is not None:
+        if tokens < (spec.vocab or 0):
+            raise RefusedError(f"{source.root} has {spec.vocab} tokens, --true-vocab-size {tokens} would cut some off")
+        spec = replace(spec, vocab=tokens)
     dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
-    target = megatron.write(
-        request.root, source.spec, dtypes, options, args=source.extra.get("args"), iteration=iteration
-    )
-    texts, copies = _inside(source, request, megatron.ASSETS)
-    return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
+    llm = [dialect == megatron_llm.NAME for dialect in (source.extra.get("dialect"), options.dialect)]
+    args = source.extra.get("args") if llm[0] == llm[1] else None
+    writer = megatron_dist if options.dialect == DIST else megatron
+    target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration)
+    texts, copies = _inside(source, request, megatron.ASSETS, spec)
+    if options.dialect == megatron_llm.NAME:
+        name = megatron_llm.TOKENIZER
+        places = [folder / name for folder in (source.assets, source.root) if folder and (folder / name).is_file()]
+        copies |= {name: places[0]} if places else {}
+    return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
 
 
 def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options) -> Plan:
@@ -153,12 +176,14 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
 
 
-def _inside(source: Checkpoint, request: Request, folder: str) -> tuple[dict[str, bytes], dict[str, Path]]:
+def _inside(
+    source: Checkpoint, request: Request, folder: str, spec: Spec | None = None
+) -> tuple[dict[str, bytes], dict[str, Path]]:
     """The small files of a model, for a folder inside one that belongs to another framework."""
     if not source.assets:
         return {}, {}
     copies = {f"{folder}/{name}": path for name, path in assets.files(source.assets) if name != "config.json"}
-    texts = {f"{folder}/config.json": assets.config_text(source, _cast_to(request))}
+    texts = {f"{folder}/config.json": assets.config_text(source, _cast_to(request), spec)}
     if source.format == huggingface.NAME:
         texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
     elif (source.assets / huggingface.INDEX).is_file():
@@ -313,9 +338,9 @@ def check_paths(source: Checkpoint, request: Request) -> None:
     _check_free(request)
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out} is a broken link")
-    root = source.root.resolve()
+    root, home = source.root.resolve(), source.home.resolve()  # a run may keep models beside its checkpoints
     for place in (request.place, request.staging):
-        if place == root or root in place.parents or place in root.parents:
+        if place in (root, home) or home in place.parents or place in root.parents:
             raise OutputError(f"{place} and the source {root} lie inside each other", "choose another folder")
 
 

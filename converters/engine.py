@@ -82,7 +82,8 @@ def run_job(
     axes = len(job.shape)
     sources, targets = Nearby(job.sources, axes), Nearby(job.targets, axes)
     copies = Copies(job, files, limits.replicas)
-    fill = _mean_row(job, sources, files, tile, scratch) if job.rows is not None else tile[:0]
+    new_row = _last_row if job.last else _mean_row
+    fill = new_row(job, sources, files, tile, scratch) if job.rows is not None else tile[:0]
     widest = max(item, DTYPES[job.dtype])
     for start, shape in tiles(job.shape, buffers.tile.nbytes // widest):
         if stop():
@@ -108,7 +109,7 @@ def run_job(
 
 
 def _grow(values: Array, rows: int, fill: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Put the mean row into what of a tile lies behind the rows of the source."""
+    """Put the new row into what of a tile lies behind the rows of the source."""
     (low, left), (tall, wide) = (*start, 0)[:2], (*shape, 1)[:2]
     new = min(tall, max(0, low + tall - rows))
     values.reshape(tall, wide)[tall - new :] = fill[left : left + wide]
@@ -128,6 +129,17 @@ def _mean_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Arr
             total[left : left + wide] += edges.to_float(row, job.source_dtype)
     mean: Array = edges.cast(edges.as_words(total / rows), "F64", job.source_dtype, job.name)
     return mean
+
+
+def _last_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Array) -> Array:
+    """The last row of a matrix (or element of a vector)."""
+    rows, row = job.rows or 0, np.empty(prod(job.shape[1:]), tile.dtype)
+    for start, shape in tiles((1, *job.shape[1:]), len(tile)):
+        values = tile[: prod(shape)]
+        gather(files, sources, (rows - 1, *start[1:]), shape, values, scratch)
+        left = (*start, 0)[1]
+        row[left : left + len(values)] = values
+    return row
 
 
 def execute(

@@ -27,14 +27,21 @@ half   half of a rotary head       pair  index within that half         ~    fil
 
 def tables(format_name: str) -> dict[str, tuple[Rule, ...]]:
     """The layout tables of a format, by the name under which they are shown."""
-    from formats import megatron, neox, titan
+    from formats import megatron, megatron_dist, megatron_llm, neox, titan
 
     if format_name == "huggingface":
         return {f"huggingface {name}": family.tensors for name, family in FAMILIES.items()}
     if format_name == "fsdp":
         return {f"torchtitan {name}": table for name, table in titan.TITAN.items()}
     if format_name == "megatron":
-        return {"megatron": megatron.MCORE, "megatron before megatron-core": megatron.LEGACY}
+        return {
+            "megatron": megatron.MCORE,
+            "megatron before megatron-core": megatron.LEGACY,
+            "Megatron-LLM": megatron_llm.TRAINED,
+            "Megatron-LLM, converted": megatron_llm.CONVERTED,
+        }
+    if format_name == "megatron_dist":
+        return {"megatron_dist": megatron.MCORE, "megatron_dist, gate and up apart": megatron_dist.SPLIT}
     if format_name == "neox":
         return {"neox (Llama)": neox.LLAMA, "neox (GPT-NeoX)": neox.GPT_NEOX}
     if format_name == "zero":

@@ -35,7 +35,8 @@ class Job:
 
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
-    become their mean. `twins` hold the same tensor in the type that its float32 masters are rounded to.
+    become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
+    are rounded to.
     """
 
     tensor: str
@@ -49,6 +50,7 @@ class Job:
     rows: int | None = None
     partial: bool = False
     twins: tuple[Part, ...] = ()
+    last: bool = False
 
     @property
     def name(self) -> str:
@@ -64,7 +66,8 @@ class Job:
     def edges(self) -> tuple[str, ...]:
         """The named changes of value on the way."""
         cast = [] if self.source_dtype == self.dtype else [f"cast {self.source_dtype} to {self.dtype}"]
-        grow = [] if self.rows is None else [f"mean of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
+        kind = "last" if self.last else "mean"
+        grow = [] if self.rows is None else [f"{kind} of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
         added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
         return (*added, *cast, *grow)
 
@@ -126,6 +129,7 @@ def make_plan(
         for name in placed.slot.rule.pattern.tensors
     }
     wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
+    repeated = _padding(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     jobs = []
     padded = source.extra.get("padded_vocab")
@@ -147,10 +151,11 @@ def make_plan(
             Job(
                 tensor, layer, shape, dtype, cast_dtype(dtype, cast), tuple(sources[""]),
                 {copy: tuple(parts) for copy, parts in sources.items() if copy},
-                tuple(part for parts in targets.values() for part in parts),
+                (*(part for parts in targets.values() for part in parts), *repeated.get((tensor, layer), ())),
                 held_shape[0] if held_shape != shape else None,
                 (tensor, layer) in partial,
                 tuple(twin),
+                bool(target and target.padding == "last"),
             )
         )  # fmt: skip
     if target:
@@ -170,6 +175,24 @@ def _parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], dict[str, 
         for leaf in placed.leaves():
             copies = found.setdefault((leaf.tensor, placed.slot.layer), {})
             copies.setdefault(placed.slot.replica, []).append(Part(leaf, placed.fragment))
+    return found
+
+
+def _padding(target: Target) -> dict[tuple[str, int | None], list[Part]]:
+    """Where the rows of vocabulary padding lie, each as a leaf of the last row that a token has."""
+    found: dict[tuple[str, int | None], list[Part]] = {}
+    for placed in (placed for file in target.files for placed in file.tensors):
+        sizes = dict(placed.slot.sizes)
+        vocab, padding = sizes["vocab"], sizes["padding"]
+        if not _empty(placed):
+            continue
+        sizes |= {"vocab": vocab + padding, "padding": 0}
+        for leaf in placed.slot._replace(sizes=tuple(sizes.items())).leaves():
+            rows = leaf.spans[0]
+            spans = (rows._replace(start=vocab - 1, stop=vocab), *leaf.spans[1:])
+            for row in range(max(rows.start, vocab), rows.stop):
+                part = Part(Leaf(leaf.tensor, spans, leaf.base + (row - rows.start) * rows.stride), placed.fragment)
+                found.setdefault((leaf.tensor, placed.slot.layer), []).append(part)
     return found
 
 
@@ -201,5 +224,5 @@ def _prove_filled(target: Target) -> None:
 
 
 def filled(target: Target) -> int:
-    """How many elements of the target are fill (zeros in vocabulary padding)."""
+    """How many elements of the target are fill (vocabulary padding)."""
     return sum(_empty(placed) for file in target.files for placed in file.tensors)

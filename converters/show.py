@@ -11,12 +11,18 @@ from converters import assets
 from converters.digest import MANIFEST
 from converters.plan import Plan, filled
 from converters.report import size, table
-from formats import hf_config, megatron_args
+from formats import hf_config, megatron_args, megatron_llm
 from formats.checkpoint import Checkpoint
 from formats.huggingface import read_json
 
-FRESH = {"megatron": "--no-load-optim --no-load-rng", "neox": "finetune: true"}
-"""Format: how its framework is told to begin with fresh optimizer states."""
+FRESH = {
+    "megatron": "--no-load-optim --no-load-rng",
+    "megatron_dist": "--no-load-optim --no-load-rng",
+    megatron_llm.NAME: "--no_load_optim --no_load_rng",
+    "neox": "finetune: true",
+}
+"""Format or dialect: how its framework is told to begin with fresh optimizer states."""
+FILL = {"zeros": "zeros", "last": "copies of the last row"}
 MOST_FILES = 64
 """Files of a plan that are listed."""
 MOST_DRIFTED = 10
@@ -42,7 +48,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
         "manifest": (source.home / MANIFEST).is_file(),
         "notes": _notes(source),
     }
-    for name in ("iteration", "folder", "padded_vocab"):
+    for name in ("iteration", "folder", "padded_vocab", "dialect"):
         if name in source.extra:
             record[name] = source.extra[name]
     if tensors:
@@ -64,7 +70,7 @@ def _notes(source: Checkpoint) -> list[str]:
     notes = [*source.spec.notes, *source.notes]
     if source.extra.get("state"):
         state = ", ".join(source.extra["state"])
-        notes.append(f"only weights are carried: {state} stay behind; train on with {FRESH[source.format]}")
+        notes.append(f"only weights are carried: {state} stay behind; train on with {FRESH[_dialect(source)]}")
     if source.assets is None:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:
@@ -72,6 +78,11 @@ def _notes(source: Checkpoint) -> list[str]:
     if source.spec.vocab is None:
         notes.append("its true vocabulary is unknown; --vocab-size N or --config BASE supplies it")
     return notes
+
+
+def _dialect(source: Checkpoint) -> str:
+    """The format of a checkpoint, or what it is called where there are several of it."""
+    return megatron_llm.NAME if source.extra.get("dialect") == megatron_llm.NAME else source.format
 
 
 def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
@@ -82,7 +93,7 @@ def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
         (
             (
                 "format",
-                source.format
+                _dialect(source)
                 + "".join(f", {name} {n}" for name, n in source.topology.items())
                 + (f", {record['folder']}" if "folder" in record else ""),
             ),
@@ -135,6 +146,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "small files": sorted([*target.texts, *target.copies]),
             "bytes": sum(file.size for file in target.files),
             "filled elements": filled(target),
+            "filled with": FILL[target.padding],
         }
     return record
 
@@ -145,7 +157,8 @@ def _residue(source: Checkpoint) -> dict[str, list[str]]:
     if source.assets:
         found["config.json"] = hf_config.residue(read_json(source.assets / "config.json"))
     if "args" in source.extra:
-        found["args"] = megatron_args.residue(source.extra["args"])
+        known = megatron_llm if _dialect(source) == megatron_llm.NAME else megatron_args
+        found["args"] = known.residue(source.extra["args"])
     return {name: keys for name, keys in found.items() if keys}
 
 
@@ -162,7 +175,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if record["masters compared"]:
         yield f"check  {record['masters compared']} float32 masters against what the model computes with"
     if target["filled elements"]:
-        yield f"fill   {target['filled elements']} elements of vocabulary padding with zeros"
+        yield f"fill   {target['filled elements']} elements of vocabulary padding with {target['filled with']}"
     if not record["edges"]:
         yield "change nothing: all bits are kept"
     yield f"write  {len(target['files'])} files, {size(target['bytes'])}"

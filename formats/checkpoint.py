@@ -132,9 +132,11 @@ class Target:
         texts: small files, by path relative to the folder.
         copies: files that are copied as they are, by path relative to the folder.
         home: the folder of the weights, relative to the folder.
+        padding: what rows that no token has are made of: `zeros`, or copies of the `last` row of the model.
     """
 
     files: tuple[OutputFile, ...]
     texts: Mapping[str, bytes]
     copies: Mapping[str, Path]
     home: str = "."
+    padding: str = "zeros"

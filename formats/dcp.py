@@ -31,6 +31,8 @@ from formats.unpickle import loads
 METADATA = ".metadata"
 SUFFIX = ".distcp"
 DATA = re.compile(r"__(\d+)_\d+\.distcp")
+CLASSES = ("Metadata", "MCoreMetadata")
+"""Of torch, and of megatron-core up to 0.15, which adds a field (dist_checkpointing/strategies/torch.py)."""
 BYTES = "BytesStorageMetadata"
 """What is no tensor: numbers, texts and other objects, each pickled."""
 MAX_METADATA = 1 << 31
@@ -72,7 +74,12 @@ def metadata_files(folder: Path) -> list[Path]:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """Every tensor of a checkpoint, in the order in which it was saved.
+    """Every tensor of a checkpoint, in the order in which it was saved. Raises as `contents` does."""
+    return contents(folder)[0]
+
+
+def contents(folder: Path) -> tuple[list[Entry], list[str]]:
+    """Every tensor of a checkpoint, in the order in which it was saved, and the names of what is no tensor.
 
     Raises:
         SourceError: the metadata is missing or damaged, or names files that are not here.
@@ -80,20 +87,23 @@ def entries(folder: Path) -> list[Entry]:
     files = metadata_files(folder)
     if not files:
         here = sorted({int(found[1]) for path in folder.iterdir() if (found := DATA.fullmatch(path.name))})
+        found_data = f"the data of ranks {_ranges(here)} but no" if here else "no data and no"
         raise SourceError(
-            f"{folder} holds the data of ranks {_ranges(here)} but no {METADATA}: the save never finished, or "
+            f"{folder} holds {found_data} {METADATA}: the save never finished, or "
             f"{METADATA} lies on the node of rank 0, which writes it last",
             f"copy {METADATA} and the other ranks' .distcp files here, or take an earlier checkpoint",
         )
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {}
     boxes: dict[str, list[Item]] = {}
     paths: dict[str, tuple[str, ...]] = {}
+    objects: list[str] = []
     for file in files:
         held = _metadata(file)
         paths |= {name: tuple(map(str, path)) for name, path in (held.get("planner_data") or {}).items()}
         chunks: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         for name, about in held["state_dict_metadata"].items():
             if about.name == BYTES:
+                objects.append(name)
                 continue
             state = about.state
             shape = _sizes(state["size"])
@@ -112,7 +122,7 @@ def entries(folder: Path) -> list[Entry]:
             raise SourceError(f"{file} says nothing of where the piece of {short(name)} at {list(offsets)} lies")
     order = {name: number for number, name in enumerate(paths)}
     names = sorted(shapes, key=lambda name: order.get(name, len(order)))
-    return [Entry(name, paths.get(name), *shapes[name], tuple(boxes.get(name, ()))) for name in names]
+    return [Entry(name, paths.get(name), *shapes[name], tuple(boxes.get(name, ()))) for name in names], objects
 
 
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError, IndexError)
@@ -123,7 +133,7 @@ def _metadata(file: Path) -> Mapping[str, Any]:
     if file_size(file) > MAX_METADATA:
         raise SourceError(f"{file} has {file_size(file)} bytes, too many for metadata")
     value = loads(file.read_bytes(), str(file))
-    if not isinstance(value, Opaque) or value.name != "Metadata" or not isinstance(value.state, dict):
+    if not isinstance(value, Opaque) or value.name not in CLASSES or not isinstance(value.state, dict):
         raise SourceError(f"{file} holds no metadata of torch.distributed.checkpoint")
     held: dict[str, Any] = value.state
     try:

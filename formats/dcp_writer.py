@@ -1,11 +1,11 @@
-"""Writing checkpoints of torch.distributed.checkpoint: what `dcp.save({"model": state_dict})` would leave.
+"""Writing checkpoints of torch.distributed.checkpoint: what `dcp.save` would leave.
 
 Facts: torch 2.13.0, distributed/checkpoint/metadata.py and filesystem.py; `dcp.load` reads it in the tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -25,44 +25,66 @@ CONTAINER = "model"
 TORCH_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
 
 
-class _Item(NamedTuple):
-    """A box of a tensor that a rank's file holds, as an archive of its own."""
+class Stored(NamedTuple):
+    """A part of a slot that a rank's file is to hold: a box of the tensor `name` of a shape, which may be larger."""
 
     slot: Slot
-    dtype: str
+    part: Cut
+    name: str
+    shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
+
+
+class _Item(NamedTuple):
+    """What is stored, as an archive of its own."""
+
+    stored: Stored
+    dtype: str
     archive: Archive
 
 
+def by_rows(wanted: Iterable[Slot], ranks: int) -> list[list[Stored]]:
+    """Each tensor cut along its first dimension into chunks of ceil(n / ranks), as FSDP2 does; by rank."""
+    held: list[list[Stored]] = [[] for _ in range(ranks)]
+    for slot in wanted:
+        for rank, box in _boxes(slot.shape, ranks):
+            held[rank].append(Stored(slot, Cut(box), f"{CONTAINER}.{slot.keys[0]}", slot.shape, box))
+    return held
+
+
 def layout(
-    root: Path, wanted: Iterable[Slot], dtypes: Mapping[tuple[str, int | None], str], ranks: int
+    root: Path,
+    ranks: Sequence[Sequence[Stored]],
+    dtypes: Mapping[tuple[str, int | None], str],
+    paths: Mapping[str, tuple[str, ...]] | None = None,
+    objects: Mapping[str, bytes] | None = None,
 ) -> tuple[list[OutputFile], bytes]:
     """Lay out the files of a checkpoint.
 
-    Each tensor is cut along its first dimension into chunks of ceil(n / ranks), as FSDP2 does.
-
     Args:
         root: the folder.
-        wanted: the tensors, under the keys of the model.
+        ranks: what each rank's file holds.
         dtypes: the element type of each logical tensor.
-        ranks: how many files.
+        paths: where in the saved dictionary each tensor was; None where nobody asks.
+        objects: what is no tensor, pickled, by name; it lies behind the first rank's tensors.
 
     Returns:
         The files, and the `.metadata` that belongs to them.
     """
-    items: list[list[_Item]] = [[] for _ in range(ranks)]
-    slots = list(wanted)
-    for slot in slots:
-        dtype = slot_dtype(slot, dtypes)
-        if dtype not in STORAGE_OF:
-            raise UnsupportedError(f"{slot.keys[0]} is {dtype}, for which torch.save has no storage")
-        for rank, box in _boxes(slot.shape, ranks):
-            shape = Cut(box).shape
-            ref = TensorRef(StorageRef(dtype, "0", prod(shape)), 0, shape, row_major(shape), dtype)
-            archive = plan_archive(ref, {"0": prod(shape) * SIZES[dtype]})
-            items[rank].append(_Item(slot, dtype, box, archive))
-    files = [_file(root / f"__{rank}_0.distcp", held) for rank, held in enumerate(items) if held]
-    return files, dumps(_metadata(slots, dtypes, items))
+    items = [[_item(stored, slot_dtype(stored.slot, dtypes)) for stored in held] for held in ranks]
+    tail = b"".join((objects or {}).values())
+    files = [
+        _file(root / f"__{rank}_0{dcp.SUFFIX}", held, b"" if rank else tail) for rank, held in enumerate(items) if held
+    ]
+    return files, dumps(_metadata(items, paths, objects or {}))
+
+
+def _item(stored: Stored, dtype: str) -> _Item:
+    if dtype not in STORAGE_OF:
+        raise UnsupportedError(f"{stored.name} is {dtype}, for which torch.save has no storage")
+    shape = Cut(stored.box).shape
+    ref = TensorRef(StorageRef(dtype, "0", prod(shape)), 0, shape, row_major(shape), dtype)
+    return _Item(stored, dtype, plan_archive(ref, {"0": prod(shape) * SIZES[dtype]}))
 
 
 def _boxes(shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
@@ -80,14 +102,14 @@ def _starts(items: Iterable[_Item]) -> list[int]:
     return list(accumulate((item.archive.size for item in items), initial=0))
 
 
-def _file(path: Path, items: list[_Item]) -> OutputFile:
+def _file(path: Path, items: list[_Item], objects: bytes) -> OutputFile:
     starts = _starts(items)
     placed, extents = [], {}
     for number, (item, start) in enumerate(zip(items, starts, strict=False)):
         ((name, (offset, size)),) = item.archive.storages().items()
-        part = Cut(item.box)
+        slot, part = item.stored.slot, item.stored.part
         fragment = Fragment(path, start + offset, item.dtype, part.shape, row_major(part.shape))
-        placed.append(Placed(item.slot.keys[0], item.slot, fragment, part))
+        placed.append(Placed(slot.keys[0], slot, fragment, part))
         extents[f"{number} {name}"] = (start + offset, size)
 
     def headers(checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
@@ -95,8 +117,9 @@ def _file(path: Path, items: list[_Item]) -> OutputFile:
             (name,) = item.archive.storages()
             for offset, content in item.archive.headers({name: checksums[f"{number} {name}"]}):
                 yield start + offset, content
+        yield starts[-1], objects
 
-    return OutputFile(path, starts[-1], tuple(placed), extents, headers)
+    return OutputFile(path, starts[-1] + len(objects), tuple(placed), extents, headers)
 
 
 # --- metadata --------------------------------------------------------------------------------------------------------
@@ -110,35 +133,35 @@ def _size(sizes: Iterable[int]) -> Opaque:
     return Opaque("torch", "Size", (tuple(sizes),))
 
 
-def _metadata(slots: list[Slot], dtypes: Mapping[tuple[str, int | None], str], items: list[list[_Item]]) -> Opaque:
+def _metadata(
+    items: Sequence[Sequence[_Item]], paths: Mapping[str, tuple[str, ...]] | None, objects: Mapping[str, bytes]
+) -> Opaque:
+    tensors: dict[str, Opaque] = {}
     chunks: dict[str, list[Opaque]] = {}
     stored: dict[Opaque, Opaque] = {}
     for rank, held in enumerate(items):
-        starts = _starts(held)
-        for item, start in zip(held, starts, strict=False):
-            name, offsets = f"{CONTAINER}.{item.slot.keys[0]}", [low for low, _ in item.box]
+        for item, start in zip(held, _starts(held), strict=False):
+            name, shape, box = item.stored.name, item.stored.shape, item.stored.box
             here = chunks.setdefault(name, [])
-            index = _object(DCP, "MetadataIndex", fqn=name, offset=_size(offsets), index=len(here))
-            stored[index] = _object(
-                "torch.distributed.checkpoint.filesystem",
-                "_StorageInfo",
-                relative_path=f"__{rank}_0{dcp.SUFFIX}",
-                offset=start,
-                length=item.archive.size,
-            )
-            here.append(_object(DCP, "ChunkStorageMetadata", offsets=_size(offsets), sizes=_size(Cut(item.box).shape)))
-    tensors = {}
-    for slot in slots:
-        name = f"{CONTAINER}.{slot.keys[0]}"
-        about = _properties(slot_dtype(slot, dtypes))
-        tensors[name] = _object(
-            DCP, "TensorStorageMetadata", properties=about, size=_size(slot.shape), chunks=chunks[name]
-        )
-    paths = {f"{CONTAINER}.{slot.keys[0]}": (CONTAINER, slot.keys[0]) for slot in slots}
+            offsets = _size(low for low, _ in box)
+            index = _object(DCP, "MetadataIndex", fqn=name, offset=offsets, index=len(here))
+            stored[index] = _extent(rank, start, item.archive.size)
+            here.append(_object(DCP, "ChunkStorageMetadata", offsets=offsets, sizes=_size(Cut(box).shape)))
+            about = {"properties": _properties(item.dtype), "size": _size(shape), "chunks": here}
+            tensors[name] = _object(DCP, "TensorStorageMetadata", **about)
+    starts = accumulate(map(len, objects.values()), initial=_starts(items[0])[-1])
+    for (name, content), start in zip(objects.items(), starts, strict=False):
+        tensors[name] = _object(DCP, "BytesStorageMetadata")
+        stored[_object(DCP, "MetadataIndex", fqn=name, offset=None, index=None)] = _extent(0, start, len(content))
     return _object(
         DCP, "Metadata", state_dict_metadata=tensors, planner_data=paths, storage_data=stored, storage_meta=None,
         version=VERSION,
     )  # fmt: skip
+
+
+def _extent(rank: int, start: int, length: int) -> Opaque:
+    module, name = "torch.distributed.checkpoint.filesystem", "_StorageInfo"
+    return _object(module, name, relative_path=f"__{rank}_0{dcp.SUFFIX}", offset=start, length=length)
 
 
 def _properties(dtype: str) -> Opaque:

@@ -259,7 +259,8 @@ def _read_tensors(
             keys[key] = number
     adapter = next((key for key in keys if ".lora_A." in key), None)
     if adapter:
-        raise UnsupportedError(f"{path} holds a PEFT adapter ({adapter})", "merge it into the model first")
+        hint = "merge it into the model first; one of `train run` is merged by: train run CONFIG.yml --export OUT"
+        raise UnsupportedError(f"{path} holds a PEFT adapter ({adapter})", hint)
     wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in titan.DROPS)]
     tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
     dropped = [".".join(one) for number, one in enumerate(listing.paths) if number not in set(map(keys.get, wanted))]
@@ -344,5 +345,7 @@ def write(root: Path, spec: Spec, dtypes: Mapping[tuple[str, int | None], str], 
         dtypes: the element type of each logical tensor.
         ranks: how many data files.
     """
-    files, metadata = dcp_writer.layout(root, huggingface.model_slots(spec), dtypes, ranks)
+    held = dcp_writer.by_rows(huggingface.model_slots(spec), ranks)
+    paths = {one.name: (dcp_writer.CONTAINER, one.slot.keys[0]) for rank in held for one in rank}
+    files, metadata = dcp_writer.layout(root, held, dtypes, paths)
     return Target(tuple(files), {dcp.METADATA: metadata}, {})

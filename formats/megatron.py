@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from formats import huggingface
+from formats import huggingface, megatron_llm
 from formats.archived import Held, archived
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.layout import Slot, match, rules, slots
-from formats.megatron_args import Options, flags, from_megatron, namespace
+from formats.megatron_args import CORE, Options, flags, from_megatron, namespace
 from formats.megatron_shards import (
     DROPS,
     TRACKER,
@@ -76,6 +76,9 @@ word_embeddings_for_head.weight                                             (emb
 """)
 """Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; read, not written."""
 
+TABLES = {CORE: MCORE, megatron_llm.NAME: megatron_llm.TRAINED}
+"""What is written, by dialect."""
+
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
@@ -93,28 +96,19 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     args = args_of(first.file)
     tp, pp = max(shard.tp for shard in shards) + 1, max(shard.pp for shard in shards) + 1
     check_grid(shards, tp, pp, args, iteration)
-    found, table = tensors_of(shards, pp), MCORE
+    found, table, dialect = tensors_of(shards, pp), MCORE, CORE
     keys = {key for tensors in found.values() for key in tensors}
-    if any(key.startswith("language_model.") for key in keys):
+    assets = assets_of(run, settings)
+    if megatron_llm.wrote(keys, args):
+        table, dialect = megatron_llm.table(keys), megatron_llm.NAME
+    elif any(key.startswith("language_model.") for key in keys):
         table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
-    assets = settings.config or (run / ASSETS if (run / ASSETS / "config.json").is_file() else None)
-    base = huggingface.read_spec(assets, replace(settings, vocab_size=None)) if assets else None
-    spec = from_megatron(args, settings.values, base, str(first.file.path))
-    if settings.vocab_size is not None:
-        if spec.vocab not in (None, settings.vocab_size):
-            raise RefusedError(
-                f"--vocab-size {settings.vocab_size} contradicts {iteration}, whose vocabulary is {spec.vocab}",
-                f"leave it out, or insist with --set vocab={settings.vocab_size}",
-            )
-        spec = replace(spec, vocab=settings.vocab_size)
-    pipeline = _pipeline(args, pp, len(first.chunks), first.file.path)
     padded = _padded_vocab(found, tp)
-    if spec.vocab is not None and not spec.vocab <= padded:
-        raise SourceError(
-            f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
-            "correct it with --vocab-size",
-        )
+    spec = spec_of(args, dialect, assets, settings, iteration, first.file.path, padded)
+    pipeline = _pipeline(args, pp, len(first.chunks), first.file.path)
     try:
+        if dialect == megatron_llm.NAME:
+            megatron_llm.check_topology(spec, tp, pipeline.virtual)
         wanted = _slots(spec, table, tp, pipeline, padded)
     except (RefusedError, UnsupportedError) as error:
         kind = SourceError if isinstance(error, RefusedError) else UnsupportedError
@@ -127,12 +121,54 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "args": args,
         "iteration": iteration_of(first.file),
         "folder": iteration.name,
-        "vocab_multiple": _multiple(args, first.file.path),
+        "vocab_multiple": vocab_multiple(args, first.file.path),
         "state": state_of(shards),
         "padded_vocab": padded,
         "norm": norm,
+        "dialect": dialect,
+        "added_tokens": megatron_llm.added_tokens(args),
     }
     return Checkpoint(run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, extra)
+
+
+def assets_of(run: Path, settings: Settings) -> Path | None:
+    """The Hugging Face folder that belongs to the weights of a run."""
+    return settings.config or (run / ASSETS if (run / ASSETS / "config.json").is_file() else None)
+
+
+def spec_of(
+    args: Mapping[str, Any],
+    dialect: str,
+    assets: Path | None,
+    settings: Settings,
+    iteration: Path,
+    path: Path,
+    padded: int,
+) -> ModelSpec:
+    """The settings of a model, from its args and from the config that travels with it; `padded` rows are there."""
+    base = huggingface.read_spec(assets, replace(settings, vocab_size=None)) if assets else None
+    if dialect == megatron_llm.NAME:
+        spec = megatron_llm.from_args(args, settings, base, assets, iteration.name == "release", str(path))
+    else:
+        spec = _with_vocab(from_megatron(args, settings.values, base, str(path)), settings, iteration)
+    if spec.vocab is not None and not spec.vocab <= padded:
+        raise SourceError(
+            f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
+            "correct it with --vocab-size",
+        )
+    return spec
+
+
+def _with_vocab(spec: ModelSpec, settings: Settings, iteration: Path) -> ModelSpec:
+    """The settings with the true vocabulary that the user named."""
+    if settings.vocab_size is not None:
+        if spec.vocab not in (None, settings.vocab_size):
+            raise RefusedError(
+                f"--vocab-size {settings.vocab_size} contradicts {iteration}, whose vocabulary is {spec.vocab}",
+                f"leave it out, or insist with --set vocab={settings.vocab_size}",
+            )
+        spec = replace(spec, vocab=settings.vocab_size)
+    return spec
 
 
 def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path: Path) -> dict[str, Any]:
@@ -158,7 +194,8 @@ def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
     raise SourceError("no file holds the word embeddings")
 
 
-def _multiple(args: Mapping[str, Any], path: Path) -> int:
+def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:
+    """What the vocabulary was padded to a multiple of, for each tensor rank."""
     value = args.get("make_vocab_size_divisible_by")
     return 128 if value is None else whole(value, "make_vocab_size_divisible_by", str(path))
 
@@ -185,13 +222,22 @@ def _chunk_key(chunk: Chunk, pipeline: Pipeline) -> str:
     return f"model{chunk.virtual}" if pipeline.virtual > 1 else "model"
 
 
-def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, padded_vocab: int) -> list[Slot]:
-    """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`."""
+def _require_tp(spec: ModelSpec, tp: int) -> None:
+    """Heads divide over tensor ranks.
+
+    Raises:
+        RefusedError: they do not.
+    """
     if spec.heads % tp or (spec.kv_heads % tp and tp % spec.kv_heads):
         raise RefusedError(
             f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}",
             "megatron-core needs heads % tp == 0, and groups % tp == 0 or tp % groups == 0",
         )
+
+
+def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, padded_vocab: int) -> list[Slot]:
+    """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`."""
+    _require_tp(spec, tp)
     found: list[Slot] = []
     for chunk in chunks(pipeline, spec.layers):
         conditions = set(spec.conditions)
@@ -233,43 +279,70 @@ def write(
         args: those of the checkpoint that is resharded; what does not concern model and topology is kept.
         iteration: its iteration; None for a release.
     """
-    if not family_named(spec.family).gated:
-        raise UnsupportedError(f"a {spec.family} has no Megatron layout here", "see `convert formats`")
-    unit = options.vocab_multiple * options.tp
-    padded = -(-(spec.vocab or 0) // unit) * unit
-    if options.vpp > 1 and options.pp == 1:
-        raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
-    pipeline = Pipeline(options.pp, options.vpp)
+    pipeline, padded = topology_of(spec, options)
+    llm = options.dialect == megatron_llm.NAME
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
-    merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration or 0)
+    spelled = megatron_llm.namespace if llm else namespace
+    merged = spelled(spec, dtypes.values(), options, padded, args or {}, iteration)
     by_file: dict[str, list[Slot]] = {}
-    for slot in _slots(spec, MCORE, options.tp, pipeline, padded):
+    for slot in _slots(spec, TABLES[options.dialect], options.tp, pipeline, padded):
         by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
     files = []
     for rank in range(options.tp * options.pp):
         name = folder_of(rank % options.tp, rank // options.tp, options.pp)
         path = root / folder / name / "model_optim_rng.pt"
-        head = {"args": Namespace({**merged, "rank": rank}), "checkpoint_version": 3.0, "iteration": iteration or 0}
-        files.append(_file(path, head, by_file[name], dtypes, options.norm))
-    texts = {TRACKER: (str(iteration) if iteration is not None else "release").encode(), FLAGS: flags(merged).encode()}
-    return Target(tuple(files), texts, {}, folder)
+        head = {"args": Namespace({**merged, "rank": rank}), "checkpoint_version": 3.0}
+        head["iteration"] = merged["iteration"]
+        files.append(_file(path, head, by_file[name], dtypes, options))
+    texts = {
+        TRACKER: (str(iteration) if iteration is not None else "release").encode(),
+        FLAGS: (megatron_llm.flags if llm else flags)(merged).encode(),
+    }
+    return Target(tuple(files), texts, {}, folder, padding="last" if llm else "zeros")
+
+
+def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
+    """The pipeline that is to be written, and its padded vocabulary.
+
+    Raises:
+        UnsupportedError: the family has no layout of Megatron.
+        RefusedError: megatron-core has no such topology.
+    """
+    if not family_named(spec.family).gated:
+        raise UnsupportedError(f"a {spec.family} has no Megatron layout here", "see `convert formats`")
+    if options.dialect == megatron_llm.NAME:
+        megatron_llm.check_spec(spec)
+        megatron_llm.check_topology(spec, options.tp, options.vpp)
+    if options.vpp > 1 and options.pp == 1:
+        raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
+    _require_tp(spec, options.tp)
+    unit = options.vocab_multiple * options.tp
+    return Pipeline(options.pp, options.vpp), -(-(spec.vocab or 0) // unit) * unit
 
 
 def _file(
-    path: Path, head: Mapping[str, Any], wanted: Iterable[Slot], dtypes: Mapping[tuple[str, int | None], str], norm: str
+    path: Path,
+    head: Mapping[str, Any],
+    wanted: Iterable[Slot],
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
 ) -> OutputFile:
     chunk_of: dict[str, tuple[str, str]] = {}
     held: list[Held] = []
     for slot in wanted:
-        chunk, key = slot.file.partition(" ")[2], slot.keys[0] if norm == "te" else slot.keys[-1]
+        chunk, key = slot.file.partition(" ")[2], slot.keys[0] if options.norm == "te" else slot.keys[-1]
         chunk_of[f"{chunk} {key}"] = chunk, key
         held.append((f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)))
 
     def value(refs: Mapping[str, TensorRef]) -> dict[str, Any]:
-        models: dict[str, OrderedDict[str, TensorRef]] = {}
+        models: dict[str, Any] = {}
         for name, ref in refs.items():
             chunk, key = chunk_of[name]
-            models.setdefault(chunk, OrderedDict())[key] = ref
+            *outer, last = megatron_llm.place(key) if options.dialect == megatron_llm.NAME else (key,)
+            inner = models.setdefault(chunk, OrderedDict())
+            for part in outer:
+                inner = inner.setdefault(part, OrderedDict())
+            inner[last] = ref
         return {**head, **models}
 
     return archived(path, held, value)

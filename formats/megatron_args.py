@@ -5,7 +5,7 @@ An argument that changes what a model computes and has no counterpart is refused
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,11 @@ from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.pickles import DTYPES, Dtype, keeps
 from formats.spec import ModelSpec, checked, differences, real, whole
+
+CORE = "megatron-core"
+"""The dialect that this table is of."""
+DIST = "torch_dist"
+"""The same arguments, in a distributed checkpoint (`megatron_dist.py`)."""
 
 MEGATRON = {
     "layers": "num_layers",
@@ -86,15 +91,8 @@ def from_megatron(
         RefusedError: args and config contradict each other.
     """
     rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
-    for name, allowed in MEGATRON_ONLY.items():
-        value = args.get(name, allowed[0])
-        if not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in allowed):
-            if name == "position_embedding_type" and rotary:
-                continue
-            raise UnsupportedError(f"{where}: {name} = {short(value)} is not supported, only {allowed[0]!r}")
-    values: dict[str, Any] = {}
-    for setting, names in MEGATRON.items():
-        values[setting] = next((args[name] for name in names.split() if args.get(name) is not None), None)
+    require_only({**args, "position_embedding_type": "rope"} if rotary else args, MEGATRON_ONLY, where)
+    values = found_in(args, MEGATRON)
     if not args.get("group_query_attention") or values["kv_heads"] is None:
         values["kv_heads"] = values["heads"]
     if values["head_dim"] is None:
@@ -105,16 +103,62 @@ def from_megatron(
     values["rope_scaling"] = _rope_scaling(args, where)
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
     values["vocab"] = args.get("true_vocab_size") or (base.vocab if base else None)
-    values |= dict(settings)
-    facts = (bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")), values["sliding_window"] is not None)
-    values["family"] = _family(facts, base, where)
-    notes = []
+    facts = (bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")))
+    return agreed(values, facts, settings, base, where)
+
+
+def found_in(args: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
+    """Each setting of a table, from the first of its arguments that has a value; None without one."""
+    return {
+        setting: next((args[name] for name in names.split() if args.get(name) is not None), None)
+        for setting, names in table.items()
+    }
+
+
+def require_only(args: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], where: str) -> None:
+    """Each argument of a table has one of its values, or is absent, which means the first.
+
+    Raises:
+        UnsupportedError: one has another value.
+    """
+    for name, allowed in table.items():
+        value = args.get(name, allowed[0])
+        if not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in allowed):
+            raise UnsupportedError(f"{where}: {name} = {short(value)} is not supported, only {allowed[0]!r}")
+
+
+def agreed(
+    values: Mapping[str, Any],
+    facts: tuple[bool, bool],
+    settings: Mapping[str, Any],
+    base: ModelSpec | None,
+    where: str,
+    *,
+    apart: Collection[str] = (),
+) -> ModelSpec:
+    """The spec that args make, and that the config which travels with them does not contradict.
+
+    Args:
+        values: what the args say.
+        facts: whether query, key and value have biases, and whether queries and keys have norms.
+        settings: values that overrule both.
+        base: the spec of the config.
+        where: what to call the file of the args in an error.
+        apart: settings in which the two may differ.
+
+    Raises:
+        RefusedError: args and config contradict each other.
+    """
+    values = {**values, **settings}
+    values["family"] = _family((*facts, values["sliding_window"] is not None), base, where)
+    notes = [*values.get("notes", ())]
     if base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
         notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")
         values["max_positions"] = base.max_positions
     spec = checked(values | {"notes": tuple(notes)}, where)
     if base:
-        contradictions = [line for line in differences(spec, base) if line.partition(":")[0] not in settings]
+        free = {*settings, *apart}
+        contradictions = [line for line in differences(spec, base) if line.partition(":")[0] not in free]
         if contradictions:
             raise RefusedError(
                 f"{where} and its config contradict each other (args | config): {'; '.join(contradictions)}",
@@ -223,6 +267,7 @@ class Options:
         vpp: virtual pipeline chunks of each stage.
         norm: the names of the norms: `te` (Transformer Engine) or `local`.
         vocab_multiple: the padded vocabulary is the next multiple of this times tp.
+        dialect: `megatron-core`, `torch_dist`, or `megatron-llm`.
     """
 
     tp: int = 1
@@ -230,16 +275,22 @@ class Options:
     vpp: int = 1
     norm: str = "te"
     vocab_multiple: int = 128
+    dialect: str = CORE
+
+
+def main_dtype(dtypes: Iterable[str]) -> str:
+    """What torch calls the element type that most tensors have."""
+    counted = list(dtypes)
+    main = max(counted, key=counted.count)
+    return next((name for name, dtype in DTYPES.items() if dtype == main), "float32")
 
 
 def namespace(
-    spec: ModelSpec, dtypes: Iterable[str], options: Options, padded: int, old: Mapping[str, Any], iteration: int
+    spec: ModelSpec, dtypes: Iterable[str], options: Options, padded: int, old: Mapping[str, Any], iteration: int | None
 ) -> dict[str, Any]:
     """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
     kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
-    counted = list(dtypes)
-    main = max(counted, key=counted.count)
-    torch_name = next((name for name, dtype in DTYPES.items() if dtype == main), "float32")
+    torch_name = main_dtype(dtypes)
     per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 else None
     base = {
         "consumed_train_samples": 0,
@@ -266,11 +317,13 @@ def namespace(
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": options.vocab_multiple,
         "params_dtype": Dtype(torch_name),
-        "bf16": main == "BF16",
-        "fp16": main == "F16",
-        "iteration": iteration,
-        "ckpt_format": "torch",
+        "bf16": torch_name == "bfloat16",
+        "fp16": torch_name == "float16",
+        "iteration": iteration or 0,
+        "ckpt_format": DIST if options.dialect == DIST else "torch",
         "use_legacy_models": False,
+        "no_save_optim": True,  # so that nobody looks for them in a distributed checkpoint
+        "no_save_rng": True,
     }  # fmt: skip
 
 
@@ -283,6 +336,8 @@ def flags(args: Mapping[str, Any]) -> str:
         f"--tensor-model-parallel-size {args['tensor_model_parallel_size']}",
         f"--pipeline-model-parallel-size {args['pipeline_model_parallel_size']}",
     ]
+    if args["ckpt_format"] != "torch":
+        flags.append(f"--ckpt-format {args['ckpt_format']}")
     if args["num_layers_per_virtual_pipeline_stage"]:
         flags.append(f"--num-layers-per-virtual-pipeline-stage {args['num_layers_per_virtual_pipeline_stage']}")
     if args["use_rope_scaling"]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from formats import megatron_llm
 from formats.errors import SourceError, UnsupportedError, short
 from formats.megatron_args import MEGATRON, MEGATRON_ONLY, MORE_SETTINGS
 from formats.pickles import Namespace, TensorRef
@@ -16,11 +17,17 @@ from formats.torchfile import TorchFile, read_torch
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-SHARED = (*(name for names in MEGATRON.values() for name in names.split()), *MEGATRON_ONLY, *MORE_SETTINGS)
+SHARED = sorted(
+    {name for table in (MEGATRON, megatron_llm.ARGS) for names in table.values() for name in names.split()}
+    | {*MEGATRON_ONLY, *MORE_SETTINGS, *megatron_llm.ONLY, *megatron_llm.MORE}
+)
 """Arguments that all files of a checkpoint must agree on."""
 
 STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
 """Keys of a file beside the model that training needs to go on."""
+
+OPTIMIZER = "optim.pt"
+"""Alone in a folder mp_rank_TP[_PP]_DP: what Megatron of 2023 kept of its distributed optimizer on a data rank."""
 
 MAX_DEPTH, MAX_KEYS = 6, 1_000_000
 """Maps inside each other in a state dict (Megatron-LM's own models have 4), and tensors in a file."""
@@ -49,9 +56,8 @@ def locate(path: Path) -> tuple[Path, Path]:
 
     Raises:
         SourceError: the tracker names an iteration that is not there.
-        UnsupportedError: the iteration is in another of Megatron's formats.
     """
-    if any(path.glob("mp_rank_*")):
+    if any(path.glob("mp_rank_*")) or not (path / TRACKER).is_file():
         run, iteration = (path.parent if (path.parent / TRACKER).is_file() else path), path
     else:
         with (path / TRACKER).open("rb") as file:
@@ -64,10 +70,6 @@ def locate(path: Path) -> tuple[Path, Path]:
                 f"{path / TRACKER} names {iteration.name}, which does not exist",
                 f"present: {', '.join(sorted(p.name for p in path.iterdir() if p.is_dir())) or 'nothing'}",
             )
-    if (iteration / "metadata.json").is_file() or (iteration / ".metadata").is_file():
-        raise UnsupportedError(
-            f"{iteration} is a distributed checkpoint (torch_dist), only --ckpt-format torch is read"
-        )
     return run, iteration
 
 
@@ -76,16 +78,24 @@ def read_shards(iteration: Path) -> list[Shard]:
 
     Raises:
         SourceError: a folder holds none, or one without a model.
-        UnsupportedError: a folder is not named after a tensor and pipeline rank.
+        UnsupportedError: the iteration is in another of Megatron's formats, or a folder is not named after a tensor
+            and pipeline rank.
     """
+    if (iteration / ".metadata").is_file():
+        raise UnsupportedError(
+            f"{iteration} is a distributed checkpoint without common.pt (torch_dcp or fsdp_dtensor)",
+            "of distributed checkpoints torch_dist is read",
+        )
     shards = []
     for folder in sorted(iteration.glob("mp_rank_*")):
+        names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]
+        if not names and (folder / OPTIMIZER).is_file():
+            continue
         match_ = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", folder.name)
         if match_ is None:
             raise UnsupportedError(
                 f"{folder}: its name is not that of a tensor and pipeline rank (expert ranks are not supported)"
             )
-        names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]
         if not names:
             raise SourceError(f"{folder} holds no model_optim_rng.pt")
         file = read_torch(folder / names[0])
@@ -94,6 +104,8 @@ def read_shards(iteration: Path) -> list[Shard]:
         if not all(isinstance(state, dict) for _, state in Shard(0, 0, file).chunks):
             raise SourceError(f"{file.path}: its `model` is no map of tensors")
         shards.append(Shard(int(match_[1]), int(match_[2] or 0), file))
+    if not shards:
+        raise SourceError(f"{iteration} holds no mp_rank folder with a model")
     return shards
 
 
@@ -111,7 +123,7 @@ def args_of(file: TorchFile) -> dict[str, Any]:
         )
     args = file.value.get("args")
     if not isinstance(args, Namespace):
-        raise SourceError(f"{file.path} holds no args")
+        raise SourceError(f"{file.path} holds no args", "what Megatron-Bridge or NeMo saved is exported by them")
     return vars(args)
 
 
@@ -201,12 +213,14 @@ def iteration_of(file: TorchFile) -> int:
     return value
 
 
-def state_of(shards: Iterable[Shard]) -> tuple[str, ...]:
+def state_of(shards: Sequence[Shard]) -> tuple[str, ...]:
     """What the files hold to go on training with: nothing of it is carried over."""
     found = {name for shard in shards for name in STATE if name in shard.file.value}
     found |= {
         path.name for shard in shards for path in shard.file.path.parent.glob("*optim*.pt") if path != shard.file.path
     }
+    if any(shards[0].file.path.parent.parent.glob(f"mp_rank_*/{OPTIMIZER}")):
+        found.add(OPTIMIZER)
     return tuple(sorted(found))
 
 

@@ -417,6 +417,18 @@ def shape(pattern: Pattern, sizes: Sizes, mesh: Mesh) -> tuple[int, ...]:
     return tuple(_lower(term, sizes, mesh)[0] for term in pattern.dims)
 
 
+def splits(term: Term) -> int:
+    """How many evenly split runs one physical dimension consists of: two where gate and up are each cut by itself."""
+    match term:
+        case Split():
+            return 1
+        case Product(terms):
+            return sum(map(splits, terms))
+        case Sum(branches):
+            return sum(splits(body) for _, body in branches)
+    return 0
+
+
 def rows(pattern: Pattern, dim: int, sizes: Sizes, mesh: Mesh) -> list[Leaf]:
     """The leaves along one physical dimension alone, in address order: what `convert explain` draws."""
     leaves = _lower(pattern.dims[dim], sizes, mesh)[1]

@@ -93,7 +93,7 @@ ENUMS = {
 DCP = "torch.distributed.checkpoint.metadata"
 OBJECTS = {
     (DCP, "Metadata"), (DCP, "TensorStorageMetadata"), (DCP, "ChunkStorageMetadata"), (DCP, "TensorProperties"),
-    (DCP, "MetadataIndex"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (DCP, "MetadataIndex"), (DCP, "BytesStorageMetadata"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
 }  # fmt: skip
 """Classes of torch and DeepSpeed whose instances are written as their state."""

@@ -12,12 +12,16 @@ from formats.errors import SourceError
 
 FORMATS = {
     "huggingface": "safetensors files with a config.json",
+    "megatron_dist": "common.pt with torch DCP (.metadata, .distcp), --ckpt-format torch_dist",
     "fsdp": "torch DCP (.metadata, .distcp), FSDP state dicts of accelerate, torchtitan, verl and others",
     "neox": "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions",
     "zero": "DeepSpeed ZeRO stages 0 to 3 (DeepSpeed, HF Trainer, accelerate); written as universal checkpoints",
-    "megatron": "mp_rank_XX[_YYY]/model_optim_rng.pt, --ckpt-format torch",
+    "megatron": "mp_rank_XX[_YYY]/model_optim_rng.pt: Megatron-LM's --ckpt-format torch, and Megatron-LLM",
 }
-"""Module in this package: what a folder of the format holds. Each module has NAME, `detect` and `read`."""
+"""Module in this package: what a folder of the format holds. Each module has NAME, `detect` and `read`.
+
+They are tried in this order. What Megatron saves as torch_dist would pass for FSDP, and its run for a classic one.
+"""
 
 
 def module(name: str) -> ModuleType:
@@ -31,7 +35,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "
     Args:
         path: its folder.
         settings: what the user said.
-        first: the format to try before the others, for folders that hold weights in several.
+        first: the formats to try before the others, for folders that hold weights in several.
 
     Raises:
         SourceError: there is nothing, or nothing known, at the path; or what is there is damaged.
@@ -44,7 +48,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "
             raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
         tag = settings.tag if settings else None
         place = path / tag if tag and Path(tag).name == tag and (path / tag).is_dir() else path
-        for name in [first, *FORMATS] if first else FORMATS:
+        for name in [*first.split(), *FORMATS]:
             if module(name).detect(place) or (place != path and module(name).detect(path)):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())
                 return checkpoint

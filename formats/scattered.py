@@ -9,7 +9,7 @@ from typing import NamedTuple
 from formats.errors import SourceError
 from formats.layout import Cut, Placed
 from formats.pattern import overlap
-from formats.storage import Fragment, row_major
+from formats.storage import DTYPES, Fragment, row_major
 
 
 class Piece(NamedTuple):
@@ -74,6 +74,25 @@ def scattered(name: str, shape: tuple[int, ...], dtype: str, pieces: Iterable[Pi
 
 def _text(part: Cut) -> str:
     return "[" + ", ".join(f"{low}:{high}" for low, high in part.ranges) + "]"
+
+
+def unstacked(tensor: Scattered) -> Iterator[Scattered]:
+    """The tensors that are stacked along the first dimension of one, in their order."""
+    found: list[list[list[Piece]]] = [[[] for _ in tensor.copies] for _ in range(tensor.shape[0])]
+    for number, copy in enumerate(tensor.copies):
+        for piece in copy:
+            for index in range(*piece.part.ranges[0]):
+                found[index][number].append(_at(index, piece))
+    for copies in found:
+        yield Scattered(tensor.shape[1:], tensor.dtype, tuple(map(tuple, copies)))
+
+
+def _at(index: int, piece: Piece) -> Piece:
+    """What a piece holds at an index of the first dimension."""
+    fragment, start = piece.fragment, piece.part.ranges[0][0]
+    offset = fragment.offset + (index - start) * fragment.strides[0] * DTYPES[fragment.dtype]
+    inner = fragment._replace(offset=offset, shape=fragment.shape[1:], strides=fragment.strides[1:])
+    return Piece(Cut(piece.part.ranges[1:]), inner)
 
 
 def spread(placed: Placed, tensor: Scattered) -> Iterator[Placed]:

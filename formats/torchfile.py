@@ -341,6 +341,15 @@ def plan_archive(value: Any, storages: Mapping[str, int], folder: str = STREAM) 
     return Archive(tuple(members), position)
 
 
+def packed(value: Any) -> bytes:
+    """A whole archive for an object without tensors."""
+    archive = plan_archive(value, {})
+    content = bytearray(archive.size)
+    for offset, part in archive.headers({}):
+        content[offset : offset + len(part)] = part
+    return bytes(content)
+
+
 def _local_header(name: str, start: int, crc: int, size: int) -> bytes:
     """A local header whose extra field pads the data to the alignment; sizes past 4 GiB go into a zip64 field."""
     encoded = name.encode()

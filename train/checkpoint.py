@@ -1,9 +1,10 @@
-"""Checkpoints of a training: torch DCP, written in the background, complete or absent.
+"""Checkpoints of a training: what its engine writes, in the background where it can, complete or absent.
 
     SAVE/latest                      name of the newest complete one
-    SAVE/global_step1500/            .metadata and *.distcp: model.*, optim.*
-        progress                     steps done, and what the order of rows depends on
-        config.json, tokenizer, …    whatever `convert fsdp2hf` needs, so that it asks for nothing
+    SAVE/global_step1500/            fsdp: .metadata and *.distcp, model.*, optim.*; deepspeed: *_states.pt
+        .progress                    steps done, and what the order of rows depends on
+        adapter_config.json          if adapters are all that is trained and all that is in it: of which model they are
+        config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that it asks for nothing
 
 Weights are float32 and have their Hugging Face names. A folder gets its name when all ranks have written their part,
 and `latest` is changed after that.
@@ -23,7 +24,7 @@ from formats.errors import RefusedError, SourceError
 from train.distributed import World
 from train.engines import Engine
 
-LATEST, NOTE, PREFIX = "latest", "progress", "global_step"
+LATEST, NOTE, PREFIX = "latest", ".progress", "global_step"
 BESIDE = (".json", ".jinja", ".model", ".txt")
 """Small files of a model's folder that go into each checkpoint."""
 
@@ -39,6 +40,7 @@ class Progress:
         seed: of the order of rows.
         rows: digest of the rows.
         tokens: labels trained so far.
+        engine: whose checkpoints it has, see `engines.ENGINES`.
     """
 
     step: int
@@ -47,6 +49,7 @@ class Progress:
     seed: int
     rows: str
     tokens: int
+    engine: str = "fsdp"
 
     @property
     def name(self) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from converters.durable import write_file
 from formats.errors import UsageError
@@ -20,6 +20,9 @@ from train.aliases import translated
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+
+QUANTIZED = "1, 2, 3, 5, 8, 16, 32, 40, 64 and 80"
+"""Numbers of nodes for ZeRO++'s quantized gradients, as the users of it found them."""
 
 
 class _Part(BaseModel):
@@ -37,6 +40,29 @@ class Model(_Part):
     )
     activation_checkpointing: bool = Field(True, description="Compute each layer twice instead of keeping it.")
     compile: bool = Field(False, description="torch.compile for each layer.")
+    kernels: Literal["auto", "torch", "liger"] = Field(
+        "auto", description="Of norms, MLPs and positions; auto takes liger on a GPU where it knows the model."
+    )
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Lora(_Part):
+    """Adapters of low rank are trained, the model's own weights are not."""
+
+    rank: Count = Field(16, description="Columns of B and rows of A.")
+    alpha: Count = Field(32, description="B times A counts alpha / rank.")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Of what goes into A.")
+    targets: Annotated[list[str], Field(min_length=1), BeforeValidator(_listed)] = Field(
+        ["all-linear"], description="Names of layers, such as q_proj; all-linear takes all of them but the head."
+    )
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every linear layer but the head has an adapter."""
+        return self.targets == ["all-linear"]
 
 
 class Data(_Part):
@@ -100,6 +126,12 @@ class Parallel(_Part):
     """How ranks share the model."""
 
     replicas: Count = Field(1, description="HSDP: copies of the sharded model; the world is replicas times shards.")
+    zero_stage: Literal[1, 2, 3] = Field(
+        3, description="ZeRO: each rank has a part of the moments (1), the gradients too (2), the weights too (3)."
+    )
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict, description="More settings of DeepSpeed, such as zero_optimization.offload_optimizer."
+    )
     timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         30, description="A rank that waits longer for the others tells where it waits, and ends."
     )
@@ -139,6 +171,10 @@ class Config(_Part):
     """A training."""
 
     model: Model
+    engine: Literal["fsdp", "transformers", "deepspeed"] = Field(
+        "fsdp", description="What computes: torch's FSDP2, the Trainer of transformers, or DeepSpeed's ZeRO."
+    )
+    lora: Lora | None = Field(None, description="Train adapters of low rank; `lora: {}` takes the defaults.")
     data: Data
     batch: Batch
     optim: Optim
@@ -182,9 +218,24 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
     for name, value in _words(overrides):
         _put(tree, name, value)
     try:
-        return Config(**tree), notes
+        config = Config(**tree)
     except ValidationError as error:
         raise UsageError(*_explained(error, str(path))) from None
+    _check_engine(config)
+    if "zero_quantized_gradients" in config.parallel.deepspeed.get("zero_optimization", {}):
+        notes.append(f"zero_quantized_gradients (qgZ) is known to work on {QUANTIZED} nodes")
+    return config, notes
+
+
+def _check_engine(config: Config) -> None:
+    """Refuse settings that only another engine has."""
+    replicas, compiled = {"parallel.replicas": config.parallel.replicas > 1}, {"model.compile": config.model.compile}
+    zero = {"parallel.deepspeed": bool(config.parallel.deepspeed)}
+    ours = replicas | compiled | {"lora": config.lora is not None, "model.kernels": config.model.kernels == "liger"}
+    foreign = {"fsdp": zero, "transformers": ours | zero, "deepspeed": ours}
+    for name, given in foreign[config.engine].items():
+        if given:
+            raise UsageError(f"the engine {config.engine} does not know {name}", described(name))
 
 
 def write_config(config: Config, folder: Path) -> None:
@@ -254,7 +305,7 @@ def keys(part: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:
     """Every setting with its explanation, in the order of the file."""
     found: dict[str, str] = {}
     for name, info in part.model_fields.items():
-        kind = info.annotation
+        kind = next((one for one in get_args(info.annotation) if isinstance(one, type)), info.annotation)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             found |= keys(kind, f"{prefix}{name}.")
         else:

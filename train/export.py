@@ -1,19 +1,117 @@
-"""The end of a training: its last checkpoint as a Hugging Face folder, made by `convert fsdp2hf` as a user would."""
+"""The end of a training: its last checkpoint as a Hugging Face folder, made by `convert fsdp2hf` as a user would.
+
+Adapters are merged into the model that they belong to, one matrix at a time, in float32, without a GPU. What was
+merged lies beside OUT until the converter has taken it over, with everything else of the model.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from converters.convert import SHARD_SIZE, Request, check_paths, plan_huggingface, run
+from formats.checkpoint import Checkpoint
+from formats.errors import SourceError
+from formats.layout import Placed
+from formats.registry import open_checkpoint
+from formats.storage import read_safetensors
+
+ADAPTER = "adapter"
+"""Folder in OUT with the adapters by themselves, as peft loads them."""
+WEIGHTS = "adapter_model.safetensors"
 
 
 def export(checkpoint: Path, out: Path) -> None:
     """Convert a checkpoint; in bf16, without a process group, in constant memory, read back and compared.
 
+    Of one with adapters OUT is the merged model, and `OUT/adapter` what peft loads. Memory is that of the adapters and
+    of the largest matrix in float32; while it runs, the disk holds merged matrices twice.
+
     Raises:
         VitruvianError: as the converter says.
     """
-    from converters.convert import SHARD_SIZE, Request, plan_huggingface, run
-    from formats.registry import open_checkpoint
+    from train.lora import NOTE
 
     request = Request(out, cast="bf16", quiet=True)
-    plan = plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE)
-    run(plan, request, lambda _, __: None)
+    if not (checkpoint / NOTE).is_file():
+        run(plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE), request)
+        return
+    said = json.loads((checkpoint / NOTE).read_bytes())
+    base = open_checkpoint(Path(said["base_model_name_or_path"]))
+    check_paths(base, request)
+    scratch = request.place.with_name(request.place.name + ".merged")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        plan = plan_huggingface(_merged(base, checkpoint, said, scratch), request, SHARD_SIZE)
+        assert plan.target is not None
+        own = {f"{ADAPTER}/{NOTE}": checkpoint / NOTE, f"{ADAPTER}/{WEIGHTS}": scratch / WEIGHTS}
+        run(replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own})), request)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _merged(base: Checkpoint, checkpoint: Path, said: dict[str, Any], scratch: Path) -> Checkpoint:
+    """The model with adapters in it: what they change lies in a folder of its own, all else where it was.
+
+    Raises:
+        SourceError: an adapter belongs to no tensor of the model.
+    """
+    from safetensors.torch import save_file
+
+    from formats.huggingface import read_json
+    from train.lora import ROOT
+    from train.model import filed
+
+    found = read_adapters(checkpoint)
+    save_file(found, scratch / WEIGHTS, {"format": "pt"})
+    kind, scale = read_json(base.root / "config.json")["model_type"], said["lora_alpha"] / said["r"]
+    tensors = {placed.key: placed for placed in base.tensors}
+    for name in [name for name in found if ".lora_A." in name]:
+        key = filed(name.removeprefix(ROOT).replace(".lora_A.", "."), kind)
+        if key not in tensors:
+            raise SourceError(f"{checkpoint} has an adapter of {key}, which {base.root} has not")
+        lower, upper = found[name], found[name.replace(".lora_A.", ".lora_B.")]
+        tensors[key] = _merge(tensors[key], lower, upper, scale, scratch / f"{key}.safetensors")
+    files = tuple(sorted({placed.fragment.path for placed in tensors.values()}))
+    return replace(base, root=scratch, home=scratch, tensors=tuple(tensors.values()), files=files)
+
+
+def _merge(placed: Placed, lower: Any, upper: Any, scale: float, path: Path) -> Placed:
+    """Write weight + scale x upper lower, rounded once to bf16.
+
+    Args:
+        placed: the weight, [rows, columns].
+        lower: float32[rank, columns].
+        upper: float32[rows, rank].
+        scale: of their product.
+        path: the file to write.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(placed.fragment.path, "pt") as file:
+        weight = file.get_tensor(placed.key).float()
+    weight += (upper @ lower) * scale
+    save_file({placed.key: weight.to(torch.bfloat16)}, path)
+    return placed._replace(fragment=read_safetensors(path)[0][placed.key])
+
+
+def read_adapters(checkpoint: Path) -> dict[str, Any]:
+    """The adapters of a checkpoint by their names in peft's files, float32."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader, inside = FileSystemReader(checkpoint), "model."
+    listed: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    found = {name: torch.empty(listed[name].size) for name in sorted(listed) if name.startswith(inside)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+        load(found, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(inside): tensor for name, tensor in found.items()}

@@ -162,14 +162,16 @@ def text_of(values: Mapping[str, Any]) -> Iterator[str]:
     for name, info in Config.model_fields.items():
         part = _section(info)
         if part:
-            yield f"\n{name}:  # {(part.__doc__ or '').splitlines()[0]}"
+            absent = info.default is None and not any(given.startswith(f"{name}.") for given in values)
+            yield f"\n{'# ' if absent else ''}{name}:  # {(part.__doc__ or '').splitlines()[0]}"
             yield from _lines(part.model_fields, f"{name}.", "  ", values)
     yield ""
 
 
 def _section(info: FieldInfo) -> type[BaseModel] | None:
-    kind = info.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    """The section that a setting is, if it is one; it may be absent."""
+    kinds = [info.annotation, *get_args(info.annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _lines(fields: Mapping[str, FieldInfo], prefix: str, indent: str, values: Mapping[str, Any]) -> Iterator[str]:

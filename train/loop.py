@@ -5,9 +5,9 @@ from __future__ import annotations
 import faulthandler
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,14 +17,14 @@ from formats.errors import Interrupted
 from train.checkpoint import Progress, Saver
 from train.config import Config, write_config
 from train.distributed import World
-from train.engines import Engine, open_engine
+from train.engines import Engine, Stepping, open_engine
 from train.evaluate import evaluate, open_sets
 from train.metrics import Judge, open_judge
 from train.neftune import noise_for
 from train.observe import Log, Say, Step
 from train.prepare import Prepared, choose_attention, prepare
 from train.profiling import Profiler
-from train.rows import Rows
+from train.rows import Flat, Rows
 from train.schedule import learning_rate
 from train.speed import flops_of, memory_of, multiplied, peak_of
 
@@ -41,7 +41,7 @@ class Run(NamedTuple):
     saver: Saver
     sets: dict[str, Rows]
     judge: Judge | None
-    parameters: int
+    parameters: float
 
 
 def train(config: Config, world: World, say: Say) -> Progress:
@@ -70,52 +70,62 @@ def train(config: Config, world: World, say: Say) -> Progress:
         log = Log(config, world.ranks, made.progress, peak_of(world.device))
         write_config(config, config.save.path)
         write_file(config.save.path / RESUME, f"{made.total} steps\n".encode())
-    progress = _steps(run, log, say)
+    steps = _steps
+    if config.engine == "transformers":
+        from train.engines.trainer import steps
+    progress = steps(run, log, say)
+    if progress.step < made.total:
+        raise Interrupted(
+            f"stopped behind step {progress.step} of {made.total}, saved as {progress.name}",
+            "run the same command again to go on",
+        )
     if world.first:
         (config.save.path / RESUME).unlink()
     return progress
 
 
 def _steps(run: Run, log: Log | None, say: Say) -> Progress:
-    config, world, total, progress = run.made.config, run.world, run.made.total, run.made.progress
+    """The steps of a run, to its end or until it has to leave; everything is saved."""
+    config, total, progress = run.made.config, run.made.total, run.made.progress
     began = time.monotonic()
-    with stoppable() as stopped, Profiler(config, world, say) as profiler, _Watch(config) as watch:
+    with stoppable() as stopped, Profiler(config, run.world, say) as profiler, Watch(config) as watch:
         for number in range(progress.step, total):
             watch.again()
             started = time.monotonic()
-            step = _step(run, number, stopped() or _late(config, time.monotonic() - began))
-            done = number + 1
-            progress = replace(progress, step=done, tokens=progress.tokens + step.trained)
+            step = _step(run, number, stopped() or late(config, time.monotonic() - began))
+            progress = replace(progress, step=number + 1, tokens=progress.tokens + step.trained)
             profiler.step()
-            if log:
-                log.line(progress, total, step, time.monotonic() - started, say)
-            if step.written:
-                run.saver.finish()
-            leaving = (step.stop or _interval(config, done)) and done < total
-            if done % config.save.every == 0 or done == total or leaving:
-                run.saver.start(run.engine, progress)
-            if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
-                scores = evaluate(run.engine.trainee, run.sets, world, run.judge, config.evaluate.max_rows)
-                if log:
-                    log.scores(progress, scores, say)
-            if leaving:
-                run.saver.finish()
-                raise Interrupted(
-                    f"stopped behind step {done} of {total}, saved as {progress.name}",
-                    "run the same command again to go on",
-                )
+            if after(run, log, progress, step, time.monotonic() - started, say):
+                break
         run.saver.finish()
     return progress
 
 
-class _Watch:
+def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: float, say: Say) -> bool:
+    """What follows a step: its line, a checkpoint, an evaluation. Whether to leave before the end."""
+    config, done, total = run.made.config, progress.step, run.made.total
+    if log:
+        log.line(progress, total, step, seconds, say)
+    if step.written:
+        run.saver.finish()
+    leaving = (step.stop or _interval(config, done)) and done < total
+    if done % config.save.every == 0 or done == total or leaving:
+        run.saver.start(run.engine, progress)
+    if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
+        scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, config.evaluate.max_rows)
+        if log:
+            log.scores(progress, scores, say)
+    return leaving
+
+
+class Watch:
     """Ends a rank that has made no step for too long, behind a print of what each of its threads waits for."""
 
     def __init__(self, config: Config) -> None:
         self.seconds = 60 * config.parallel.timeout_minutes
         self.before = signal.getsignal(signal.SIGUSR1)
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> Watch:
         signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGTERM))  # Slurm's, before the time is up
         return self
 
@@ -132,7 +142,7 @@ def _interval(config: Config, done: int) -> bool:
     return config.steps.exit_interval is not None and done % config.steps.exit_interval == 0
 
 
-def _late(config: Config, seconds: float) -> bool:
+def late(config: Config, seconds: float) -> bool:
     """Whether this rank's clock says that time is up. Clocks differ: a step sums what ranks think, and all leave."""
     return config.steps.exit_minutes is not None and seconds > 60 * config.steps.exit_minutes
 
@@ -152,37 +162,46 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         say(f"batch      {made.sizes}")
         say(f"steps      {made.total}, from global step {made.progress.offset + made.progress.step + 1}")
         say(f"attention  {backend}, packed documents differ by {apart:.1e} from documents alone")
+        say(f"kernels    {engine.kernels}")
         say(f"weights    {made.start or config.model.path}")
+        if config.lora is not None:
+            counts = [(one.numel(), one.requires_grad) for one in engine.model.parameters()]
+            trained = sum(count for count, wanted in counts if wanted)
+            say(f"adapters   {trained:,} of {sum(count for count, _ in counts):,} parameters are trained")
     saver = Saver(config.save.path, config.model.path, config.save.keep, world)
     return Run(made, world, engine, saver, sets, judge, multiplied(engine.model))
 
 
+def ahead(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
+    """A step before it is computed, of all ranks: what it has to compute, and what they want. The rest is to come."""
+    ready = run.saver.ready and run.saver.running is not None
+    flops = flops_of(batches, run.engine.model.config, run.parameters)
+    mine = sum(flat.trained for flat in batches), sum(len(flat.input_ids) for flat in batches)
+    trained, tokens, flops, stops, written = run.world.sums(*mine, flops, stopped, ready)
+    return Step(0.0, 0.0, int(trained), int(tokens), flops, 0, 0.0, stops > 0, written == run.world.ranks)
+
+
 def _step(run: Run, number: int, stopped: bool) -> Step:
     """One step of all ranks. A token counts the same on whichever rank and in whichever micro-batch it is."""
-    made, world, engine = run.made, run.world, run.engine
+    made, world, engine = run.made, run.world, cast("Stepping", run.engine)
     config = made.config
-    torch.manual_seed(_seed(config.seed, number, world.rank))  # dropout: of the step alone, so nothing has to be saved
+    torch.manual_seed(seed_of(config.seed, number, world.rank))  # dropout: of the step, so nothing has to be saved
     batches = [made.rows.flat(rows) for rows in made.order.batch(number, made.sizes, world.rank)]
-    ready = run.saver.ready and run.saver.running is not None
-    flops = flops_of(batches, engine.model.config, run.parameters)
-    mine = sum(flat.trained for flat in batches), sum(len(flat.input_ids) for flat in batches)
-    trained, tokens, flops, stops, written = world.sums(*mine, flops, stopped, ready)
-    losses = 0.0
+    step = ahead(run, batches, stopped)
+    losses = torch.zeros((), dtype=torch.float64, device=world.device)  # read once: that waits for the device
     for place, flat in enumerate(batches):
         noise = None
         if config.neftune_alpha:
             noise = noise_for(engine.model, flat, config.neftune_alpha, (config.seed, number, world.rank, place))
         loss = engine.trainee(flat, world.device, None if noise is None else noise.to(world.device))
-        engine.backward(loss * (world.ranks / max(1.0, trained)), place == len(batches) - 1)
-        losses += float(loss.detach())
+        engine.backward(loss * (world.ranks / max(1, step.trained)), place == len(batches) - 1)
+        losses += loss.detach()
     rate = learning_rate(config, number, made.total)
     norm = engine.step(rate)
-    (total,) = world.sums(losses)
-    return Step(
-        total / max(1.0, trained), norm, int(trained), int(tokens), flops, memory_of(world.device), rate, stops > 0,
-        written == world.ranks,
-    )  # fmt: skip
+    (summed,) = world.sums(float(losses))
+    return step._replace(loss=summed / max(1, step.trained), norm=norm, rate=rate, memory=memory_of(world.device))
 
 
-def _seed(*parts: int) -> int:
+def seed_of(*parts: int) -> int:
+    """The seed of something that is told apart by some numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])

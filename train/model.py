@@ -6,7 +6,7 @@ No rank ever holds a whole tensor that is sharded: a rank reads the rows of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from train.rows import IGNORED, Flat
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FILED: Mapping[str, Mapping[str, str]] = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 """Model type: names in memory that are others in its files (transformers 5.23.0 conversion_mapping.py)."""
+ADAPTERS = (".lora_A.", ".lora_B.")
+"""In the names of tensors that peft adds to a model (peft 0.21.2 tuners/lora/layer.py)."""
 CHUNK = 2048
 """Tokens whose logits are held at a time: a vocabulary of 131,072 takes 1 GiB for them in float32."""
 
@@ -30,12 +32,16 @@ CHUNK = 2048
 class Trainee(nn.Module):
     """A causal language model with its loss.
 
-    The loss is inside because FSDP gathers the head's weights for one forward of the root only.
+    The loss is inside because FSDP gathers the head's weights for one forward of the root only, and it is the head's
+    because ZeRO-3 gathers them for each call of the head: ranks have different numbers of chunks, and would wait for
+    each other without end.
     """
 
-    def __init__(self, model: Any, backend: str) -> None:
+    def __init__(self, model: Any, backend: str, kernels: str = "torch") -> None:
         super().__init__()
-        self.model, self.backend = model, backend
+        self.model, self.backend, self.kernels = model, backend, kernels
+        head = model.get_output_embeddings()
+        head.forward = _with_loss(head.forward)
 
     def forward(
         self,
@@ -51,18 +57,33 @@ class Trainee(nn.Module):
             words["inputs_embeds"] = embedded + noise.to(embedded.dtype)
         hidden = self.model.get_decoder()(**words).last_hidden_state[0]
         labels = torch.from_numpy(flat.labels).to(device)
-        return summed_loss(hidden, self.model.get_output_embeddings(), labels, predicted)
+        loss: torch.Tensor = self.model.get_output_embeddings()(hidden, labels, predicted)
+        return loss
+
+
+def _with_loss(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A head that gives the sum of losses, if it gets labels, and logits otherwise."""
+
+    def forward(
+        hidden: torch.Tensor, labels: torch.Tensor | None = None, predicted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return head(hidden) if labels is None else summed_loss(hidden, labels, head, predicted)
+
+    return forward
 
 
 def summed_loss(
-    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, predicted: torch.Tensor | None = None
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    predicted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cross entropy, a chunk of tokens at a time, whose logits are computed again for the gradient.
 
     Args:
         hidden: [n, hidden].
-        head: from hidden states to logits.
         labels: int64[n].
+        head: from hidden states to logits.
         predicted: int64[n], filled with the most likely token at each place; None where nobody wants to know.
 
     Returns:
@@ -81,12 +102,13 @@ def summed_loss(
     return total
 
 
-def make(made: Any, backend: str) -> Any:
-    """A model of transformers without memory, all of it float32.
+def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of transformers without memory.
 
     Args:
         made: its configuration.
         backend: a key of `attention.BACKENDS`.
+        dtype: of all its weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -94,7 +116,7 @@ def make(made: Any, backend: str) -> Any:
         register()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            made, dtype=torch.float32, attn_implementation=BACKENDS[backend]
+            made, dtype=dtype, attn_implementation=BACKENDS[backend]
         )
     model.config.use_cache = False
     return model
@@ -140,14 +162,24 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
     """The model's own tensors by the names that they have in its files, each once: a tied head is the embedding."""
-    names = FILED.get(model.config.model_type, {})
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *_stored_buffers(model)]:
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and not any(adapter in name for adapter in ADAPTERS):
             seen.add(id(tensor))
-            found[names.get(name, name)] = tensor
+            found[filed(name, model.config.model_type)] = tensor
     return found
+
+
+def filed(name: str, kind: str) -> str:
+    """The name that a tensor has in the files of a model, whether or not peft has put its layer into another one.
+
+    Args:
+        name: in memory.
+        kind: the model's type, of transformers.
+    """
+    name = name.replace(".base_layer.", ".")
+    return FILED.get(kind, {}).get(name, name)
 
 
 def _stored_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,35 +193,57 @@ def fill(model: Any, path: Path) -> None:
     Raises:
         SourceError: a tensor is missing, left over, or has another shape.
     """
+    for tensor, piece in pieces(model, path):
+        place(tensor, piece)
+
+
+def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+    """Each tensor of the model, and a slice of safetensors to read it from.
+
+    Raises:
+        SourceError: a tensor is missing, left over, or has another shape.
+    """
     from safetensors import safe_open
 
     with ExitStack() as stack:
         files = {name: stack.enter_context(safe_open(path / name, "pt")) for name in _files(path)}
         held = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118  # a handle is no mapping
-        wanted, renamed = weights(model), FILED.get(model.config.model_type, {})
+        wanted, kind = weights(model), model.config.model_type
         lacking = sorted(wanted.keys() - held.keys())
-        known = {renamed.get(name, name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        known = {filed(name, kind) for name, _ in model.named_parameters(remove_duplicate=False)}
         over = sorted(held.keys() - wanted.keys() - known)
         if lacking or over:
             what = "lacks" if lacking else "has, and the model has not,"
             names = ", ".join((lacking or over)[:3])
             raise SourceError(f"{path} {what} {len(lacking or over)} tensors, such as {names}")
         for name, tensor in wanted.items():
-            _read(tensor, held[name].get_slice(name), name, path)
+            piece = held[name].get_slice(name)
+            if list(piece.get_shape()) != list(shape_of(tensor)):
+                raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {shape_of(tensor)}")
+            yield tensor, piece
 
 
-def _read(tensor: torch.Tensor, piece: Any, name: str, path: Path) -> None:
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """The shape of a whole tensor: ZeRO-3 leaves an empty one in the module, and notes it."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def place(tensor: torch.Tensor, whole: Any) -> None:
+    """Copy what of a whole tensor belongs to this rank.
+
+    Args:
+        tensor: where to; sharded or not.
+        whole: what gives a tensor when it is sliced.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if list(piece.get_shape()) != list(tensor.shape):
-        raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {list(tensor.shape)}")
     if not isinstance(tensor, DTensor):
-        tensor.copy_(piece[...])
+        tensor.copy_(whole[...])
         return
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.to_local()
     if local.numel():
-        local.copy_(piece[tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))])
+        local.copy_(whole[tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))])
 
 
 def _files(path: Path) -> list[str]:

@@ -6,14 +6,15 @@ import torch
 from torch import nn
 
 from train.config import Optim
+from train.model import shape_of
 
 
 def groups(trainee: nn.Module, decay: float) -> list[dict[str, object]]:
     """Matrices with weight decay, and everything else without; none that is empty."""
     held = [tensor for tensor in trainee.parameters() if tensor.requires_grad]
     parts: list[dict[str, object]] = [
-        {"params": [one for one in held if one.ndim > 1], "weight_decay": decay},
-        {"params": [one for one in held if one.ndim <= 1], "weight_decay": 0.0},
+        {"params": [one for one in held if len(shape_of(one)) > 1], "weight_decay": decay},
+        {"params": [one for one in held if len(shape_of(one)) <= 1], "weight_decay": 0.0},
     ]
     return [part for part in parts if part["params"]]
 

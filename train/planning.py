@@ -1,8 +1,10 @@
 """What a training will take, from its settings and the headers of its files: no GPU, no torch.
 
-Memory is that of one rank: float32 weights, gradients and two moments of its shard; the gathered weights of two layers
-and of the root in the computation's type; the inputs of every layer, which activation checkpointing keeps; and the
-logits of a chunk. It is an estimate: kernels and the allocator add their own.
+Memory is that of one rank: float32 weights, gradients and two moments of its shard (with adapters of them alone, beside
+the shard of the frozen weights in the computation's type); the gathered weights of two layers and of the root in that
+type; the inputs of every layer, which activation checkpointing keeps; and the logits of a chunk. ZeRO-1 shards no
+gradients, and neither ZeRO-1 nor ZeRO-2 the weights that are computed with. It is an estimate: kernels, the allocator
+and DeepSpeed's buckets add their own, and what it offloads is counted all the same.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from formats.errors import UnsupportedError, UsageError
+from formats.huggingface import model_slots
+from formats.rows import EMBEDDING, HEAD
+from formats.spec import ModelSpec
 from train.batching import Sizes, batch_sizes, make_order
-from train.config import Config
+from train.config import Config, Lora
 from train.rows import Rows, open_rows
 
-STATES = 4 * 4
-"""Bytes of a parameter in its shard: weight, gradient and two moments."""
+MASTERS, GRADIENT = 3 * 4, 4
+"""Bytes of a parameter in its shard: weight and two moments, gradient."""
 WIDTH = {"bf16": 2, "fp32": 4}
 LOGITS = 2048
 """Tokens whose logits are held at a time, see `model.CHUNK`."""
@@ -39,7 +44,8 @@ class Estimate(NamedTuple):
         sizes: the batch equation.
         steps: how many there are.
         rows: of the data, and how full they are.
-        parameters: of the model.
+        parameters: of the model, adapters included.
+        trained: how many of them are.
         memory: bytes of a rank, by what they are for.
         flops: floating point operations of all steps that the model's mathematics needs, see `speed.flops_of`.
     """
@@ -48,6 +54,7 @@ class Estimate(NamedTuple):
     steps: int
     rows: Rows
     parameters: int
+    trained: int
     memory: dict[str, int]
     flops: float
 
@@ -68,7 +75,6 @@ def estimate(config: Config, ranks: int) -> Estimate:
         UsageError: the settings contradict each other, or the ranks cannot be divided.
     """
     from formats.registry import open_checkpoint
-    from formats.spec import ModelSpec
 
     if ranks % config.parallel.replicas:
         raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
@@ -83,9 +89,14 @@ def estimate(config: Config, ranks: int) -> Estimate:
     width, tokens = WIDTH[config.model.dtype], sizes.micro * config.data.seq_length
     shards = ranks // config.parallel.replicas
     kept = 1 if config.model.activation_checkpointing else 16
+    stage = config.parallel.zero_stage if config.engine == "deepspeed" else None
+    graded = 1 if stage == 1 else shards
+    gathered = width * (2 * (counted - 2 * vocabulary * hidden) // layers + 2 * vocabulary * hidden)
+    trained = _adapters(config.lora, spec) if config.lora else counted
     memory = {
-        "weights, gradients, moments": STATES * counted // shards,
-        "gathered weights": width * (2 * (counted - 2 * vocabulary * hidden) // layers + 2 * vocabulary * hidden),
+        **({"frozen weights": width * counted // shards} if config.lora else {}),
+        "weights, gradients, moments": MASTERS * trained // shards + GRADIENT * trained // graded,
+        "gathered weights": {None: gathered, 3: gathered + width * counted // shards}.get(stage, width * counted),
         "activations": kept * layers * tokens * hidden * width + 40 * tokens * hidden * width,
         "logits": 3 * 4 * min(LOGITS, tokens) * vocabulary,
     }
@@ -93,5 +104,23 @@ def estimate(config: Config, ranks: int) -> Estimate:
     inputs = lengths[lengths <= config.data.seq_length + 1] - 1
     pairs = np.square(inputs).sum() / 2
     multiplied = counted if spec.tied else counted - vocabulary * hidden
-    once = 6.0 * multiplied * inputs.sum() + 12.0 * layers * spec.heads * spec.head_dim * pairs
-    return Estimate(sizes, steps, rows, counted, memory, float(once) * order.samples / len(rows))
+    factor = 6.0 * multiplied if config.lora is None else 4.0 * multiplied + 6.0 * trained
+    once = factor * inputs.sum() + 12.0 * layers * spec.heads * spec.head_dim * pairs
+    parameters = counted + trained if config.lora else counted
+    return Estimate(sizes, steps, rows, parameters, trained, memory, float(once) * order.samples / len(rows))
+
+
+def _adapters(lora: Lora, spec: ModelSpec) -> int:
+    """Parameters of adapters: rank x (rows + columns) of each matrix that has one.
+
+    Raises:
+        UsageError: a target is no matrix of the model.
+    """
+    held = {slot.keys[0]: slot.shape for slot in model_slots(spec) if len(slot.shape) == 2}
+    if lora.everywhere:
+        return sum(lora.rank * sum(held[key]) for key in held if not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)))
+    found = {target: {key for key in held if f".{key}".endswith(f".{target}.weight")} for target in lora.targets}
+    wrong = [target for target, keys in found.items() if not keys]
+    if wrong:
+        raise UsageError(f"lora.targets: {wrong[0]} is no matrix of {spec.family}")
+    return sum(lora.rank * sum(held[key]) for key in set().union(*found.values()))

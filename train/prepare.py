@@ -16,6 +16,7 @@ from train.batching import Order, Sizes, batch_sizes, make_order
 from train.checkpoint import Progress, check_same, newest, read_progress
 from train.config import Config
 from train.distributed import World
+from train.engines import ENGINES
 from train.model import DTYPES
 from train.rows import Rows, open_rows
 from train.schedule import check_schedule
@@ -54,7 +55,8 @@ def prepare(config: Config, world: World) -> Prepared:
     sizes = batch_sizes(config.batch, world.ranks)
     rows = open_rows(config.data, config.data.train, config.seed)
     order, total = make_order(len(rows), config.seed, config.steps, sizes.size)
-    fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0)
+    kind = ENGINES[config.engine][2]
+    fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, kind)
     start, progress = world.told(_start(config, fresh) if world.first else None)
     if progress.step < total:
         path = world.told(folder_of(config) if world.first else None)
@@ -96,6 +98,11 @@ def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:
                 "go on with --init auto, or take another save.path",
             )
         return None, fresh
+    if held.engine != fresh.engine:
+        raise RefusedError(
+            f"{found} was written by the engine {held.engine}",
+            f"go on with --engine {held.engine}, or begin with its weights: --model.path {found} --save.path …",
+        )
     if held.offset != fresh.offset and held.offset + held.step == fresh.offset:
         return found, replace(fresh, tokens=0)
     check_same(held, fresh, found)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from train.model import shape_of
 from train.planning import PEAK
 from train.rows import Flat
 
@@ -26,14 +28,17 @@ def peak_of(device: torch.device) -> float | None:
     return next((peak for part, peak in PEAK.items() if part in name), None)
 
 
-def multiplied(model: Any) -> int:
-    """Parameters that every token is multiplied with: all but the input embedding, unless it is the head too."""
+def multiplied(model: Any) -> float:
+    """Parameters that every token is multiplied with: all but the input embedding, unless it is the head too.
+
+    A frozen one counts two thirds, because nothing computes its gradient.
+    """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    count = sum(int(one.numel()) for one in model.parameters())
-    return count if head is embedding else count - int(embedding.numel())
+    held = [one for one in model.parameters() if one is head or one is not embedding]
+    return sum(prod(shape_of(one)) * (1.0 if one.requires_grad else 2 / 3) for one in held)
 
 
-def flops_of(flats: Sequence[Flat], config: Any, parameters: int) -> float:
+def flops_of(flats: Sequence[Flat], config: Any, parameters: float) -> float:
     """Floating point operations of some rows, forward and backward.
 
     Args:

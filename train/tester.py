@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from formats.errors import SourceError, UsageError
+from train import lora
 from train.checkpoint import NOTE, PREFIX, Progress, newest, read_progress
 from train.config import Config
 from train.distributed import World
@@ -81,7 +82,16 @@ def _ours(path: Path) -> bool:
 
 
 def load_weights(place: Place, model: Any, world: World) -> None:
-    """Fill a model, each rank its own pieces."""
+    """Fill a model, each rank its own pieces.
+
+    Raises:
+        SourceError: the checkpoint holds adapters alone.
+    """
+    if (place.path / lora.NOTE).is_file():
+        raise SourceError(
+            f"{place.path} holds adapters alone",
+            "train run CONFIG --export OUT merges them into --checkpoint OUT",
+        )
     with torch.no_grad():
         if place.progress is not None:
             read_weights(model, place.path, world)
@@ -159,7 +169,7 @@ def score(
             _tell_of_long(sets, config, tell)
         judge = open_judge(config.evaluate.metrics, tokenizer, sets)
         start = config.model.model_copy(update={"path": places[0].path})
-        config = config.model_copy(update={"model": start})
+        config = config.model_copy(update={"model": start, "lora": None})
         made, backend, _ = choose_attention(config, world)
         trainee = sharded(config, made, world, backend)
         for place in places:

@@ -177,9 +177,9 @@ def _own_config(path: Path, options: Mapping[str, Any], other: Path | None = Non
 
 def _knows_itself(path: Path) -> bool:
     """Whether a checkpoint's settings are in it: Megatron's are."""
-    from formats import megatron
+    from formats import megatron, megatron_dist
 
-    return megatron.detect(path)
+    return megatron_dist.detect(path) or megatron.detect(path)
 
 
 def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dict[str, str]:

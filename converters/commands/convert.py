@@ -10,15 +10,20 @@ import click
 
 from converters.commands.options import (
     FOLDER,
+    MEGATRON,
     Size,
+    at_iteration,
     chat_template,
     deepspeed_reading,
+    flag_of,
     gqa_layout,
+    iteration_folder,
     layout,
     opened,
     reading,
     require_effect,
     topology,
+    true_vocab_size,
     writing,
 )
 from converters.commands.running import carry_out, request_of
@@ -31,20 +36,30 @@ if TYPE_CHECKING:
 
 USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
-SHARDS = {"norm": ("megatron",), "layout": ("neox",)}
+READ = "megatron_dist megatron"
+"""The formats of Megatron."""
+SHARDS = {**dict.fromkeys(("norm", "kind", "iteration", "tokens"), tuple(READ.split())), "layout": ("neox",)}
 """Option of `reshard`: the formats that it is for."""
+DIALECTS = {"norm": "torch torch_dist", "tokens": "megatron-llm"}
+"""Option: each --format of Megatron that it is for."""
 
 
 @click.command()
 @click.argument("src", type=FOLDER)
 @click.argument("out", type=FOLDER)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice([*MEGATRON]),
+    default="torch",
+    show_default=True,
+    help="megatron-core's --ckpt-format torch or torch_dist, or the files of Megatron-LLM.",
+)
 @topology
 @click.option(
     "--norm",
     type=click.Choice(["te", "local"]),
-    default="te",
-    show_default=True,
-    help="Names of the norms: Transformer Engine's or those of the local layers.",
+    help="Names of the norms: Transformer Engine's or those of the local layers.  [default: te]",
 )
 @click.option(
     "--make-vocab-size-divisible-by",
@@ -56,17 +71,33 @@ SHARDS = {"norm": ("megatron",), "layout": ("neox",)}
     help="The vocabulary is padded to a multiple of this times tp.",
 )
 @click.option("--iteration", type=click.IntRange(1), metavar="N", help="Write iter_N instead of release.")
+@true_vocab_size
 @reading
 @writing
 def hf2megatron(src: Path, out: Path, **options: Any) -> None:
-    """Hugging Face folder to Megatron tensor and pipeline shards."""
+    """Hugging Face folder to a Megatron checkpoint: tensor and pipeline shards, or one for any topology."""
     from converters.convert import plan_megatron
     from formats.megatron_args import Options
 
     source = opened(src, options, "huggingface", USE_RESHARD)
-    wanted = Options(options["tp"], options["pp"], options["vpp"], options["norm"], options["multiple"])
+    norm, dialect = options["norm"] or "te", _dialect(options)
+    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, options["multiple"], dialect)
     request = request_of(out, options, source)
-    carry_out(plan_megatron(source, request, wanted, options["iteration"]), request, options)
+    carry_out(plan_megatron(source, request, wanted, options["iteration"], options["tokens"]), request, options)
+
+
+def _dialect(options: Mapping[str, Any], known: str = "") -> str:
+    """The dialect that is to be written: that of --format, or the one that is known.
+
+    Raises:
+        UsageError: an option is for another one.
+    """
+    dialect = MEGATRON.get(options["kind"], known)
+    for name, kinds in DIALECTS.items():
+        if options[name] is not None and dialect not in map(MEGATRON.get, kinds.split()):
+            known_for = " and ".join(kinds.split())
+            raise UsageError(f"--{flag_of(name)} is for Megatron folders of the format {known_for}", "leave it out")
+    return dialect
 
 
 @click.command()
@@ -77,17 +108,18 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     type=Size(),
     help="Size of each safetensors file.  [default: the files that the model once had, else 5GB]",
 )
+@at_iteration
 @chat_template
 @reading
 @writing
 def megatron2hf(src: Path, out: Path, **options: Any) -> None:
-    """Megatron shards to a Hugging Face folder.
+    """Megatron checkpoint to a Hugging Face folder.
 
-    SRC is the run folder, an iter_* folder, or release/.
+    SRC is the run folder, an iter_* folder, or release/, of Megatron-LM or Megatron-LLM.
     """
     from converters.convert import plan_huggingface
 
-    source = opened(src, options, "megatron", USE_HF2MEGATRON)
+    source = opened(iteration_folder(src, options["iteration"]), options, READ, USE_HF2MEGATRON)
     request = request_of(out, options, source)
     carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
 
@@ -190,18 +222,21 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     metavar="N",
     help="Vocabulary padding.  [default: as in SRC]",
 )
+@click.option("--format", "kind", type=click.Choice([*MEGATRON]), help="Megatron: its files.  [default: as in SRC]")
+@at_iteration
+@true_vocab_size
 @deepspeed_reading
 @gqa_layout
 @reading
 @writing
 def reshard(src: Path, out: Path, **options: Any) -> None:
     """Megatron or GPT-NeoX shards to shards of another topology."""
-    source = opened(src, options)
-    if source.format not in ("megatron", "neox"):
+    source = opened(iteration_folder(src, options["iteration"]), options)
+    if source.format not in (*READ.split(), "neox"):
         raise UsageError(f"{src} is a checkpoint of the format {source.format}, which has no shards", USE_HF2MEGATRON)
     require_effect(options, source, known=SHARDS)
     request = request_of(out, options, source)
-    planned = _reshard_megatron if source.format == "megatron" else _reshard_neox
+    planned = _reshard_neox if source.format == "neox" else _reshard_megatron
     carry_out(planned(source, request, options), request, options)
 
 
@@ -212,8 +247,9 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
-    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple)
-    return plan_megatron(source, request, wanted, iteration)
+    dialect = _dialect(options, source.extra["dialect"])
+    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple, dialect)
+    return plan_megatron(source, request, wanted, iteration, options["tokens"])
 
 
 def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:

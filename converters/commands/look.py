@@ -30,7 +30,7 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @click.argument("src", type=FOLDER)
 @click.option(
     "--to",
-    type=click.Choice(["megatron", "huggingface", "fsdp", "neox"]),
+    type=click.Choice(["megatron", "megatron_dist", "megatron-llm", "huggingface", "fsdp", "neox"]),
     required=True,
     help="The format to plan for.",
 )
@@ -43,13 +43,15 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     """What a conversion would do: coverage, changes, files, blocks."""
     from converters.convert import Request, plan_fsdp, plan_huggingface, plan_megatron, plan_neox
     from converters.show import block_lines, plan_lines, plan_record
-    from formats import neox_writer
-    from formats.megatron_args import Options
+    from formats import megatron_llm, neox_writer
+    from formats.megatron_args import CORE, DIST, Options
 
     source = opened(src, options)
     request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
-    if to == "megatron":
-        planned = plan_megatron(source, request, Options(options["tp"], options["pp"], options["vpp"]), None)
+    dialects = {"megatron": CORE, "megatron_dist": DIST, "megatron-llm": megatron_llm.NAME}
+    if to in dialects:
+        sizes = Options(options["tp"], options["pp"], options["vpp"], dialect=dialects[to])
+        planned = plan_megatron(source, request, sizes, None)
     elif to == "fsdp":
         planned = plan_fsdp(source, request, ranks=1)
     elif to == "neox":

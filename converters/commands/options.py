@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from formats.errors import UsageError
+from formats.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint, Settings
@@ -94,6 +94,15 @@ topology = together(
     click.option("--vpp", type=click.IntRange(1), default=1, show_default=True,
                  help="Virtual pipeline chunks of each stage."),
 )  # fmt: skip
+MEGATRON = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
+"""--format of a Megatron folder: the dialect that its files are written in."""
+true_vocab_size = click.option(
+    "--true-vocab-size", "tokens", type=click.IntRange(1), metavar="N",
+    help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
+)  # fmt: skip
+at_iteration = click.option(
+    "--iteration", type=click.IntRange(1), metavar="N", help="The iteration of the run.  [default: the last one]"
+)
 policy = click.option(
     "--replicas", type=click.Choice(["verify", "first", "mean"]),
     help="Further copies of a tensor: compare, ignore, or average in float32.  [default: verify; mean for GPT-NeoX]",
@@ -132,6 +141,7 @@ layout = click.option(
 READS = {
     "huggingface": "for Hugging Face use `convert hf2megatron`, `hf2fsdp` or `hf2neox`",
     "megatron": "for Megatron use `convert megatron2hf` or `convert reshard`",
+    "megatron_dist": "for Megatron use `convert megatron2hf` or `convert reshard`",
     "fsdp": "for FSDP use `convert fsdp2hf`",
     "neox": "for GPT-NeoX use `convert neox2hf`",
     "zero": "for DeepSpeed use `convert zero2hf`",
@@ -145,6 +155,11 @@ READERS = {
     "gqa_layout": ("neox",),
 }
 """Option: the formats whose readers know it."""
+
+
+def flag_of(name: str) -> str:
+    """What an option is called on the command line."""
+    return {"settings": "set", "kind": "format", "tokens": "true-vocab-size"}.get(name, name.replace("_", "-"))
 
 
 def _is_yml(config: Path) -> bool:
@@ -167,8 +182,7 @@ def require_effect(options: Mapping[str, Any], *sources: Checkpoint, known: Mapp
         if options.get(name) in (None, False, "auto", ()) or any(source.format in formats for source in sources):
             continue
         kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
-        flag = "set" if name == "settings" else name.replace("_", "-")
-        raise UsageError(f"--{flag} has no effect on {kinds}", "leave it out")
+        raise UsageError(f"--{flag_of(name)} has no effect on {kinds}", "leave it out")
 
 
 def opened(
@@ -179,21 +193,36 @@ def opened(
     Args:
         path: its folder.
         options: those of `reading`.
-        wanted: the format that the command reads; empty for any.
+        wanted: the formats that the command reads; empty for any.
         instead: what to do with another one.
         alone: whether the options were meant for this one, so that each must have an effect on it.
     """
     from formats.registry import open_checkpoint
 
     source = open_checkpoint(path, settings_of(options), wanted)
-    if wanted and source.format != wanted:
+    if wanted and source.format not in wanted.split():
         raise UsageError(
-            f"{path} is a checkpoint of the format {source.format}, this command reads {wanted}",
+            f"{path} is a checkpoint of the format {source.format}, this command reads {' and '.join(wanted.split())}",
             instead or READS[source.format],
         )
     if alone:
         require_effect(options, source, known=READERS)
     return source
+
+
+def iteration_folder(run: Path, number: int | None) -> Path:
+    """The folder of one of Megatron's iterations; the run itself when no number was given.
+
+    Raises:
+        SourceError: the run has no such iteration.
+    """
+    folder = run / f"iter_{number or 0:07d}"
+    if number is None:
+        return run
+    if not folder.is_dir():
+        held = sorted(path.name for path in run.glob("iter_*"))
+        raise SourceError(f"{run} holds no {folder.name}", f"present: {', '.join(held) or 'no iteration'}")
+    return folder
 
 
 def settings_of(options: Mapping[str, Any]) -> Settings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -214,18 +214,19 @@ class Applied:
         return max(self.rows, self.length)
 
 
-def apply_template(assets: Assets, template: str, rows: int) -> Applied:
+def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[str] = ()) -> Applied:
     """Give a model a chat template, the tokens that it needs and the ids at which generation stops.
 
     Args:
         assets: the model's files: relative name to path.
         template: the text of a chat template, see `load_template`.
         rows: the rows of the model's embedding.
+        trained: tokens that the model's training knew and these files lack, in the order of their ids.
 
     Raises:
         SourceError: a file or the template is broken.
-        RefusedError: there is no tokenizer.json, it has more tokens than rows already, no token ends a reply, or a
-            token cannot be added.
+        RefusedError: there is no tokenizer.json, it has more tokens than rows already, no token ends a reply, a token
+            cannot be added, or another one was trained in its place.
     """
     if NAME not in assets:
         slow = next((name for name in SLOW if name in assets), None)
@@ -237,9 +238,11 @@ def apply_template(assets: Assets, template: str, rows: int) -> Applied:
     named = named_tokens(assets)
     seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
     before = read_vocabulary(content(assets, NAME))
-    if before.length > rows:
+    missing = tuple(token for token in trained if token not in before.ids)
+    if before.length + len(missing) > rows:
+        known = f"{before.length} entries" + (f" and lacks {len(missing)} of the training" if missing else "")
         raise RefusedError(
-            f"the tokenizer has {before.length} entries, the embedding {rows} rows: they are not of one model",
+            f"the tokenizer has {known}, the embedding {rows} rows: they are not of one model",
             "take the tokenizer of the model that was trained",
         )
     ending = seen.terminator({*before.added, *seen.markers(), *named.values()})
@@ -249,12 +252,18 @@ def apply_template(assets: Assets, template: str, rows: int) -> Applied:
     new = sorted((after.ids[token], token) for token in after.added if after.special(token) > before.special(token))
     changed = {token: number for number, token in new}
     added = tuple(token for token in changed if token not in before.ids)
+    if missing and added != missing[: len(added)]:
+        raise RefusedError(
+            f"the chat template would add {', '.join(added)} to the tokenizer where the model was trained with "
+            f"{', '.join(missing)}",
+            "choose the template that it was trained with",
+        )
     texts = {TEMPLATE: template.encode(), GENERATION: _generation_config(assets, after, ending, named), NAME: edited}
     texts |= _tokenizer_config(assets, changed) | _added_tokens(assets, {token: changed[token] for token in added})
     kept = {name: text for name, text in texts.items() if name not in assets or text != content(assets, name)}
     gone = tuple(name for name in assets if name.startswith(OLD_TEMPLATES))
     made = Applied(kept, gone, ending, added, after.length, rows, ())
-    return replace(made, notes=tuple(_notes(made, after, changed, "tokenizer.model" in assets)))
+    return replace(made, notes=tuple(_notes(made, after, changed, "tokenizer.model" in assets, bool(missing))))
 
 
 def _generation_config(assets: Assets, known: Vocabulary, ending: str, named: Mapping[str, str]) -> bytes:
@@ -291,13 +300,15 @@ def _added_tokens(assets: Assets, added: Mapping[str, int]) -> dict[str, bytes]:
     return {name: (json.dumps(object_of(assets, name) | dict(added), indent=2, ensure_ascii=False) + "\n").encode()}
 
 
-def _notes(made: Applied, known: Vocabulary, changed: Mapping[str, int], slow: bool) -> Iterator[str]:
+def _notes(made: Applied, known: Vocabulary, changed: Mapping[str, int], slow: bool, trained: bool) -> Iterator[str]:
     yield f"a reply ends with {made.terminator}, id {known.ids[made.terminator]}; generation stops there"
     if made.added:
         listed = ", ".join(f"{token} ({changed[token]})" for token in made.added)
         yield f"the tokenizer gets {listed} and then has {made.length} entries"
         if made.length > made.rows:
             yield f"the embedding has {made.rows} rows and needs {made.rows_needed}"
+        elif trained:
+            yield "the embedding has their rows, as they were trained"
         else:
             yield "the embedding has rows for them, whose values are those of its padding: train them"
         if slow:

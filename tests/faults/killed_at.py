@@ -1,6 +1,6 @@
 """Runs a conversion and kills itself, as `kill -9` would, at the N-th call that changes the disk.
 
-    python killed_at.py N SRC OUT TP PP
+    python killed_at.py N SRC OUT TP PP [DIALECT]
 
 N = 0: do not; print how many calls there were, and how many of them wrote weights. N < 0: at the -N-th such write.
 Writing weights is slowed down, so that the journal keeps pace with it on any machine.
@@ -49,11 +49,16 @@ def main() -> None:
 
     from converters.convert import Request, plan_megatron, run
     from converters.engine import Limits
-    from formats.megatron_args import Options
+    from formats.megatron_args import CORE, Options
     from formats.registry import open_checkpoint
 
     request = Request(Path(out), limits=Limits(threads=1), quiet=True, commit_seconds=0.002)
-    run(plan_megatron(open_checkpoint(Path(source)), request, Options(tp, pp), None), request)
+    run(
+        plan_megatron(
+            open_checkpoint(Path(source)), request, Options(tp, pp, dialect=(sys.argv[6:] or [CORE])[0]), None
+        ),
+        request,
+    )
     sys.stdout.write(f"{calls} {writes}")
 
 

@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
-@pytest.fixture
-def config(settings):  # noqa: F811
+@pytest.fixture(params=["fsdp", "transformers"])
+def config(settings, request):  # noqa: F811
     """Eight steps in bf16."""
-    return settings(model={"dtype": "bf16"})
+    return settings(engine=request.param, model={"dtype": "bf16"})
 
 
 def test_a_gpu_trains_as_a_cpu_does(config, run, monkeypatch):  # noqa: F811

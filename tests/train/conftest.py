@@ -43,10 +43,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
-def spawn(words: list[str], ranks: int) -> subprocess.Popen[str]:
-    """Start `train` on some ranks, as users do."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", "-m", "train"]
-    command = [sys.executable, *(launcher if ranks > 1 else ["-c", PROGRAM]), *words]
+def spawn(words: list[str], ranks: int, script: Path | None = None) -> subprocess.Popen[str]:
+    """Start `train` on some ranks, as users do, or a script that calls it."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    program = [str(script)] if script else ["-m", "train"] if ranks > 1 else ["-c", PROGRAM]
+    command = [sys.executable, *(launcher if ranks > 1 else []), *program, *words]
     return subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from train.config import Config, keys, load_config
+from train.config import Config, Lora, keys, load_config
 
 
 def test_every_setting_is_there_and_explained(train, model, data, tmp_path):
@@ -28,6 +28,7 @@ def test_what_is_commented_out_is_the_default(train, model, data, tmp_path):
     bare = [line.replace("# ", "", 1) if line.lstrip().startswith("# ") else line for line in lines]
     tree = yaml.safe_load("\n".join(line for line in bare if not line.split("#")[0].rstrip().endswith(": null")))
     tree["steps"].pop("train_iters", None)
+    assert Lora(**tree.pop("lora")) == Lora()
     given, _ = load_config(tmp_path / "run/config.yml")
     assert Config(**{name: held for name, held in tree.items() if held is not None}) == given
 

@@ -84,7 +84,7 @@ def test_predictions_are_those_of_the_whole_logits(monkeypatch):
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(16, 50), torch.randn(100, 16)
     labels, predicted = torch.randint(0, 50, (100,)), torch.zeros(100, dtype=torch.int64)
-    plain = summed_loss(hidden, head, labels)
+    plain = summed_loss(hidden, labels, head)
     most = 0
 
     def counted(states):
@@ -93,7 +93,7 @@ def test_predictions_are_those_of_the_whole_logits(monkeypatch):
         return head(states)
 
     monkeypatch.setattr("train.model.CHUNK", 7)
-    assert summed_loss(hidden, counted, labels, predicted).item() == pytest.approx(plain.item(), rel=1e-6)
+    assert summed_loss(hidden, labels, counted, predicted).item() == pytest.approx(plain.item(), rel=1e-6)
     assert torch.equal(predicted, head(hidden).argmax(-1))
     assert most == 7
 

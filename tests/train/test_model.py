@@ -90,10 +90,10 @@ def test_chunks_of_the_loss(monkeypatch):
     whole = torch.nn.functional.cross_entropy(head(hidden), labels, ignore_index=IGNORED, reduction="sum")
     expected = torch.autograd.grad(whole, hidden)[0]
     monkeypatch.setattr("train.model.CHUNK", 7)
-    found = summed_loss(hidden, head, labels)
+    found = summed_loss(hidden, labels, head)
     assert found.item() == pytest.approx(whole.item(), rel=1e-6)
     assert torch.allclose(torch.autograd.grad(found, hidden)[0], expected, atol=1e-6)
-    assert float(summed_loss(hidden, head, torch.full((100,), IGNORED))) == 0
+    assert float(summed_loss(hidden, torch.full((100,), IGNORED), head)) == 0
 
 
 def test_rows_are_flattened_as_a_slow_reader_would(data):

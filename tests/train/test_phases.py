@@ -81,4 +81,4 @@ def test_a_run_keeps_its_settings(settings, run, tmp_path):
     kept, notes = load_config(done.save / "config.yml")
     assert not notes
     assert kept == load_config(config, ["--optim.lr", "5e-4"])[0]
-    assert json.loads((done.save / "global_step101/progress").read_text())["step"] == 1
+    assert json.loads((done.save / "global_step101/.progress").read_text())["step"] == 1

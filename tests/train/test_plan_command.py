@@ -19,6 +19,12 @@ def test_the_plan_of_a_training(settings, train):
     assert (found["rows"], found["batch"], found["steps"], found["parameters"]) == (59, 8, 8, 155840)
     assert found["memory"]["weights, gradients, moments"] == 16 * 155840 // 2
     assert found["bytes"] == sum(found["memory"].values())
+    sharded = {"engine": "deepspeed", "model": {"dtype": "bf16"}}
+    for stage, nbytes in ((1, (12 // 2 + 4, 2)), (2, (16 // 2, 2))):
+        held = settings(parallel={"zero_stage": stage}, **sharded)
+        memory = json.loads(train("plan", held, "--ranks", 2, "--json").out)["memory"]
+        needed = memory["weights, gradients, moments"], memory["gathered weights"]
+        assert needed == tuple(155840 * one for one in nbytes)
     text = train("plan", settings(), "--ranks", 2)
     assert "8 rows = 2 micro x 2 accumulation x 2 ranks" in text.out
     timed = train("plan", settings(), "--ranks", 2, "--device", "A100", "--mfu", 0.5)
@@ -30,20 +36,24 @@ def test_the_plan_of_a_training(settings, train):
     assert "x 3 ranks" in wrong.err
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied"])
-def test_operations_are_those_that_the_log_counts(settings, family):
+@pytest.mark.parametrize(("family", "more"), [("llama", {}), ("llama-tied", {}), ("llama", {"lora": {}})])
+def test_operations_are_those_that_the_log_counts(settings, family, more):
     """Of an epoch."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    from train import lora
     from train.config import load_config
+    from train.model import make
     from train.planning import estimate
     from train.rows import open_rows
     from train.speed import flops_of, multiplied
 
-    path = settings(family, steps={"train_iters": None, "epochs": 1})
+    path = settings(family, steps={"train_iters": None, "epochs": 1}, **more)
     config, _ = load_config(path)
     rows = open_rows(config.data, config.data.train, config.seed)
-    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+    made = make(AutoConfig.from_pretrained(config.model.path), "sdpa")
+    if config.lora is not None:
+        lora.insert(made, config.lora, config.model.path)
     counted = flops_of([rows.flat([number]) for number in range(len(rows))], made.config, multiplied(made))
     assert estimate(config, 1).flops == pytest.approx(counted)
 

@@ -90,8 +90,9 @@ def test_killed_at_any_moment(settings, run, whole, tmp_path):
     assert last.series("loss") == whole.series("loss")
 
 
-def test_sigterm_saves_and_ends_with_75(settings, run, whole, tmp_path):
-    config = settings(steps={"train_iters": 400}, save={"every": 1000})
+@pytest.mark.parametrize("engine", ["fsdp", "transformers"])
+def test_sigterm_saves_and_ends_with_75(settings, tmp_path, engine):
+    config = settings(engine=engine, steps={"train_iters": 400}, save={"every": 1000})
     ran = spawn(["run", str(config), "--save.path", str(tmp_path / "save")], 1)
     log = tmp_path / "save/log.jsonl"
     for _ in range(600):
@@ -101,7 +102,7 @@ def test_sigterm_saves_and_ends_with_75(settings, run, whole, tmp_path):
     ran.send_signal(signal.SIGTERM)
     out, _ = ran.communicate(timeout=60)
     assert ran.returncode == 75, out
-    done = json.loads((tmp_path / "save" / (tmp_path / "save/latest").read_text() / "progress").read_text())["step"]
+    done = json.loads((tmp_path / "save" / (tmp_path / "save/latest").read_text() / ".progress").read_text())["step"]
     assert done == len(log.read_text().splitlines())
     assert f"stopped behind step {done} of 400" in out
 

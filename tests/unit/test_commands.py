@@ -142,7 +142,7 @@ def test_explain_draws_the_fused_projection(model, convert):
 
 def test_formats_lists_formats_and_families(convert):
     facts = json.loads(convert("formats", "--json").out)
-    assert set(facts["formats"]) == {"huggingface", "fsdp", "megatron", "neox", "zero"}
+    assert set(facts["formats"]) == {"huggingface", "megatron_dist", "fsdp", "megatron", "neox", "zero"}
     assert set(facts["families"]) == {"gpt_neox", "llama", "mistral", "qwen2", "qwen3"}
 
 

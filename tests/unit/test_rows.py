@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from converters import engine
+from converters.blocks import Files
+from converters.convert import plan_reading
+from converters.regions import Nearby
+from formats.registry import open_checkpoint
 from formats.rows import grown, rows
 from formats.spec import Verbatim
 
@@ -58,6 +64,19 @@ def test_new_rows_are_the_mean_of_the_others(base, convert, tmp_path, name, dtyp
             assert new[key].shape == tensor.shape
     assert json.loads((out / "config.json").read_text())["vocab_size"] == TOKENS + 2
     assert convert("verify", out).code == 0
+
+
+def test_the_last_row_may_be_wider_than_a_tile(model):
+    import numpy as np
+
+    plan = plan_reading(open_checkpoint(model("llama")))
+    (job,) = (replace(job, rows=TOKENS, last=True) for job in plan.jobs if job.name == "embedding")
+    tile, scratch = (np.empty(10, np.uint32) for _ in range(2))
+    with Files() as files:
+        row = engine._last_row(job, Nearby(job.sources, 2), files, tile, scratch)
+    fragment = job.sources[0].fragment
+    whole = np.fromfile(fragment.path, np.uint32, TOKENS * 64, offset=fragment.offset)
+    assert (row == whole[-64:]).all()
 
 
 def test_a_model_without_a_table_grows_too(base, convert, tmp_path):

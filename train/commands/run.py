@@ -65,7 +65,7 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | Non
     seconds = found.seconds(device, mfu) if device else None
     if as_json:
         facts = {"rows": len(found.rows), "tokens": tokens, "batch": found.sizes.size, "steps": found.steps}
-        facts |= {"parameters": found.parameters, "bytes": total}
+        facts |= {"parameters": found.parameters, "trained": found.trained, "bytes": total}
         facts |= {"epochs": found.epochs, "flops": found.flops, "memory": found.memory, "seconds": seconds}
         click.echo(json.dumps(facts))
         return
@@ -78,6 +78,7 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | Non
         ("batch", found.sizes),
         ("steps", f"{found.steps}, {found.epochs:.3g} epochs"),
         ("model", f"{found.parameters:,} parameters, {found.flops:.3g} floating point operations in all"),
+        *([("adapters", f"{found.trained:,} parameters are trained")] if settings.lora else []),
         ("memory", f"about {size(total)} a rank: {parts}"),
     ]
     if seconds is not None:

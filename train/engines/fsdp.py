@@ -1,4 +1,8 @@
-"""torch's own sharding: FSDP2, and HSDP with replicas. Checkpoints are torch DCP with Hugging Face names."""
+"""torch's own sharding: FSDP2, and HSDP with replicas. Checkpoints are torch DCP with Hugging Face names.
+
+What is trained is float32. What is frozen beside adapters has the type of the computation: FSDP wants one type only of
+what is trained.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from train import kernels, lora
 from train.config import Config
 from train.distributed import World
 from train.model import DTYPES, Trainee, fill, fill_buffers, layers, make, recompute, weights
@@ -28,15 +33,21 @@ def sharded(config: Config, made: Any, world: World, backend: str) -> Any:
         world: the ranks.
         backend: a key of `attention.BACKENDS`.
     """
-    model = make(made, backend)
+    dtype = DTYPES[config.model.dtype]
+    model = make(made, backend, dtype if config.lora else torch.float32)
+    found = kernels.resolve(config.model.kernels, world.device, made.model_type)
+    if found == "liger":
+        kernels.replace(model)
+    if config.lora is not None:
+        lora.insert(model, config.lora, config.model.path)
     held = layers(model)
     if config.model.activation_checkpointing:
         recompute(held)
     if config.model.compile:
         for layer in held:
             layer.compile()
-    trainee = Trainee(model, backend)
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.model.dtype], reduce_dtype=torch.float32)
+    trainee = Trainee(model, backend, found)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
     for layer in held:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -59,8 +70,10 @@ class Sharded:
         self.clip, self.world = config.optim.clip, world
         self.trainee = sharded(config, made, world, backend)
         self.model = self.trainee.model
+        self.kernels = self.trainee.kernels
         with torch.no_grad():
             fill(self.model, config.model.path)
+            lora.begin(self.model, config.seed)
         self.optimizer = adamw(self.trainee, config.optim, fused=world.device.type == "cuda")
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
@@ -79,24 +92,39 @@ class Sharded:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def write(self, folder: Path) -> Future[Any]:
-        """See `Engine`: the tensors are copied now and written in the background."""
-        held: Any = async_save(self._tensors(), checkpoint_id=str(folder), process_group=self.world.saving)
-        return held  # type: ignore[no-any-return]
+        """See `Engine`."""
+        return write(self.model, self.optimizer, folder, self.world)
 
     def read(self, folder: Path) -> None:
         """See `Engine`: saved on any number of ranks."""
-        self._empty_moments()
-        load(self._tensors(), checkpoint_id=str(folder), process_group=self.world.saving)
+        read(self.model, self.optimizer, folder, self.world)
 
-    def _tensors(self) -> dict[str, Any]:
-        """Weights and, of those that are trained, moments and steps."""
-        held, state = weights(self.model), self.optimizer.state
-        return {"model": held, "optim": {name: state[tensor] for name, tensor in held.items() if tensor in state}}
 
-    def _empty_moments(self) -> None:
-        """Give AdamW the state that it would make at its first step, so that a checkpoint can be loaded into it."""
-        for group in self.optimizer.param_groups:
-            for tensor in group["params"]:
-                step = torch.zeros((), dtype=torch.float32, device=tensor.device if group.get("fused") else "cpu")
-                zeros = [torch.zeros_like(tensor) for _ in range(2)]
-                self.optimizer.state[tensor] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+def write(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> Future[Any]:
+    """Write weights, moments and steps: the tensors are copied now and written in the background."""
+    if world.first:
+        lora.write_note(folder, model)
+    held: Any = async_save(_tensors(model, optimizer), checkpoint_id=str(folder), process_group=world.saving)
+    return held  # type: ignore[no-any-return]
+
+
+def read(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> None:
+    """Read what `write` wrote, on any number of ranks."""
+    lora.check_same(folder, model)
+    _empty_moments(optimizer)
+    load(_tensors(model, optimizer), checkpoint_id=str(folder), process_group=world.saving)
+
+
+def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights, or adapters if there are any; and, of those that are trained, moments and steps."""
+    held, state = lora.adapters(model) or weights(model), optimizer.state
+    return {"model": held, "optim": {name: state[tensor] for name, tensor in held.items() if tensor in state}}
+
+
+def _empty_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW the state that it would make at its first step, so that a checkpoint can be loaded into it."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            step = torch.zeros((), dtype=torch.float32, device=tensor.device if group.get("fused") else "cpu")
+            zeros = [torch.zeros_like(tensor) for _ in range(2)]
+            optimizer.state[tensor] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}

@@ -1,0 +1,265 @@
+"""Megatron's distributed checkpoints (`--ckpt-format torch_dist`): torch DCP, whose tensors are those of one rank.
+
+    ROOT/latest_checkpointed_iteration.txt     an iteration, or `release`
+    ROOT/iter_0000100/common.pt                args, iteration and all else that no rank shares with another
+    ROOT/iter_0000100/.metadata                what lies where in the files (formats/dcp.py)
+    ROOT/iter_0000100/__{rank}_{writer}.distcp
+    ROOT/iter_0000100/metadata.json            the backend; written last
+
+Layers are stacked, `decoder.layers.mlp.linear_fc2.weight` [layers, hidden, ffn], or, where a model mixes kinds of
+layers, numbered as in a classic checkpoint. Names are those of Transformer Engine, whatever the layers were.
+
+Facts: megatron-core 0.16.1, dist_checkpointing/ and transformer/transformer_block.py; real saves and loads are in
+tests/golden/test_megatron_dist.py. megatron/training/checkpointing.py at 0032978f for what training reads of common.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from formats import dcp, dcp_writer
+from formats.checkpoint import Checkpoint, Settings, Target
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.families import family_named
+from formats.huggingface import read_json
+from formats.layout import Cut, Rule, Slot, match, rules, slots
+from formats.megatron import FLAGS, MCORE, assets_of, spec_of, topology_of, vocab_multiple
+from formats.megatron_args import DIST, Options, flags, namespace
+from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate
+from formats.pattern import splits
+from formats.pickles import Namespace
+from formats.pipeline import Chunk, chunks
+from formats.scattered import Scattered, spread, unstacked
+from formats.spec import MOST_LAYERS, ModelSpec
+from formats.torchfile import TorchFile, packed, read_torch
+
+NAME = "megatron_dist"
+COMMON, BACKEND = "common.pt", "metadata.json"
+ABOUT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What `metadata.json` says."""
+EMBEDDING = "embedding.word_embeddings.weight"
+LAYERS = "decoder.layers."
+OPTIMIZER = "optimizer."
+FUSED = "mlp.linear_fc1.weight"
+
+SPLIT = rules("""
+decoder.layers.{layer}.mlp.linear_fc1.weight_w    gate: ffn hidden
+decoder.layers.{layer}.mlp.linear_fc1.weight_v    up: ffn hidden
+""")
+"""What `singleton_local_shards` makes of linear_fc1 (transformer/mlp.py:300); all else is as in `megatron.MCORE`."""
+
+STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+"""The modules of each layer whose `_extra_state` a strict load asks for, empty as it is."""
+TE_STATES = ("self_attention.core_attention",)
+"""Transformer Engine's attention has one for megatron-core up to 0.14 (transformer_engine.py:1436 at 0.16.1)."""
+TE_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+"""So have its norms that stand alone (get_extra_state in transformer_engine/pytorch/ops/op.py at 013e42fc)."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format."""
+    try:
+        _, folder = locate(path)
+    except SourceError:
+        return False
+    return (folder / COMMON).is_file() or ((folder / BACKEND).is_file() and dcp.is_dcp(folder))
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: its metadata, `common.pt`, and the heads of the model's tensors."""
+    run, folder = locate(path)
+    common = _common(folder)
+    args = args_of(common)
+    entries, objects = dcp.contents(folder)
+    tensors = _tensors(folder, [entry for entry in entries if not entry.name.startswith(OPTIMIZER)])
+    if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
+        raise SourceError(f"{folder} holds no {EMBEDDING}")
+    padded = tensors[EMBEDDING].shape[0]
+    assets = assets_of(run, settings)
+    spec = spec_of(args, DIST, assets, settings, folder, common.path, padded)
+    whole = {key: tensor.whole for key, tensor in tensors.items()}
+    placed, dropped = match(_slots(spec, _table(tensors), padded), {"": whole}, DROPS, folder)
+    names = [*(entry.name for entry in entries), *objects]
+    held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
+    files = {item.path for entry in entries for item in entry.items}
+    writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
+    extra = {
+        "args": args,
+        "iteration": iteration_of(common),
+        "folder": folder.name,
+        "vocab_multiple": vocab_multiple(args, common.path),
+        "state": tuple(name for name in STATE if name in held),
+        "padded_vocab": padded,
+        "dialect": DIST,
+        "norm": "local" if args.get("transformer_impl") == "local" else "te",
+    }
+    return Checkpoint(
+        run,
+        folder,
+        NAME,
+        spec,
+        tuple(piece for one in placed for piece in spread(one, tensors[one.key])),
+        (*dropped, *(name for name in names if name.startswith(OPTIMIZER)), *objects),
+        (common.path, *dcp.metadata_files(folder), *sorted(files)),
+        {"ranks": len(writers)},
+        assets,
+        extra,
+    )
+
+
+def _common(folder: Path) -> TorchFile:
+    """`common.pt`, in a folder that was saved to its end by a backend that is known."""
+    path = folder / BACKEND
+    if not path.is_file():
+        raise SourceError(
+            f"{folder} holds no {BACKEND}, which megatron-core writes last: the save never finished, or not all of it "
+            "was copied",
+            "take an earlier iteration",
+        )
+    backend = read_json(path).get("sharded_backend")
+    if backend != ABOUT["sharded_backend"]:
+        raise UnsupportedError(f"{path}: the backend {short(backend)} is not supported, only torch_dist")
+    common = read_torch(folder / COMMON)
+    if not isinstance(common.value, dict):
+        raise SourceError(f"{common.path} holds no map of names")
+    return common
+
+
+def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]:
+    """The model's tensors by key, each layer by itself.
+
+    Raises:
+        SourceError: one is stacked in a way that no model is, or is there twice.
+    """
+    found: dict[str, Scattered] = {}
+    for entry, tensor in zip(entries, dcp.load(entries), strict=True):
+        for key, one in _layers(folder, entry.name, tensor):
+            if key in found:
+                raise SourceError(f"{folder} holds {key} twice")
+            found[key] = one
+    return found
+
+
+def _layers(folder: Path, name: str, tensor: Scattered) -> Iterator[tuple[str, Scattered]]:
+    rest = name.removeprefix(LAYERS)
+    if rest == name or rest[:1].isdigit():
+        yield name, tensor
+    elif not tensor.shape or not 0 < tensor.shape[0] < MOST_LAYERS:
+        raise SourceError(f"{folder}: {short(name)} {list(tensor.shape)} is no stack of layers")
+    else:
+        yield from ((f"{LAYERS}{layer}.{rest}", one) for layer, one in enumerate(unstacked(tensor)))
+
+
+def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """The layout of a checkpoint with these keys."""
+    table = [rule for rule in MCORE if "copy" not in rule.conditions or rule.key in keys]
+    if any(key.endswith(f"{FUSED}_w") for key in keys):
+        table = [rule for rule in table if not rule.key.endswith(FUSED)] + [*SPLIT]
+    return tuple(table)
+
+
+def _slots(spec: ModelSpec, table: Sequence[Rule], padded: int) -> list[Slot]:
+    """Every tensor of the model as one rank holds it, each layer by itself."""
+    conditions = {*spec.conditions, "first", "last"}
+    layers = enumerate(range(spec.layers))
+    sizes, mesh = spec.sizes(padded), {"tp": (0, 1)}
+    return list(slots(table, sizes, tensors=spec.tensors, layers=layers, mesh=mesh, conditions=conditions))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(
+    root: Path,
+    spec: ModelSpec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
+    *,
+    args: Mapping[str, Any] | None = None,
+    iteration: int | None = None,
+) -> Target:
+    """Lay out a run folder with one checkpoint, whose layers are stacked.
+
+    It loads in any topology. It is cut for the one that was asked for, whose ranks read nothing but their own parts.
+    The arguments are those of `megatron.write`.
+    """
+    pipeline, padded = topology_of(spec, options)
+    folder = "release" if iteration is None else f"iter_{iteration:07d}"
+    parts = chunks(pipeline, spec.layers)
+    ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.tp * options.pp)]
+    for slot in _slots(spec, _table({}), padded):
+        stage = _stage(slot, parts)
+        for rank, cut in _cuts(slot, options.tp):
+            ranks[stage * options.tp + rank].append(_stored(slot, cut, spec.layers))
+    states = dict.fromkeys(_states(spec, options.norm), packed([None]))
+    files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=states)
+    merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
+    common = {
+        "args": Namespace({**merged, "rank": 0}),
+        "checkpoint_version": 3.0,
+        "iteration": merged["iteration"],
+        "content_metadata": {"singleton_local_shards": False},
+    }
+    texts = {
+        f"{folder}/{dcp.METADATA}": metadata,
+        f"{folder}/{COMMON}": packed(common),
+        f"{folder}/{BACKEND}": json.dumps(ABOUT).encode(),
+        TRACKER: (str(iteration) if iteration is not None else "release").encode(),
+        FLAGS: flags(merged).encode(),
+    }
+    return Target(tuple(files), texts, {}, folder)
+
+
+def _stage(slot: Slot, parts: Sequence[Chunk]) -> int:
+    """The pipeline stage that holds a tensor."""
+    if slot.layer is not None:
+        return next(chunk.stage for chunk in parts if slot.layer in chunk.layers)
+    return parts[0 if "first" in slot.rule.conditions else -1].stage
+
+
+def _cuts(slot: Slot, tp: int) -> Iterator[tuple[int, Cut]]:
+    """(tensor rank, its part) of a tensor; a rank has two parts of gate and up."""
+    whole = tuple((0, n) for n in slot.shape)
+    runs = [splits(term) for term in slot.rule.pattern.dims]
+    if not any(runs):
+        yield 0, Cut(whole)
+        return
+    dim = next(number for number, count in enumerate(runs) if count)
+    count = runs[dim] * tp
+    if slot.shape[dim] % count:
+        raise RefusedError(f"{slot.shape[dim]} rows of {slot.keys[0]} do not divide over tp = {tp}")
+    step = slot.shape[dim] // count
+    for number in range(count):
+        yield number % tp, Cut((*whole[:dim], (number * step, (number + 1) * step), *whole[dim + 1 :]))
+
+
+def _stored(slot: Slot, cut: Cut, layers: int) -> dcp_writer.Stored:
+    """A part under the name of its stack."""
+    key = slot.keys[0]
+    if slot.layer is None:
+        return dcp_writer.Stored(slot, cut, key, slot.shape, cut.ranges)
+    name = key.replace(f"{LAYERS}{slot.layer}.", LAYERS)
+    box = ((slot.layer, slot.layer + 1), *cut.ranges)
+    return dcp_writer.Stored(slot, cut, name, (layers, *slot.shape), box)
+
+
+def _states(spec: ModelSpec, norm: str) -> Iterator[str]:
+    """The names of the `_extra_state` entries that megatron-core asks for, of local or Transformer Engine's layers."""
+    modules = [*STATES, *(TE_STATES if norm == "te" else ())]
+    modules += TE_NORMS if norm == "te" and family_named(spec.family).qk_norm else ()
+    for module in modules:
+        yield from (f"{LAYERS}{module}._extra_state/shard_{layer}_{spec.layers}" for layer in range(spec.layers))
+    if norm == "te":
+        yield "decoder.final_layernorm._extra_state/shard_0_1"

@@ -1,0 +1,64 @@
+"""The kernels of liger compute what those of torch do: losses and gradients of packed rows."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from train import kernels
+from train.model import Trainee
+from train.rows import Flat
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the kernels of liger are made for one"),
+]
+NEAR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference of a gradient, relative to its norm."""
+
+
+def rows():
+    """Three documents, of which every third label is not trained."""
+    sizes, chosen = (40, 7, 21), np.random.default_rng(1)
+    tokens = chosen.integers(0, 253, sum(sizes))
+    labels = np.where(np.arange(sum(sizes)) % 3, tokens, -100)
+    positions = np.concatenate([np.arange(size) for size in sizes])
+    ends = np.array([0, *np.cumsum(sizes)], np.int32)
+    return Flat(tokens, labels, positions, ends, max(sizes), int((labels != -100).sum()))
+
+
+def computed(folder, device, dtype, *, liger):
+    """The loss, and the gradient of every weight."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
+    code = vars(sys.modules[type(model).__module__])
+    before = dict(code)
+    if liger:
+        kernels.replace(model)
+    loss = Trainee(model, "sdpa")(rows(), device)
+    loss.backward()
+    code.update(before)
+    return loss.item(), {name: one.grad.float() for name, one in model.named_parameters()}
+
+
+def require_same(folder, device, dtype):
+    torchs = computed(folder, device, dtype, liger=False)
+    ligers = computed(folder, device, dtype, liger=True)
+    assert ligers[0] == pytest.approx(torchs[0], rel=NEAR[dtype])
+    assert ligers[0] != torchs[0] or any(not torch.equal(one, ligers[1][name]) for name, one in torchs[1].items())
+    for name, one in torchs[1].items():
+        assert (one - ligers[1][name]).norm() <= NEAR[dtype] * one.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_losses_and_gradients(model, family, dtype):
+    pytest.importorskip("liger_kernel", reason="liger_kernel is not installed")
+    device = torch.device("cuda")
+    assert kernels.resolve("auto", device, family) == "liger"
+    require_same(model(family, vocab_size=253), device, dtype)

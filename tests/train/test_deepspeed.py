@@ -1,0 +1,217 @@
+"""ZeRO on gloo: what FSDP computes, whatever the stage; the same after any interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from formats.errors import UnsupportedError, UsageError
+from tests.train.conftest import ROOT, Trained
+from train.config import load_config
+from train.engines.deepspeed import Zero, _part
+from train.engines.deepspeed import settings as settings_of
+
+NEAR = 2e-6
+"""Of losses around 5 and norms around 3: sums in another order."""
+STEPS, MICRO = 6, {1: 2, 2: 1, 3: 4}
+BUCKETS = "{reduce_bucket_size: 1000000, stage3_prefetch_bucket_size: 20000, stage3_param_persistence_threshold: 0}"
+"""Nothing of a tiny model stays whole in stage 3."""
+
+
+def zero(stage, *words):
+    return [
+        "--engine", "deepspeed", "--parallel.zero_stage", str(stage),
+        "--parallel.deepspeed.zero_optimization", BUCKETS, *map(str, words),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, model, data):
+    """Trainings on two ranks by name: `fsdp`; `zero1` to `zero3`; `chain1` to `chain3`, which are stopped, go on with
+    their stage, are stopped again and go on with the next; and two with noise.
+    """
+    folder = tmp_path_factory.mktemp("zero")
+    tree = {
+        "model": {"path": str(model("llama", vocab_size=253)), "dtype": "fp32"},
+        "data": {"train": [str(data)], "seq_length": 64},
+        "batch": {"size": 8, "micro": 2},
+        "optim": {"lr": 1e-3, "weight_decay": 0.1},
+        "steps": {"train_iters": STEPS, "iteration_offset": 100},
+        "save": {"path": str(folder), "every": 100},
+    }
+    (folder / "config.yml").write_text(json.dumps(tree))
+    noise = ["--neftune_alpha", "5", "--steps.train_iters", "2"]
+    runs = [("fsdp", []), ("noisy-fsdp", noise), ("noisy-zero3", zero(3, *noise))]
+    for stage, micro in MICRO.items():
+        words = zero(stage, "--batch.micro", micro)
+        stopped = [*words, "--steps.exit_interval", "2"]
+        runs += [(f"zero{stage}", words), (f"chain{stage}", stopped), (f"chain{stage}", stopped)]
+        runs += [(f"chain{stage}", zero(stage % 3 + 1, "--batch.micro", micro, "--optim.clip", "0.5"))]
+    told = json.dumps([["--save.path", str(folder / name), *words] for name, words in runs])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    ran = subprocess.run(
+        [*command, str(ROOT / "tests/train/several.py"), str(folder / "config.yml")],
+        input=told, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout
+    return {name: Trained(0, ran.stdout, folder / name) for name, _ in runs}
+
+
+def require_same(found, whole, near=NEAR, steps=STEPS):
+    assert found.series("trained_tokens") == whole.series("trained_tokens")
+    assert found.series("global_step") == list(range(101, 101 + steps))
+    for name in ("loss", "grad_norm"):
+        assert found.series(name) == pytest.approx(whole.series(name), abs=near), name
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", MICRO)
+def test_every_stage_computes_what_fsdp_does(trained, stage):
+    require_same(trained[f"zero{stage}"], trained["fsdp"])
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_noise_on_embeddings(trained):
+    require_same(trained["noisy-zero3"], trained["noisy-fsdp"], steps=2)
+    assert trained["noisy-fsdp"].series("loss")[0] != trained["fsdp"].series("loss")[0]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", MICRO)
+def test_it_goes_on_bit_for_bit_and_with_another_stage(trained, stage, convert):
+    whole, chain = trained[f"zero{stage}"], trained[f"chain{stage}"]
+    for name in ("loss", "grad_norm"):
+        assert chain.series(name)[:4] == whole.series(name)[:4], name
+    # the settings win over those in the checkpoint: the last step sees the clip of the one before it
+    assert chain.series("loss")[4] == pytest.approx(whole.series("loss")[4], abs=NEAR)
+    assert chain.series("grad_norm")[4] == pytest.approx(whole.series("grad_norm")[4], abs=NEAR)
+    assert chain.series("loss")[5] != pytest.approx(whole.series("loss")[5], abs=NEAR)
+    assert not (chain.save.parent / f"chain{stage}.universal").exists()
+    found = convert("digest", chain.save / "global_step106")
+    assert found.code == 0, found.err
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_the_console_is_ours(trained):
+    out = trained["fsdp"].out
+    for words in ("DeepSpeed", "[INFO]", "Warning"):
+        assert words not in out, out
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_bf16_other_ranks_validation_and_export(settings, run, data, convert, model, tmp_path):
+    """Tied embeddings; the optimizer of stage 1 in bf16 is another class of DeepSpeed."""
+    config = settings(
+        "llama-tied", model={"dtype": "bf16"}, data={"validation": {"one": str(data)}}, steps={"train_iters": 4},
+        optim={"weight_decay": 0.1},
+    )  # fmt: skip
+    whole = run(config, "--export", tmp_path / "theirs", save="whole")
+    assert whole.code == 0, whole.out
+    stopped = run(config, *zero(1, "--steps.exit_interval", 2), ranks=2)
+    assert "saved as global_step102" in stopped.out, stopped.out
+    other = run(config)
+    assert other.code == 5
+    assert "global_step102 was written by the engine deepspeed" in other.out
+    again = run(config, *zero(3, "--export", tmp_path / "ours"))
+    assert again.code == 0, again.out
+    require_same(again, whole, near=2e-3, steps=4)
+    scores = [json.loads((one.save / "evaluations.jsonl").read_text().splitlines()[-1]) for one in (again, whole)]
+    assert scores[0]["one_loss"] == pytest.approx(scores[1]["one_loss"], abs=2e-3)
+    assert convert("verify", tmp_path / "ours").code == 0
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    began = load_file(model("llama-tied", vocab_size=253) / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        moved = (theirs[name].float() - began[name]).norm()
+        assert (tensor.float() - theirs[name].float()).norm() < 0.02 * moved, name
+
+
+# --- without processes -----------------------------------------------------------------------------------------------
+
+WORDS = [
+    "--model.path", "m", "--data.train", "[d]", "--data.seq_length", "8", "--batch.micro", "1", "--batch.size", "2",
+    "--save.path", "s", "--optim.lr", "1",
+]  # fmt: skip
+
+
+@pytest.fixture
+def load(tmp_path):
+    """`load(words)`: settings, and notes."""
+    (tmp_path / "c.yml").write_text("{}")
+    return lambda *words: load_config(tmp_path / "c.yml", [*WORDS, *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--engine", "deepspeed", "--parallel.replicas", "2"], "deepspeed does not know parallel.replicas"),
+        (["--engine", "deepspeed", "--model.compile", "true"], "deepspeed does not know model.compile"),
+        (["--parallel.deepspeed.zero_optimization.stage", "3"], "fsdp does not know parallel.deepspeed"),
+        (["--engine", "deepspeed", "--parallel.zero_stage", "4"], "parallel.zero_stage is 4"),
+    ],
+)
+def test_settings_of_another_engine(load, words, message):
+    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
+        load(*words)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ours"),
+    [
+        ("zero_optimization.stage", "2", "parallel.zero_stage"),
+        ("gradient_clipping", "1.0", "optim.clip"),
+        ("train_batch_size", "auto", "batch.size"),
+        ("optimizer.type", "Adam", "optim"),
+        ("bf16.enabled", "true", "model.dtype"),
+    ],
+)
+def test_what_has_a_name_here_is_not_taken_twice(load, name, value, ours):
+    config, _ = load("--engine", "deepspeed", f"--parallel.deepspeed.{name}", value)
+    with pytest.raises(UsageError, match=f"which is {ours} here".replace(".", r"\.")):
+        settings_of(config, 2)
+
+
+def test_settings_of_zero_plus_plus_go_to_deepspeed(load):
+    config, notes = load(
+        "--engine", "deepspeed",
+        "--parallel.deepspeed.zero_optimization", "{zero_hpz_partition_size: 8, zero_quantized_gradients: true}",
+    )  # fmt: skip
+    held = settings_of(config, 2)["zero_optimization"]
+    assert held == {"zero_hpz_partition_size": 8, "zero_quantized_gradients": True, "stage": 3}
+    assert any("1, 2, 3, 5, 8, 16, 32, 40, 64 and 80 nodes" in note for note in notes)
+
+
+def test_without_the_library(load, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    config, _ = load("--engine", "deepspeed")
+    with pytest.raises(UnsupportedError, match="the engine deepspeed lacks a library"):
+        Zero(config, None, SimpleNamespace(ranks=2, device=torch.device("cpu")), "sdpa")
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [((5, 3), 2), ((5, 3), 4), ((7,), 3), ((2, 2, 2), 16), ((1, 9), 4)])
+def test_the_parts_of_a_tensor_are_all_of_it(tmp_path, shape, ranks):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    save_file({"a": tensor}, tmp_path / "a.safetensors")
+    count = -(-tensor.numel() // ranks)
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        parts = [_part(file.get_slice("a"), count, rank) for rank in range(ranks)]
+    assert all(part.shape == (count,) for part in parts)
+    assert torch.equal(torch.cat(parts)[: tensor.numel()], tensor.flatten())
+    assert not torch.cat(parts)[tensor.numel() :].any()

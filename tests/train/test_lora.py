@@ -1,0 +1,176 @@
+"""Adapters: as peft makes, merges and loads them; the same on any ranks, and after an interruption."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from formats.errors import RefusedError, UnsupportedError, UsageError
+from train import lora
+from train.config import Lora
+from train.model import filed, make
+
+LR = {"lr": 1e-2}
+
+
+def base_of(folder, **words):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **words)
+
+
+def tensors(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def require_as_peft(base, out):
+    """OUT is what peft merges, rounded once to bf16; every other weight is the base's."""
+    from peft import PeftModel
+
+    tokens = torch.arange(40)[None] % 250
+    with torch.no_grad():
+        before = base_of(base, dtype=torch.float32)(input_ids=tokens).logits
+        model = PeftModel.from_pretrained(base_of(base, dtype=torch.float32), out / "adapter")
+        adapted = model(input_ids=tokens).logits
+        merged = model.merge_and_unload(safe_merge=True)
+        after = merged(input_ids=tokens).logits
+        exported = base_of(out)(input_ids=tokens).logits.float()
+    assert torch.allclose(adapted, after, atol=1e-5)
+    assert (adapted - before).abs().max() > 0.5
+    assert (adapted - exported).abs().max() < 0.05 * adapted.abs().max()
+    held, first = tensors(out), tensors(base)
+    for name, tensor in merged.state_dict().items():
+        assert torch.equal(held[filed(name, merged.config.model_type)], tensor.bfloat16()), name
+    changed = {name for name in first if not torch.equal(held[name], first[name].bfloat16())}
+    targets = json.loads((out / "adapter/adapter_config.json").read_bytes())["target_modules"]
+    assert changed == {name for name in first if name.endswith(tuple(f".{target}.weight" for target in targets))}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_any_ranks_and_interruptions(settings, run, convert, model, tmp_path):
+    config = settings(lora={}, optim=LR)
+    whole = run(config, "--export", tmp_path / "out", save="whole")
+    assert whole.code == 0, whole.out
+    assert "adapters   59,392 of 215,232 parameters are trained" in whole.out
+    losses = whole.series("loss")
+    assert losses[-1] < losses[0] - 0.5
+
+    stopped = run(config, "--steps.exit_interval", 4)
+    assert stopped.code == 75, stopped.out
+    again = run(config)
+    assert again.series("loss") == losses  # so what is frozen has not changed in eight steps either
+    from train.export import read_adapters
+
+    ours, theirs = (read_adapters(one.save / "global_step108") for one in (again, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert len(ours) == len(theirs) == 2 * 7 * 4
+
+    hsdp = run(config, "--parallel.replicas", 2, "--batch.micro", 1, ranks=4, save="hsdp")
+    assert hsdp.series("loss") == pytest.approx(losses, abs=2e-6)
+    assert hsdp.series("grad_norm") == pytest.approx(whole.series("grad_norm"), abs=2e-6)
+
+    require_as_peft(model("llama", vocab_size=253), tmp_path / "out")
+    assert convert("verify", tmp_path / "out").code == 0
+    refused = convert("fsdp2hf", whole.save / "global_step108", tmp_path / "none")
+    assert refused.code == 4
+    assert "holds a PEFT adapter" in refused.err
+    assert "train run CONFIG.yml --export OUT" in refused.err
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_names_dropout_noise_and_bf16(settings, run, model, tmp_path):
+    """Frozen weights in bf16, float32 adapters of some layers, in a family whose head has another name in its files."""
+    base = model("gpt_neox", "bfloat16", vocab_size=253)
+    wanted = {"targets": ["query_key_value", "dense"], "rank": 4, "alpha": 16, "dropout": 0.1}
+    config = settings("gpt_neox", model={"path": str(base), "dtype": "bf16"}, lora=wanted, optim=LR, neftune_alpha=5)
+    ran = run(config, "--export", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    assert ran.series("loss")[-1] < ran.series("loss")[0] - 0.3
+    require_as_peft(base, tmp_path / "out")
+
+
+def test_the_plan_counts_them(settings, train):
+    ran = train("plan", settings(lora={}), "--ranks", 2, "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert (found["parameters"], found["trained"]) == (215_232, 59_392)
+    assert found["memory"]["frozen weights"] == 4 * 155_840 // 2
+    assert found["memory"]["weights, gradients, moments"] == 16 * 59_392 // 2
+    some = train("plan", settings(lora={"targets": ["q_proj", "down_proj"], "rank": 2}), "--json")
+    assert json.loads(some.out)["trained"] == 4 * 2 * (64 + 64 + 96 + 64)
+    one = train("plan", settings(), "--lora.targets", "q_proj", "--json")
+    assert json.loads(one.out)["trained"] == 4 * 16 * (64 + 64)
+    wrong = train("plan", settings(), "--lora.targets", "q_porj")
+    assert wrong.code == 2
+    assert "q_porj is no matrix of llama" in wrong.err
+
+
+@pytest.fixture
+def small(model):
+    """A model without memory."""
+    from transformers import AutoConfig
+
+    return lambda family="llama": make(AutoConfig.from_pretrained(model(family, vocab_size=253)), "sdpa")
+
+
+def test_adapters_begin_as_those_of_peft(small, tmp_path):
+    found = []
+    for seed in (1, 1, 2):
+        held = small()
+        lora.insert(held, Lora(rank=8), tmp_path)
+        held.to_empty(device="cpu")
+        with torch.no_grad():
+            lora.begin(held, seed)
+        found.append(lora.adapters(held))
+    one, same, other = found
+    for name, tensor in one.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, same[name])
+        if ".lora_B." in name:
+            assert not tensor.any()
+        else:
+            bound = tensor.shape[1] ** -0.5
+            assert 0.9 * bound < tensor.abs().max() <= bound
+            assert not torch.equal(tensor, other[name])
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "message"),
+    [
+        ("llama", "q_porj", "q_porj is no linear layer of llama"),
+        ("llama", "embed_tokens", "embed_tokens is no linear layer"),
+        ("llama", "norm", "norm is no linear layer"),
+        ("llama-tied", "lm_head", "lm_head is the embedding too"),
+    ],
+)
+def test_targets_that_cannot_be(small, tmp_path, family, target, message):
+    with pytest.raises(UsageError, match=message):
+        lora.insert(small(family), Lora(targets=["v_proj", target]), tmp_path)
+
+
+def test_another_adapter_is_refused(small, tmp_path):
+    def said(**words):
+        held = small()
+        lora.insert(held, Lora(**words), tmp_path / "base")
+        return held
+
+    with pytest.raises(RefusedError, match="holds all weights, and the settings have lora"):
+        lora.check_same(tmp_path, said())
+    lora.write_note(tmp_path, said())
+    lora.check_same(tmp_path, said())
+    with pytest.raises(RefusedError, match="holds an adapter, and the settings have no lora"):
+        lora.check_same(tmp_path, small())
+    with pytest.raises(RefusedError, match=r"lora\.rank: 16, now 8; lora\.alpha: 32, now 8"):
+        lora.check_same(tmp_path, said(rank=8, alpha=8))
+    with pytest.raises(RefusedError, match=r"lora\.targets: .*, now \['q_proj'\]"):
+        lora.check_same(tmp_path, said(targets=["q_proj"]))
+    with pytest.raises(UnsupportedError, match="holds a PEFT adapter beside its weights"):
+        lora.insert(small(), Lora(), tmp_path)

@@ -1,0 +1,237 @@
+"""DeepSpeed's ZeRO, stages 1 to 3. Checkpoints are its own, with Hugging Face names: `convert zero2hf` reads them.
+
+Stages 1 and 2 hold the whole model on each rank, in the type of the computation; stage 3 a part of every parameter. The
+weights to step are float32 and sharded in all of them, and filled from the files without rounding. Gradients are summed
+and reduced in float32, in stage 1 behind the last micro-batch of a step, in the others behind each.
+Facts: deepspeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from formats.errors import SourceError, UnsupportedError, UsageError
+from train.batching import batch_sizes
+from train.config import Config
+from train.distributed import World
+from train.model import DTYPES, Trainee, fill_buffers, layers, make, pieces, recompute
+from train.optimizer import adamw
+
+OURS: Mapping[str, str] = {
+    "train_batch_size": "batch.size",
+    "train_micro_batch_size_per_gpu": "batch.micro",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "gradient_clipping": "optim.clip",
+    "optimizer": "optim",
+    "scheduler": "schedule",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "amp": "model.dtype",
+    "torch_autocast": "model.dtype",
+    "data_types": "model.dtype",
+    "communication_data_type": "model.dtype",
+    "activation_checkpointing": "model.activation_checkpointing",
+    "checkpoint": "save",
+    "zero_optimization.stage": "parallel.zero_stage",
+}
+"""Settings of DeepSpeed that are not taken from `parallel.deepspeed`, and what says them here."""
+UNIVERSAL = ".universal"
+"""Ending of the folder beside `save.path` that holds a checkpoint of other ranks or another stage while it is read."""
+
+
+class Zero:
+    """A model whose moments, gradients and weights, by the stage, are sharded over all ranks."""
+
+    kernels = "torch"
+
+    def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
+        self.world, self.settings = world, settings(config, world.ranks)
+        deepspeed = _deepspeed(world)
+        self.model = make(made, backend).to(DTYPES[config.model.dtype])
+        if config.model.activation_checkpointing:
+            recompute(layers(self.model))
+        if config.parallel.zero_stage == 3:
+            deepspeed.zero.Init(module=_Unmade(self.model, world.device), config_dict_or_path=self.settings)
+        else:
+            self.model.to_empty(device=world.device)
+        self.model.tie_weights()
+        fill_buffers(self.model, world.device)
+        self.model.forward = Trainee(self.model, backend).forward  # a wrapper's name would be in the checkpoints
+        optimizer = adamw(self.model, config.optim, fused=world.device.type == "cuda")
+        self.trainee: Any = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.settings)[0]
+        with torch.no_grad():
+            _fill(self.model, config.model.path)
+        self._refresh()
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """See `Engine`."""
+        self.trainee.set_gradient_accumulation_boundary(last)
+        self.trainee.backward(loss, scale_wrt_gas=False)
+
+    def step(self, rate: float) -> float:
+        """See `Engine`. DeepSpeed leaves the weights alone where the norm is no number."""
+        for group in self.trainee.optimizer.param_groups:
+            group["lr"] = rate
+        self.trainee.step()
+        return float(self.trainee.get_global_grad_norm())
+
+    def write(self, folder: Path) -> None:
+        """See `Engine`. Nothing goes on meanwhile."""
+        self.trainee.save_checkpoint(str(folder.parent), folder.name, save_latest=False)
+        for path in folder.glob(f"*zero_pp_rank_{self.world.rank}_*"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def read(self, folder: Path) -> None:
+        """See `Engine`: bit for bit; with other ranks or another stage, by way of a universal checkpoint."""
+        other = self.world.told(self._other(folder) if self.world.first else None)
+        run = self.world.told(_universal(folder) if self.world.first else None) if other else folder.parent
+        optimizer = self.trainee.optimizer
+        ours = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        self.trainee.load_universal_checkpoint = lambda: other  # asked where checkpoints are loaded alone
+        if self.trainee.load_checkpoint(str(run), folder.name)[0] is None:
+            raise SourceError(f"DeepSpeed finds nothing to load in {folder}")
+        for group, values in zip(optimizer.param_groups, ours, strict=True):
+            group.update(values)  # DeepSpeed takes betas, decay and clip of the checkpoint
+        for tensor, state in self.trainee.basic_optimizer.state.items():
+            # DeepSpeed gives all groups of stage 3 one counter, and leaves it on the CPU, where a fused AdamW has none
+            state["step"] = state["step"].to(tensor.device, copy=True)
+        optimizer.clip_grad = self.settings["gradient_clipping"]
+        self._refresh()
+        self.world.wait()
+        if other and self.world.first:
+            shutil.rmtree(run)
+
+    def _refresh(self) -> None:
+        """Make the second copies of ZeRO++'s hpZ, which are those of the weights at the last step, anew."""
+        if self.settings["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+            import deepspeed
+
+            for tensor in self.model.parameters():
+                with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+                    pass
+
+    def _other(self, folder: Path) -> bool:
+        """Whether a checkpoint has other partitions than this engine."""
+        from formats import deepspeed
+
+        held = deepspeed.opened(next(path for path in sorted(folder.iterdir()) if deepspeed.is_model(path.name))).value
+        same = all(held["ds_config"].get(name) == self.settings[name] for name in ("zero_optimization", "bf16"))
+        return held["dp_world_size"] != self.world.ranks or not same
+
+
+class _Unmade(nn.Module):
+    """A model on no device, whose parameters get memory one module at a time, each when they are asked for."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.parts = tuple(model.modules())
+        self.device = device
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """All of them; `zero.Init` takes this rank's part of one, and forgets the rest, before it asks for the next."""
+        for part in self.parts if recurse else ():
+            part.to_empty(device=self.device, recurse=False)
+            yield from part.parameters(recurse=False)
+
+
+def settings(config: Config, ranks: int) -> dict[str, Any]:
+    """The settings of DeepSpeed: those of `parallel.deepspeed`, and ours.
+
+    Raises:
+        UsageError: one of them has a name of its own here.
+    """
+    given, sizes = config.parallel.deepspeed, batch_sizes(config.batch, ranks)
+    zero = given.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise UsageError(f"parallel.deepspeed.zero_optimization is {zero!r}", "it is a list of settings")
+    for name in [*given, *(f"zero_optimization.{key}" for key in zero)]:
+        if name in OURS:
+            raise UsageError(f"parallel.deepspeed sets {name}, which is {OURS[name]} here", "leave it out there")
+    return {
+        "steps_per_print": None,
+        "zero_force_ds_cpu_optimizer": False,  # an offloaded AdamW is torch's own, which steps on CPU as well
+        **given,
+        "zero_optimization": {**zero, "stage": config.parallel.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": sizes.micro,
+        "gradient_accumulation_steps": sizes.accumulation,
+        "gradient_clipping": config.optim.clip,
+        "bf16": {"enabled": config.model.dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
+
+
+def _deepspeed(world: World) -> Any:
+    """The library, on our process group.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of its calls, at each step
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the engine deepspeed lacks a library: {error}", "pip install 'vitruvian[train]'"
+        ) from None
+    if world.device.type == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # C++ to compile, for inference alone
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def _fill(model: nn.Module, path: Path) -> None:
+    """Read weights: in the type of the computation what this rank holds of them, in float32 what it steps."""
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    for tensor, piece in pieces(model, path):
+        if hasattr(tensor, "ds_id"):
+            part = _part(piece, tensor.ds_tensor.numel(), tensor.ds_zero_partition_rank).to(tensor.ds_tensor.device)
+            tensor.ds_tensor.copy_(part)
+            safe_set_local_fp32_param(tensor, part)
+        else:
+            whole = piece[...].to(tensor.device)
+            tensor.copy_(whole)
+            safe_set_full_fp32_param(tensor, whole)
+
+
+def _part(piece: Any, count: int, rank: int) -> torch.Tensor:
+    """A rank's elements of a flattened tensor, of which only the rows that have them are read.
+
+    Args:
+        piece: a slice of safetensors.
+        count: elements of each rank; the last ones are padded.
+        rank: whose.
+
+    Returns:
+        [count].
+    """
+    shape = piece.get_shape()
+    width = prod(shape[1:])
+    low, high = (min(at, prod(shape)) for at in (count * rank, count * (rank + 1)))
+    first = low // width
+    held = piece[first : -(-high // width)].flatten()[low - first * width : high - first * width]
+    return nn.functional.pad(held, (0, count - len(held)))
+
+
+def _universal(folder: Path) -> Path:
+    """Convert a checkpoint as `convert zero2universal` does: the folder with a universal one of the same name."""
+    from converters.convert import Request, run
+    from converters.universal import open_states, plan_universal
+    from formats.checkpoint import Settings
+
+    request = Request(folder.parent.with_name(folder.parent.name + UNIVERSAL), quiet=True, force=True)
+    run(plan_universal(open_states(folder, Settings()), request), request, lambda _, __: None)
+    return request.out

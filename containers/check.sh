@@ -9,7 +9,7 @@ cd "$work"
 say() { printf '%s\n' "check: $*"; }
 
 python - <<'PYTHON'
-import matplotlib, pyarrow, safetensors, tensorboard, torch, transformers, wandb
+import accelerate, deepspeed, matplotlib, peft, pyarrow, safetensors, tensorboard, torch, transformers, wandb
 
 assert torch.ones(2, 2).sum() == 4
 built = open("/opt/vitruvian/torch.txt").read().strip()

@@ -12,7 +12,7 @@ recipe=$home/source/containers
 cp "$recipe/locks/$1.txt" $lock
 cp "$recipe/check.sh" "$recipe/sbom.py" $home
 shift
-export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONNOUSERSITE=1
+export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONNOUSERSITE=1 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu
 unset PYTHONPATH
 
 # 1. A Python of our own. If the lock has no torch, the base image has one, and it stays as it is: ours sees it.

@@ -37,7 +37,7 @@ def faults(lock: Path, found: dict[str, Distribution]) -> list[str]:
         held = found.get(canonicalize_name(name))
         if held is None or held.version != wanted:
             wrong.append(f"{name} is {held.version if held else 'missing'}, the lock says {wanted}")
-    for name, extra in (*((name, "") for name in pinned), ("vitruvian", "transformers")):
+    for name, extra in (*((name, "") for name in pinned), ("vitruvian", "transformers"), ("vitruvian", "train")):
         held = found.get(canonicalize_name(name))
         for text in (held.requires if held else None) or ():
             needed = Requirement(text)

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 UV=${UV:-uv}
-EXTRAS=(transformers zstd trackers data eval plot)
+EXTRAS=(train lora zstd trackers data eval plot)
 read -ra cpu_index <<<"${CPU_INDEX:---extra-index-url https://download.pytorch.org/whl/cpu}"
 
 lock() { # NAME PYTHON OVERRIDE [OPTION OF UV ...]
@@ -15,7 +15,7 @@ lock() { # NAME PYTHON OVERRIDE [OPTION OF UV ...]
     echo "$override" >"$work/override"
     echo "setuptools>=77,<85" >"$work/build.in" # builds our own wheel
     for extra in "${EXTRAS[@]}"; do extras+=(--extra "$extra"); done
-    "$UV" pip compile --quiet --no-header --no-annotate --generate-hashes --only-binary :all: --no-binary rouge-score --python-version "$python" \
+    "$UV" pip compile --quiet --no-header --no-annotate --generate-hashes --only-binary :all: --no-binary rouge-score --no-binary deepspeed --python-version "$python" \
         --python-platform x86_64-manylinux_2_28 --constraint "$work/constraints" --override "$work/override" "$@" \
         "${extras[@]}" pyproject.toml "$work/build.in" --output-file "containers/locks/$name.txt"
     rm -r "$work"
@@ -25,7 +25,7 @@ lock() { # NAME PYTHON OVERRIDE [OPTION OF UV ...]
 for name in "$@"; do
     case $name in
         # Leonardo's driver is of CUDA 12: 2.10.0 is the last torch that the package index has for it.
-        cuda) lock cuda 3.11 'torch==2.10.0' ;;
+        cuda) lock cuda 3.11 'torch==2.10.0' --extra liger ;;
         cpu) lock cpu 3.11 'torch==2.13.0+cpu' --index-strategy unsafe-best-match "${cpu_index[@]}" ;;
         # The base image brings torch and what torch needs for the GPU.
         rocm) lock rocm 3.12 "torch ; python_version < '3'" ;;

@@ -97,7 +97,7 @@ def test_a_lock_has_what_the_project_pins_and_requires(name):
         if package != "torch"
     }
     assert {package: held[package] for package in pins if package in held}.items() <= pins.items()
-    extras = ("zstd", "trackers", "data", "eval", "plot", "transformers")
+    extras = ("transformers", "lora", "zstd", "trackers", "data", "eval", "plot")
     asked = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
     assert {re.split("[<>=]", line)[0] for line in asked} - set(held) == ({"torch"} if name == "rocm" else set())
 

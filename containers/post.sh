@@ -28,11 +28,6 @@ fi
 packages=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp "$recipe/caches.py" "$packages/vitruvian_caches.py"
 echo "import vitruvian_caches" >"$packages/caches.pth"
-if ! grep -q '^torch==' $lock; then
-    "$python" -c 'import torch; print(torch.__version__)' >$home/torch.txt
-    # Behind our own packages on the path, so that ours win, and torch is found.
-    "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' >"$packages/base.pth"
-fi
 
 # 2. The locked packages. setuptools comes first: it builds ours, and those that are published as source alone.
 sed -n '/^setuptools==/,/[^\\]$/p' $lock >$home/build.txt
@@ -41,7 +36,11 @@ $venv/bin/python -m pip install --quiet --no-deps --require-hashes --no-build-is
 find $home/source -name __pycache__ -type d -prune -exec rm -r {} +
 $venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --no-index $home/source
 rm -r $home/source $home/build.txt
-[ -e $home/torch.txt ] || $venv/bin/python -c 'import torch; print(torch.__version__)' >$home/torch.txt
+if ! grep -q '^torch==' $lock; then
+    # Only now, or pip would take what the base has for installed. The base comes last on the path: ours win.
+    "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' >"$packages/base.pth"
+fi
+$venv/bin/python -c 'import torch; print(torch.__version__)' >$home/torch.txt
 
 # 3. Folders that the sites bind: a bind needs an existing place in a read-only image.
 mkdir -p /appl /flash /leonardo /leonardo_scratch /leonardo_work /pfs /project /projappl /scratch \

@@ -53,6 +53,7 @@ def test_the_definition_has_what_it_needs_and_nothing_that_proot_refuses():
     assert names >= {"header", "arguments", "labels", "help", "files", "post", "environment", "runscript", "test"}
     assert {"apprun convert", "apprun train", "apprun doctor"} <= set(sections())
     assert not names & {"setup", "pre"}
+    assert "post" in sections()  # `%post -c /bin/bash` would go on after an error
     for line in sections()["files"].strip().splitlines():
         source, place = line.split()
         assert (ROOT / source).exists()

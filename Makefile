@@ -10,7 +10,7 @@ export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-gpu test-torch image locks lint type bench clean
+.PHONY: help setup demo test test-fast test-hpc test-gpu test-torch image locks lint type bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,10 +37,13 @@ demo: $(VENV)/.demo  ## on tiny real models: HF -> Megatron TP2xPP2 -> TP4 -> HF
 	$(BIN)/python -m tests.demo_train
 
 test: $(VENV)/.test  ## all tests, real megatron-core included
-	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal -m "not hpc"
 
 test-fast: $(VENV)/.test  ## the tests that start no other framework
 	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) -m "not megatron and not distributed"
+
+test-hpc: $(VENV)/.test  ## jobs on a real Slurm, an image by a real Apptainer, on this machine (root; apt-get install slurm-wlm munge)
+	$(BIN)/python -m pytest --verbose -rs tests/hpc
 
 test-gpu: $(VENV)/.test  ## on a machine with a GPU: attention, trainings, speed beside TRL
 	$(BIN)/python -m pytest --verbose -m gpu tests/gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from converters.commands import assets, check, convert, look, neox, publish, tokenizer, zero
+from converters.commands import assets, check, convert, look, neox, publish, submit, tokenizer, zero
 from converters.entry import Sections, run
 
 SECTIONS = {
@@ -19,6 +19,7 @@ SECTIONS = {
         zero.zero2universal,
         convert.reshard,
         neox.average_norms,
+        submit.submit,
     ),
     "Look": (look.inspect, look.plan, look.explain, look.formats),
     "Check": (check.digest, check.verify, check.diff),

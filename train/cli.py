@@ -5,7 +5,21 @@ from __future__ import annotations
 import click
 
 from converters.entry import Sections, run
-from train.commands import bench, chat, doctor, evaluate, fetch, init, look, pack, packs, plot, role_bins, tokenize
+from train.commands import (
+    bench,
+    chat,
+    doctor,
+    evaluate,
+    fetch,
+    init,
+    look,
+    pack,
+    packs,
+    plot,
+    role_bins,
+    submit,
+    tokenize,
+)
 from train.commands import run as training
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
@@ -19,7 +33,7 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
         role_bins.role_bins,
     ),
     "Data packs": (packs.packs,),
-    "Train": (init.init, training.plan, training.run, doctor.doctor),
+    "Train": (init.init, training.plan, training.run, submit.submit, doctor.doctor),
     "Look at it": (evaluate.evaluate, plot.plot, chat.chat, bench.bench),
 }
 

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     Raises:
         UsageError: the ranks cannot be divided so.
     """
+    # torch 2.10 says so of its own writer of checkpoints
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, "torch.distributed")
     os.environ.update(environment(os.environ))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks % replicas:

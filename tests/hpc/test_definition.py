@@ -23,7 +23,7 @@ DEFINITION = (IMAGES / "vitruvian.def").read_text()
 VARIANTS = {path.stem: dict(line.split("=", 1) for line in path.read_text().splitlines())
             for path in sorted((IMAGES / "variants").glob("*.args"))}  # fmt: skip
 LOCKS = {path.stem: path.read_text() for path in sorted((IMAGES / "locks").glob("*.txt"))}
-SCRIPTS = sorted([*IMAGES.rglob("*.sh"), *Path(__file__).parent.glob("*.sh")])
+SCRIPTS = sorted([*IMAGES.glob("*.sh"), *IMAGES.glob("locks/*.sh"), *Path(__file__).parent.glob("*.sh")])
 REQUIREMENT = re.compile(
     r"^(?P<name>[a-z0-9-]+)==(?P<version>\S+)(?: ; [^\\]+?)?(?: \\\n    --hash=sha256:[0-9a-f]{64})+$", re.MULTILINE
 )

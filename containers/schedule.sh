@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# bash schedule.sh JOB N [BENCH]: at most N jobs in a chain, an evaluation behind each that has made a checkpoint.
+# JOB is the settings of a training (.yml), or what `train submit -n` has printed. job_log.txt names the jobs.
+set -euo pipefail
+if [ $# -lt 2 ] || [ ! -f "$1" ]; then echo "usage: bash schedule.sh JOB N [BENCH]" >&2; exit 2; fi
+job=$1 links=$2 bench=${3-}
+if [ -n "$bench" ] && [ ! -f "$bench" ]; then
+  echo "note: there is no $bench, so nothing is evaluated" >&2
+  bench=''
+fi
+: >job_log.txt
+export VITRUVIAN_JOB_LOG=$PWD/job_log.txt
+case $job in
+  *.yml | *.yaml) exec train submit "$job" --jobs "$links" ${bench:+--bench "$bench"} ;;
+esac
+if ! grep -q '^COMMAND=(.*train run' "$job"; then
+  echo "error: $job is no job of \`train submit\`: it would not know when a training is at its end" >&2
+  echo "hint: train submit CONFIG.yml -n > $job" >&2
+  exit 2
+fi
+if [ -n "$bench" ]; then bench=$(realpath "$bench"); fi
+id=$(VITRUVIAN_LINKS=$links VITRUVIAN_BENCH=$bench sbatch --parsable "$job")
+echo "${id%%;*} link 1" >>job_log.txt
+echo "Submitted batch job ${id%%;*}"

@@ -1,0 +1,56 @@
+# Before a training: each node alone (device, attention, its own GPUs), then all that are good together (the link).
+# If those fail together, each with its neighbour. The nodes to leave out are printed, ready for --exclude.
+set -uo pipefail
+mkdir -p "$LOGS"
+port=$((20000 + SLURM_JOB_ID % 20000))
+export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET
+
+check() { # LABEL NUMBER NODE…: `train doctor` on these nodes; NUMBER keeps ports apart
+  local label=$1 number=$2
+  shift 2
+  MASTER_ADDR=$1 MASTER_PORT=$((port + number)) timeout --kill-after=10 "$SECONDS_EACH" \
+    srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SRUN[@]}" \
+    --nodes=$# --ntasks=$(($# * TASKS)) --nodelist="$(IFS=, && echo "$*")" \
+    --open-mode=append --output="$LOGS/$label.log" "$RUN" train doctor </dev/null 2>>"$LOGS/$label.log" || return
+  ! grep -q 'Using network Socket' "$LOGS/$label.log" # NCCL without the site's plugin
+}
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+good=() bad=() running=()
+for at in "${!nodes[@]}"; do
+  check "${nodes[at]}" "$at" "${nodes[at]}" &
+  running[at]=$!
+done
+for at in "${!nodes[@]}"; do
+  if wait "${running[at]}"; then good+=("${nodes[at]}"); else bad+=("${nodes[at]}"); fi
+done
+if [ ${#good[@]} -gt 1 ] && ! check together 0 "${good[@]}"; then
+  echo "the good nodes fail together; neighbours:"
+  for first in 0 1; do # pairs that share no node, at the same time
+    for ((at = first; at < ${#good[@]}; at += 2)); do
+      next=${good[(at + 1) % ${#good[@]}]}
+      check "${good[at]}-$next" "$at" "${good[at]}" "$next" &
+      running[at]=$!
+    done
+    for ((at = first; at < ${#good[@]}; at += 2)); do
+      next=${good[(at + 1) % ${#good[@]}]}
+      if wait "${running[at]}"; then continue; fi
+      echo "FAULT between ${good[at]} and $next: $LOGS/${good[at]}-$next.log"
+      bad+=("${good[at]}" "$next")
+    done
+  done
+  [ ${#bad[@]} -gt 0 ] || bad=("${good[@]}")
+fi
+grep -h -E '^(device|ranks) ' "$LOGS/together.log" "$LOGS/${good[0]:-none}.log" 2>/dev/null
+grep -h -m 1 -E 'Using network|Selected provider' "$LOGS"/*.log | head -n 1
+if [ ${#bad[@]} = 0 ]; then
+  echo "PREFLIGHT OK: ${#nodes[@]} nodes, $((${#nodes[@]} * TASKS)) tasks"
+  exit 0
+fi
+for node in "${bad[@]}"; do
+  if [ -s "$LOGS/$node.log" ]; then echo "FAULT $node: $(grep -E '^(FAULT|error|srun: error)|Using network Socket' "$LOGS/$node.log" | head -n 1)"; fi
+done
+list=$(printf '%s\n' "${bad[@]}" | sort -u | paste -sd ,)
+echo "$list" >"$LOGS/exclude"
+echo "PREFLIGHT FAILED, logs in $LOGS; leave these out: --sbatch exclude=$list"
+exit 1

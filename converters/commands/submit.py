@@ -1,0 +1,125 @@
+"""`convert submit`: a conversion as a job; and the options that it shares with `train submit`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from converters.commands.options import together
+from converters.entry import Sections
+from formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from converters.slurm import Job, Wishes
+
+BASE_MB = 2000
+"""Memory of a conversion besides its buffers: Python, tokenizers; 130 MB was the peak of an 8 B model on 128 ranks."""
+PIECE = 4096
+"""Bytes for each block of a plan; 37,000 pieces took 82 MB."""
+RATE = 100e6
+"""Bytes of weights a second, for reading, writing and reading back together: a slow hour of a shared file system."""
+START = 900
+"""Seconds for everything else."""
+
+
+def _settings(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    """Options that are not given come from the user's settings."""
+    from converters.slurm import load_settings
+
+    if path is not None:
+        context.default_map = load_settings(path)
+
+
+submitting = together(
+    click.option("--settings", type=click.Path(path_type=Path), envvar="VITRUVIAN_SETTINGS", is_eager=True,
+                 expose_value=False, callback=_settings, metavar="FILE",
+                 help="YAML with slurm: {site, account, …} and container: {image}.  [$VITRUVIAN_SETTINGS]"),
+    click.option("--site", envvar="VITRUVIAN_SITE", default="local", show_default=True,
+                 help="lumi, leonardo, or another one of containers/sites."),
+    click.option("--account", metavar="PROJECT", help="Who pays.  [default: sbatch's, such as $SBATCH_ACCOUNT]"),
+    click.option("--partition", help="[default: the site's]"),
+    click.option("--nodes", type=click.IntRange(1), help="[default: 1]"),
+    click.option("--time", metavar="H:M:S", help="Limit of a job.  [default: what it needs, or the most there is]"),
+    click.option("--sbatch", multiple=True, metavar="NAME=VALUE", help="Any other option, such as qos=boost_qos_dbg."),
+    click.option("--image", type=click.Path(path_type=Path), envvar="VITRUVIAN_IMAGE", metavar="X.sif",
+                 help="Run in this image.  [default: this Python]"),
+    click.option("-n", "--dry-run", is_flag=True, help="Print the job and submit nothing."),
+)  # fmt: skip
+
+
+def wishes_of(options: Mapping[str, Any]) -> Wishes:
+    """What the options of `submitting` ask for."""
+    from converters.slurm import Wishes, options_of
+
+    given = {name: str(options[name]) for name in ("account", "partition", "nodes", "time") if options[name]}
+    return Wishes(options["site"], given | options_of(options["sbatch"]), options["image"])
+
+
+def hand_over(job: Job, dry_run: bool) -> None:
+    """Print a job, or submit it and tell its number."""
+    from converters.slurm import submit
+
+    if dry_run:
+        click.echo(job.text, nl=False)
+        return
+    click.echo(job.cost, err=True)
+    click.echo(f"Submitted batch job {submit(job)}")
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@submitting
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND SRC OUT …")
+@click.pass_context
+def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) -> None:
+    """A conversion as a job without GPUs.
+
+    \b
+    convert submit --site leonardo fsdp2hf checkpoint-5000 model/ --config BASE
+
+    It is planned here, from headers only; memory, time and partition come from the plan. A job whose time is up is
+    followed by another one, which goes on.
+    """  # noqa: D301  # \b is the sign of click for lines as they stand
+    from converters.slurm import Job, chain, cpu_header, launching, load_site
+
+    wishes = wishes_of(options)
+    site = load_site(wishes.site)
+    plans, buffers = _plans(context, words)
+    seconds = START + sum(plan["bytes"] for plan in plans) / RATE
+    nbytes = buffers + PIECE * max(plan.get("blocks", 0) for plan in plans)
+    header = {
+        **cpu_header(site, wishes, seconds, BASE_MB + nbytes / 10**6),
+        "chdir": str(Path.cwd()),
+        "signal": "B:USR1@120",
+    }
+    folder = Path.cwd() / "slurm"
+    settings = launching(site, wishes, folder) | chain(["convert", *words])
+    hand_over(Job(words[0], header, settings, "chain", folder), options["dry_run"])
+
+
+def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping[str, Any]], int]:
+    """The plans of a conversion, from its own dry run, and the bytes of its buffers.
+
+    Raises:
+        UsageError: it is no conversion.
+    """
+    group = context.parent.command if context.parent else None
+    name, *rest = words or ("",)
+    known = {one.name: one for one in group.sections["Convert"]} if isinstance(group, Sections) else {}
+    if name not in known or name == "submit":
+        raise UsageError(f"{name!r} is no conversion", "convert submit --site lumi hf2megatron SRC OUT --tp 8")
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), known[name].make_context(name, [*rest, "--dry-run", "--json"]) as called:
+        known[name].invoke(called)
+    text, decoder = shown.getvalue().strip(), json.JSONDecoder()
+    plans = []
+    while text:
+        plan, end = decoder.raw_decode(text)
+        text = text[end:].lstrip()
+        plans.append(plan)
+    return plans, called.params["memory"]

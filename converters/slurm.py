@@ -1,0 +1,306 @@
+"""Jobs for Slurm: what a site wants, a batch script, and its submission.
+
+A script is a header of sbatch options, a few settings as shell variables, and a body from `containers/slurm` as it
+stands there. The sites' facts are in `containers/sites`; nothing of those files is run here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from formats.errors import RefusedError, UsageError
+
+CONTAINERS = Path(__file__).parents[1] / "containers"
+FACT = re.compile(r"^(SITE_\w+)='([^']*)'", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A cluster.
+
+    Attributes:
+        name: of its file.
+        gpu: sbatch options of a job with GPUs; `time` is the most there is.
+        cpu: those of each partition for jobs without, the first choice first; `mem` (MB) and `time` are the most.
+        srun: options of a step that has whole nodes.
+    """
+
+    name: str
+    gpu: Mapping[str, str]
+    cpu: Sequence[Mapping[str, str]]
+    srun: Sequence[str]
+
+    @property
+    def tasks(self) -> int:
+        """GPUs of a node."""
+        return int(self.gpu["ntasks-per-node"])
+
+
+@dataclass(frozen=True)
+class Job:
+    """A batch script.
+
+    Attributes:
+        name: of the job.
+        header: sbatch options.
+        settings: shell variables, each already as the shell reads it; see `quoted` and `array`.
+        body: the file in `containers/slurm` that does the work.
+        folder: where the script and its logs go.
+    """
+
+    name: str
+    header: Mapping[str, str]
+    settings: Mapping[str, str]
+    body: str
+    folder: Path
+
+    @property
+    def text(self) -> str:
+        """The script."""
+        header = {"job-name": self.name, **self.header, "output": f"{self.folder}/%x-%j.out", "open-mode": "append"}
+        options = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in header.items()]
+        settings = [f"{name}={value}" for name, value in self.settings.items()]
+        body = (CONTAINERS / "slurm" / f"{self.body}.sh").read_text()
+        return "\n".join(["#!/bin/bash", *options, "", *settings, "", body])
+
+    @property
+    def cost(self) -> str:
+        """What it may use at the most, in words."""
+        nodes, hours = int(self.header["nodes"]), seconds_of(self.header["time"]) / 3600
+        return f"{nodes} node{'s' * (nodes > 1)} for {hours:.3g} h, at the most {nodes * hours:.4g} node hours a job"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user says about any job.
+
+    Attributes:
+        site: name of the site's file.
+        sbatch: options that replace the site's.
+        image: what the job runs in, None to run without.
+    """
+
+    site: str
+    sbatch: Mapping[str, str]
+    image: Path | None
+
+
+def load_site(name: str) -> Site:
+    """Read a site's facts.
+
+    Raises:
+        UsageError: there is no such site.
+    """
+    known = sorted(path.stem for path in (CONTAINERS / "sites").glob("*.sh"))
+    if name not in known:
+        raise UsageError(f"there is no site {name!r}", f"--site is one of {', '.join(known)}")
+    facts = dict(FACT.findall((CONTAINERS / "sites" / f"{name}.sh").read_text()))
+    cpu = [options_of(shlex.split(value)) for key, value in sorted(facts.items()) if key.startswith("SITE_CPU_")]
+    return Site(name, options_of(shlex.split(facts["SITE_GPU"])), cpu, shlex.split(facts["SITE_SRUN"]))
+
+
+def options_of(words: Iterable[str]) -> dict[str, str]:
+    """`--nodes=2` or `nodes=2` as a pair; an option without a value has an empty one.
+
+    Raises:
+        UsageError: a word is no option.
+    """
+    found = {}
+    for word in words:
+        match = re.fullmatch(r"(?:--)?([a-z][a-z-]+)(?:=(.*))?", word)
+        if match is None:
+            raise UsageError(f"{word!r} is no option of sbatch", "such as --sbatch qos=boost_qos_dbg")
+        found[match[1]] = match[2] or ""
+    return found
+
+
+def gpu_header(site: Site, wishes: Wishes) -> dict[str, str]:
+    """Options of a job with all GPUs of its nodes.
+
+    Raises:
+        UsageError: it asks for more time than the partition gives, where that is known.
+    """
+    header = {**site.gpu, "nodes": "1", **wishes.sbatch}
+    _within(header, site.gpu, site)
+    return header
+
+
+def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> dict[str, str]:
+    """Options of a job of one node without GPUs: the site's first partition that is enough.
+
+    Args:
+        site: the site.
+        wishes: options that replace what is found here.
+        seconds: what it will take.
+        megabytes: of memory.
+
+    Raises:
+        RefusedError: no partition is enough.
+    """
+    asked = {"nodes": "1", "ntasks-per-node": "1", "mem": str(round(megabytes)), "time": clock(seconds)} | dict(
+        wishes.sbatch
+    )
+    mem, time = megabytes_of(asked["mem"]), seconds_of(asked["time"])
+    for limits in site.cpu:
+        if "partition" in asked and limits.get("partition") != asked["partition"]:
+            continue
+        if mem <= int(limits["mem"]) and time <= seconds_of(limits["time"]):
+            return {**limits, **asked}
+    if "partition" in asked and all(limits.get("partition") != asked["partition"] for limits in site.cpu):
+        return asked  # one that only the user knows
+    most = "; ".join(f"{one.get('partition', 'default')} {one['mem']} MB, {one['time']}" for one in site.cpu)
+    raise RefusedError(
+        f"{asked['mem']} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
+        "--time and --sbatch mem=… say otherwise; what is interrupted goes on when it is submitted again",
+    )
+
+
+def _within(header: Mapping[str, str], limits: Mapping[str, str], site: Site) -> None:
+    same = header.get("partition") == limits.get("partition")
+    if same and seconds_of(header["time"]) > seconds_of(limits["time"]):
+        where = header.get("partition", "the default partition")
+        raise UsageError(
+            f"{where} of {site.name} gives {limits['time']}, not {header['time']}", "a chain goes on by itself"
+        )
+
+
+def megabytes_of(text: str) -> float:
+    """Memory as sbatch reads it: megabytes, or with K, M, G, T.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+    if match is None:
+        raise UsageError(f"--sbatch mem={text} is no size such as 30800 or 28G")
+    return int(match[1]) * 1024.0 ** ("KMGT".index(match[2] or "M") - 1)
+
+
+def seconds_of(text: str) -> int:
+    """A time as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\d+))?)", text)
+    if match is None:
+        raise UsageError(f"--time {text} is no time such as 20:00:00 or 1-12")
+    days, *dayed, first, second, third = (int(part or 0) for part in match.groups())
+    hours, minutes, seconds = dayed if match[1] else (first, second, third) if match[7] else (0, first, second)
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def clock(seconds: float) -> str:
+    """A time for sbatch, in whole minutes."""
+    minutes = max(1, -int(-seconds // 60))
+    return f"{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+def quoted(value: object) -> str:
+    """A value for the shell."""
+    return shlex.quote(str(value))
+
+
+def array(words: Iterable[object]) -> str:
+    """Words for the shell."""
+    return "(" + " ".join(map(quoted, words)) + ")"
+
+
+def launching(site: Site, wishes: Wishes, folder: Path) -> dict[str, str]:
+    """The settings that each body needs: the launcher, its site and image, and where jobs are written down."""
+    found = {
+        "export VITRUVIAN_SITE": quoted(site.name),
+        "export VITRUVIAN_IMAGE": quoted(wishes.image.absolute() if wishes.image else ""),
+        "RUN": quoted(CONTAINERS / "run"),
+        "JOB_LOG": f"${{VITRUVIAN_JOB_LOG:-{quoted(folder / 'job_log.txt')}}}",
+    }
+    if wishes.image is None:
+        found["export PATH"] = f"{quoted(Path(sys.executable).parent)}:$PATH"
+    return found
+
+
+def chain(
+    command: Sequence[object],
+    *,
+    srun: Iterable[str] = (),
+    save: Path | None = None,
+    links: int = 10,
+    retries: int = 0,
+    bench: Path | None = None,
+) -> dict[str, str]:
+    """Settings of the body `chain`.
+
+    Args:
+        command: what runs in each task.
+        srun: options of the step.
+        save: folder of a training's checkpoints; None for a command that tells by exit code 75 that it is to go on.
+        links: jobs at the most.
+        retries: failures in a row without a new checkpoint.
+        bench: batch script that is submitted for each new checkpoint.
+    """  # fmt: skip
+    return {
+        "COMMAND": array(command),
+        "SRUN": array(srun),
+        "SAVE": quoted(save.absolute() if save else ""),
+        "SIGNAL": "USR1" if save else "TERM",
+        "LINKS": f"${{VITRUVIAN_LINKS:-{links}}}",
+        "RETRIES": str(retries),
+        "BENCH": f"${{VITRUVIAN_BENCH-{quoted(bench.absolute() if bench else '')}}}",
+    }
+
+
+def submit(job: Job) -> str:
+    """Write a job's script and give it to sbatch.
+
+    Returns:
+        Its number.
+
+    Raises:
+        UsageError: Slurm is not here, or does not take it.
+    """
+    script = job.folder / f"{job.name}.sbatch"
+    job.folder.mkdir(parents=True, exist_ok=True)
+    script.write_text(job.text)
+    try:
+        ran = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)  # noqa: S603, S607
+    except FileNotFoundError:
+        raise UsageError("there is no sbatch here", "-n prints the job") from None
+    if ran.returncode:
+        raise UsageError(f"sbatch does not take {script}: {' '.join(ran.stderr.split())}")
+    number = ran.stdout.strip().partition(";")[0]
+    with Path(os.environ.get("VITRUVIAN_JOB_LOG", job.folder / "job_log.txt")).open("a") as log:
+        log.write(f"{number} {job.name}\n")
+    return number
+
+
+def load_settings(path: Path) -> dict[str, Any]:
+    """A user's settings for all jobs: `slurm: {site: lumi, account: …, time: …}` and `container: {image: …}`.
+
+    Raises:
+        UsageError: it is no such file.
+    """
+    try:
+        held = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    known = {"slurm": ("site", "account", "partition", "nodes", "time", "sbatch"), "container": ("image",)}
+    found: dict[str, Any] = {}
+    for section, values in held.items() if isinstance(held, dict) else [(str(held), None)]:
+        for key, value in values.items() if isinstance(values, dict) else [("", None)]:
+            if key not in known.get(section, ()):
+                told = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in known.items())
+                raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {told}")
+            found[key] = value
+    return found

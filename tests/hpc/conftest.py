@@ -1,0 +1,232 @@
+"""A real Slurm on this machine: slurmctld, and a slurmd for each of two nodes that are as large as those of the sites.
+
+Facts: slurm.conf(5) of Slurm 22.05. Several slurmd on a host need a port, a spool and a pid file each (%n), and
+`config_overrides` lets a node have more cores than there are. No accounting, no cgroups, no binding: `--cpu-bind` and
+QOS are accepted and ignored. The daemons run as root. What a test starts ends with the session.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import data, environment, forks, run, settings  # noqa: F401  # fixtures
+
+NODES, GPUS = 2, 8
+MARK = "# slurm of the tests"
+PARTITIONS = (
+    "debug MaxTime=1-00:00:00 Default=YES",
+    "standard-g MaxTime=2-00:00:00", "small MaxTime=3-00:00:00", "dev-g MaxTime=03:00:00",
+    "boost_usr_prod MaxTime=1-00:00:00", "dcgp_usr_prod MaxTime=1-00:00:00",
+    "lrd_all_serial MaxTime=04:00:00 MaxNodes=1 MaxMemPerNode=30800",
+)  # fmt: skip
+CONFIG = """
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+StateSaveLocation={lab}/state
+SlurmdSpoolDir={lab}/state/%n
+SlurmctldPidFile={lab}/slurmctld.pid
+SlurmdPidFile={lab}/%n.pid
+SlurmctldLogFile={lab}/slurmctld.log
+SlurmdLogFile={lab}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+SwitchType=switch/none
+MpiDefault=none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=5
+MessageTimeout=10
+PropagateResourceLimits=NONE
+UnkillableStepTimeout=20
+EnforcePartLimits=ALL
+RequeueExit=75
+GresTypes=gpu
+"""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A running Slurm.
+
+    Attributes:
+        folder: its state.
+        env: variables of everything that speaks to it.
+    """
+
+    folder: Path
+    env: dict[str, str]
+
+    def call(self, *words: object, code: int | None = 0) -> str:
+        """Run a program that speaks to Slurm; its output."""
+        ran = subprocess.run(
+            [str(word) for word in words], env=self.env, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert code is None or ran.returncode == code, ran.stdout + ran.stderr
+        return ran.stdout + ran.stderr
+
+    def facts(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says."""
+        pairs = (word.partition("=") for word in self.call("scontrol", "show", "job", job).split())
+        return {name: value for name, _, value in pairs}
+
+    def wait(self, job: str, *states: str, seconds: float = 120) -> dict[str, str]:
+        """Until a job is in one of some states, or at its end."""
+        until = time.monotonic() + seconds
+        wanted = states or ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
+        while (facts := self.facts(job))["JobState"] not in wanted:
+            assert time.monotonic() < until, (facts, self.log())
+            time.sleep(0.5)
+        return facts
+
+    def idle(self, seconds: float = 180) -> None:
+        """Until no job is left, whatever it may wait for."""
+        until = time.monotonic() + seconds
+        while left := self.call("squeue", "--noheader", "--format=%i %j %T %r").strip():
+            assert time.monotonic() < until, (left, self.log())
+            time.sleep(0.5)
+
+    def log(self) -> str:
+        """The controller's last lines."""
+        return (self.folder / "slurmctld.log").read_text()[-3000:]
+
+    def node(self, name: str) -> None:
+        """Start a node."""
+        self.call("slurmd", "-N", name, "-f", self.folder / "slurm.conf")
+
+    def fail(self, name: str) -> None:
+        """Kill a node."""
+        os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGKILL)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has."""
+    held = [socket.socket() for _ in range(count)]
+    for one in held:
+        one.bind(("127.0.0.1", 0))
+    found = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return found
+
+
+def munge() -> subprocess.Popen[bytes] | None:
+    """The service that Slurm's programs know each other by; None if it runs already."""
+    if subprocess.run(["munge", "-n"], capture_output=True, timeout=10, check=False).returncode == 0:
+        return None
+    key = Path("/etc/munge/munge.key")
+    if not key.is_file():
+        key.write_bytes(os.urandom(1024))
+    for folder in ("/run/munge", "/var/log/munge", "/var/lib/munge"):
+        Path(folder).mkdir(exist_ok=True)
+    for place in ("/run/munge", "/var/log/munge", "/var/lib/munge", "/etc/munge", key):
+        shutil.chown(place, "munge", "munge")
+    Path("/run/munge").chmod(0o755)
+    key.chmod(0o400)
+    started = subprocess.Popen(
+        ["munged", "--foreground", "--force"], user="munge", group="munge", stderr=subprocess.DEVNULL
+    )
+    for _ in range(50):
+        if Path("/run/munge/munge.socket.2").exists():
+            break
+        time.sleep(0.1)
+    return started
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Two nodes, with the sites' partitions."""
+    missing = [name for name in ("slurmctld", "slurmd", "munged") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} here: apt-get install --no-install-recommends slurm-wlm munge")
+    if os.geteuid():
+        pytest.skip("slurmctld and slurmd want root")
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "state").mkdir()
+    names = [f"n{number}" for number in range(1, NODES + 1)]
+    port, *ports = free_ports(1 + NODES)
+    host = socket.gethostname().partition(".")[0]
+    lines = [CONFIG.format(host=host, port=port, lab=folder)]
+    shape = f"CPUs=64 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=514000 Gres=gpu:mi250:{GPUS}"
+    for name, one in zip(names, ports, strict=True):
+        lines.append(f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={one} {shape}")
+    lines += [f"PartitionName={words} Nodes=ALL State=UP" for words in PARTITIONS]
+    (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+    gres = [f"NodeName={name} Name=gpu Type=mi250 File={folder}/gpu[0-{GPUS - 1}]\n" for name in names]
+    (folder / "gres.conf").write_text("".join(gres))
+    try:
+        for number in range(GPUS):  # a device node is wanted, this one is like /dev/null
+            os.mknod(folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("no device nodes can be made here, which GPUs of Slurm are")
+    hosts, service = Path("/etc/hosts"), munge()
+    before = hosts.read_text()
+    hosts.write_text(f"{before.rstrip()}\n127.0.0.1 {' '.join(names)} {MARK}\n")  # the first one is MASTER_ADDR
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    held = Lab(folder, environment() | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path})
+    try:
+        held.call("slurmctld", "-c", "-f", folder / "slurm.conf")
+        for name in names:
+            held.node(name)
+        for _ in range(100):
+            if held.call("sinfo", "-h", "-p", "debug", "-t", "idle", "-o", "%D", code=None).strip() == str(NODES):
+                break
+            time.sleep(0.1)
+        yield held
+    finally:
+        held.call("scancel", "--user=root", code=None)
+        for name in (*names, "slurmctld"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                os.kill(int((folder / f"{name}.pid").read_text()), signal.SIGTERM)
+        if service is not None:
+            service.terminate()
+            service.wait(timeout=10)
+        hosts.write_text("".join(line for line in hosts.read_text().splitlines(True) if MARK not in line))
+
+
+@pytest.fixture
+def queue(lab: Lab) -> Iterator[Lab]:
+    """Slurm with nothing in it, before and after."""
+    yield lab
+    lab.call("scancel", "--user=root")
+    lab.idle(60)
+
+
+@pytest.fixture
+def submitted(queue: Lab, tmp_path: Path, train: Callable[..., object], convert: Callable[..., object],
+              monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:  # fmt: skip
+    """`submitted("train", word, …)`: `train submit …` in an empty folder, and the job's number."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in queue.env.items():
+        monkeypatch.setenv(name, value)
+
+    def submit(program: str, *words: object) -> str:
+        ran = (train if program == "train" else convert)("submit", *words)
+        assert ran.code == 0, ran.err  # type: ignore[attr-defined]
+        return str(ran.out.split()[-1])  # type: ignore[attr-defined]
+
+    return submit

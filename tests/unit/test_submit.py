@@ -1,0 +1,268 @@
+"""Jobs as they are printed: the sites' facts, the golden scripts, and what is refused before Slurm is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from shutil import which
+
+import pytest
+import yaml
+
+from converters.slurm import Wishes, cpu_header, load_site, megabytes_of, options_of, seconds_of
+from formats.errors import RefusedError, UsageError
+
+ROOT = Path(__file__).parents[2]
+CONTAINERS = ROOT / "containers"
+SITES = ("lumi", "leonardo", "local")
+SCRIPTS = sorted([CONTAINERS / "run", CONTAINERS / "schedule.sh", *CONTAINERS.glob("*/*.sh")])
+TREE = {
+    "model": {"path": "start"}, "data": {"train": ["P"], "seq_length": 64}, "batch": {"size": 192},
+    "optim": {"lr": 1e-5}, "steps": {"train_iters": 8}, "save": {"path": "save"},
+}  # fmt: skip
+ASKED = {
+    "training": ["train", "run1/config.yml", "--optim.lr", "1e-6", "--nodes", "24", "--bench", "pp.sh"],
+    "torchrun": [
+        "train",
+        "run1/config.yml",
+        "--nodes",
+        "8",
+        "--launcher",
+        "torchrun",
+        "--jobs",
+        "3",
+        "--time",
+        "20:00:00",
+    ],
+    "preflight": ["train", "--preflight", "--nodes", "4", "--sbatch", "exclude=n1"],
+    "evaluation": ["train", "eval", "run1", "--all", "--time", "2:00:00"],
+    "tokenizing": ["train", "tokenize", "--input", "a b.jsonl", "--vocab-file", "m.model", "--output-prefix", "P"],
+    "conversion": ["convert", "hf2megatron", "MODEL", "out", "--tp", "2"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a run in it, where a user stands."""
+    (tmp_path / "run1").mkdir()
+    (tmp_path / "run1/config.yml").write_text(yaml.safe_dump(TREE))
+    (tmp_path / "pp.sh").write_text("#!/bin/bash\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("VITRUVIAN_SITE", "VITRUVIAN_IMAGE", "VITRUVIAN_SETTINGS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def said(words: list[object], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program."""
+    return subprocess.run(
+        [str(word) for word in words], env=env, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+
+
+def launcher(site: str, *words: str, path: str) -> str:
+    """What `containers/run -n` prints."""
+    env = {
+        "PATH": path,
+        "USER": "ada",
+        "HOME": "/home/ada",
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_PER_TASK": "7",
+        "SLURM_NTASKS": "8",
+        "SLURM_JOB_PARTITION": "gpus",
+    }
+    ran = said([CONTAINERS / "run", "-n", "--site", site, *words], env)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_jobs_and_launcher_are_the_golden_ones(site, train, convert, folder, model, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/apptainer").symlink_to("/bin/true")
+    shown = []
+    for name, (program, *asked) in ASKED.items():
+        words = [str(model()) if word == "MODEL" else word for word in asked]
+        image = [] if name == "conversion" else ["--image", "/scratch/v.sif"]
+        ran = (train if program == "train" else convert)(
+            "submit", "--site", site, "--account", "P", *image, *words, "-n"
+        )
+        assert ran.code == 0, ran.err
+        head, body = re.split(r"\n\n(?=# )", ran.out, maxsplit=1)
+        kind = "preflight" if name == "preflight" else "chain"
+        assert body == (CONTAINERS / f"slurm/{kind}.sh").read_text()
+        shown.append(f"### {name}: {program} submit\n{head}\n")
+    path = f"{tmp_path}/bin:/usr/bin:/bin"
+    if site != "local":  # where the flag for GPUs is that of this machine
+        shown.append("### launcher\n" + launcher(site, "--image", "/scratch/v.sif", "train", "run", path=path))
+    shown.append("### launcher, no image\n" + launcher(site, "train", "run", path=path))
+    text = "\n".join(shown)
+    for here, name in (
+        (tmp_path, "HERE"),
+        (ROOT, "VITRUVIAN"),
+        (Path(sys.executable).parent, "BIN"),
+        (model(), "MODEL"),
+    ):
+        text = text.replace(str(here), name)
+    golden = ROOT / f"tests/hpc/golden/{site}.txt"
+    assert text == golden.read_text()
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_the_shell_and_the_submission_read_the_same_facts(site):
+    code = f'CACHE=x; . {CONTAINERS}/sites/{site}.sh; for name in "${{!SITE_@}}"; do echo "$name=${{!name}}"; done'
+    said = subprocess.run(["bash", "-euc", code], capture_output=True, text=True, timeout=20, check=True).stdout
+    facts = dict(line.split("=", 1) for line in said.splitlines())
+    found = load_site(site)
+    assert options_of(facts["SITE_GPU"].split()) == found.gpu
+    assert facts["SITE_SRUN"].split() == found.srun
+    assert [options_of(facts[f"SITE_CPU_{number}"].split()) for number in range(1, 1 + len(found.cpu))] == found.cpu
+
+
+def test_the_masks_of_lumi_are_seven_cores_each_beside_their_die():
+    site = load_site("lumi")
+    (option,) = site.srun
+    masks = [int(mask, 16) for mask in option.removeprefix("--cpu-bind=mask_cpu:").split(",")]
+    assert len(masks) == site.tasks == 8
+    cores = [[core for core in range(64) if mask >> core & 1] for mask in masks]
+    assert all(len(one) == int(site.gpu["cpus-per-task"]) == 7 for one in cores)
+    assert len({core for one in cores for core in one}) == 56
+    assert not any(core % 8 == 0 for one in cores for core in one)  # the first of eight is the system's
+    assert [one[0] // 16 for one in cores] == [3, 3, 1, 1, 0, 0, 2, 2]  # NUMA domain of each die, 16 cores each
+    assert all(one[-1] - one[0] == 6 for one in cores)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(path):
+    program = which("shellcheck", path=f"{Path(sys.executable).parent}:/usr/bin")
+    ran = said([program, "--shell=bash", "--external-sources", path])
+    assert ran.returncode == 0, ran.stdout
+
+
+def test_a_script_of_all_sites_passes_bash(train, folder):
+    for site in SITES:
+        ran = train("submit", "--site", site, "run1/config.yml", "--nodes", "1", "-n")
+        subprocess.run(["bash", "-n"], input=ran.out, text=True, timeout=20, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nodes", "5", "--site", "lumi", "run1/config.yml"], "batch.size is 192"),
+        (["--site", "mars", "run1/config.yml"], "there is no site 'mars'"),
+        (["--site", "lumi", "run1/config.yml", "--time", "3-00"], "standard-g of lumi gives 2-00:00:00, not 3-00"),
+        (["run1/config.yml", "--time", "soon"], "is no time"),
+        (["run1/config.yml", "--time", "10"], "leaves nothing before the last 600 s"),
+        (["run1/config.yml", "--bench", "none.sh"], "none.sh is not there"),
+        (["run1/config.yml", "--jobs", "0"], "neither auto nor a number"),
+        (["run1/config.yml", "--optim.rl", "1"], "optim.rl is no setting"),
+        (["run1/config.yml", "--sbatch", "--nodes 4"], "is no option of sbatch"),
+        (["--preflight", "run1/config.yml"], "--preflight examines nodes"),
+        ([], "what is to be submitted?"),
+        (["--settings", "run1/config.yml", "run1/config.yml"], "batch.size is no setting of a job"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(train, folder, words, message):
+    ran = train("submit", *words, "-n")
+    assert ran.code == 2
+    assert message in ran.err
+
+
+def test_settings_of_a_user_stand_behind_options(train, folder):
+    Path("mine.yml").write_text(
+        "slurm: {site: lumi, account: A, nodes: 2, sbatch: [qos=x]}\ncontainer: {image: v.sif}\n"
+    )
+    ran = train("submit", "--settings", "mine.yml", "run1/config.yml", "--account", "B", "-n")
+    assert ran.code == 0, ran.err
+    for line in ("account=B", "nodes=2", "qos=x", "partition=standard-g"):
+        assert f"#SBATCH --{line}\n" in ran.out
+    assert f"export VITRUVIAN_IMAGE={folder}/v.sif\n" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "megabytes", "partition"),
+    [(3600, 2000, "lrd_all_serial"), (3600, 40_000, "dcgp_usr_prod"), (5 * 3600, 2000, "dcgp_usr_prod")],
+)
+def test_a_conversion_takes_the_first_partition_that_is_enough(seconds, megabytes, partition):
+    header = cpu_header(load_site("leonardo"), Wishes("leonardo", {}, None), seconds, megabytes)
+    assert header["partition"] == partition
+
+
+def test_a_conversion_beyond_every_partition_is_refused():
+    with pytest.raises(RefusedError, match="more than a partition of leonardo has"):
+        cpu_header(load_site("leonardo"), Wishes("leonardo", {}, None), 3600, 500_000)
+    with pytest.raises(RefusedError):
+        cpu_header(
+            load_site("leonardo"), Wishes("leonardo", {"partition": "lrd_all_serial", "mem": "40G"}, None), 60, 1
+        )
+
+
+def test_no_conversion_is_submitted_that_would_be_refused(convert, folder, model):
+    assert "'inspect' is no conversion" in convert("submit", "inspect", str(model()), "-n").err
+    ran = convert("submit", "hf2megatron", "nowhere", "out", "-n")
+    assert (ran.code, ran.out) == (3, "")
+    (folder / "out").mkdir()
+    (folder / "out/mine").write_text("")
+    assert convert("submit", "hf2megatron", str(model()), "out", "-n").code == 7
+
+
+def test_times_and_sizes_are_those_of_sbatch():
+    times = {"90": 5400, "1:30": 90, "20:00:00": 72000, "1-12": 129600, "2-00:00:00": 172800, "1-00:30": 88200}
+    assert {text: seconds_of(text) for text in times} == times
+    assert [megabytes_of(text) for text in ("30800", "28G", "1T", "512K", "5GB")] == [30800, 28672, 2**20, 0.5, 5120]
+    with pytest.raises(UsageError):
+        megabytes_of("much")
+
+
+def test_the_launcher_knows_what_is_unwise(folder, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/apptainer").symlink_to("/bin/true")
+    (tmp_path / "unpacked").mkdir()
+    env = {
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "HF_HOME": f"{tmp_path}/hf",
+        "PYTHONPATH": "/mine",
+    }
+    words = [CONTAINERS / "run", "-n", "--image", f"{tmp_path}/unpacked", "train"]
+    ran = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=True)
+    assert ran.stderr.count("is in the home folder") == 2
+    assert "is an unpacked image" in ran.stderr
+    assert "PYTHONPATH" not in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "no command"), (["--site", "mars", "train"], "no site mars"), (["--image", "x.sif", "train"], "neither")],
+)
+def test_the_launcher_refuses(words, message, tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "dirname", "hostname"):  # and no apptainer, wherever it may be installed
+        (tmp_path / "bin" / name).symlink_to(str(which(name)))
+    ran = said([CONTAINERS / "run", *words], {"PATH": f"{tmp_path}/bin", "HOME": "/"})
+    assert (ran.returncode, message in ran.stderr) == (2, True), ran.stderr
+
+
+def test_schedule_wants_a_job_of_ours(folder):
+    (folder / "launch.sh").write_text("#!/bin/bash\ndeepy.py train.py x.yml\n")
+    words = ["bash", CONTAINERS / "schedule.sh", "launch.sh", "3", "pp.sh"]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    assert (ran.returncode, "train submit CONFIG.yml -n > launch.sh" in ran.stderr) == (2, True)
+
+
+def test_the_users_call_submits_a_chain(folder):
+    (folder / "sbatch").write_text('#!/bin/sh\necho "42;lab"\n')
+    (folder / "sbatch").chmod(0o755)
+    path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "VITRUVIAN_SITE": "lumi"}
+    words = ["bash", CONTAINERS / "schedule.sh", "run1/config.yml", "3", "pp.sh"]
+    ran = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "Submitted batch job 42\n"), ran.stderr
+    assert "1 node for 48 h, at the most 48 node hours a job" in ran.stderr
+    assert (folder / "job_log.txt").read_text() == "42 run1\n"
+    script = (folder / "run1/slurm/run1.sbatch").read_text()
+    assert "LINKS=${VITRUVIAN_LINKS:-3}\n" in script
+    assert f"BENCH=${{VITRUVIAN_BENCH-{folder}/pp.sh}}\n" in script

@@ -10,7 +10,7 @@ export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-hpc test-gpu lint type bench clean
+.PHONY: help setup demo test test-fast test-hpc test-gpu test-torch image locks lint type bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,12 +42,32 @@ test: $(VENV)/.test  ## all tests, real megatron-core included
 test-fast: $(VENV)/.test  ## the tests that start no other framework
 	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) -m "not megatron and not distributed"
 
-test-hpc: $(VENV)/.test  ## jobs on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
+test-hpc: $(VENV)/.test  ## jobs on a real Slurm, an image by a real Apptainer, on this machine (root; apt-get install slurm-wlm munge)
 	$(BIN)/python -m pytest --verbose -rs tests/hpc
 
 test-gpu: $(VENV)/.test  ## on a machine with a GPU: attention, trainings, speed beside TRL
 	$(BIN)/python -m pytest --verbose -m gpu tests/gpu
 	$(BIN)/python -m tests.bench.gpu
+
+TORCH ?= 2.10.0
+OTHER := build/torch-$(TORCH)
+
+$(OTHER)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
+		torch==$(TORCH) --editable '.[test]'
+	@touch $@
+
+test-torch: $(OTHER)/.made  ## what trains, saves and reads checkpoints, with the oldest torch (TORCH=2.10.0)
+	$(OTHER)/bin/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal tests/train tests/golden/test_fsdp.py \
+		tests/roundtrip/test_fsdp_roundtrip.py tests/unit/test_fsdp2hf.py
+
+image:  ## an image for Apptainer or Singularity: VARIANT=cpu, cuda, rocm or rocm-laif (containers/IMAGES.md)
+	containers/build.sh $(VARIANT) $(BUILD)
+
+locks:  ## resolve the packages of the images anew, with their hashes (needs uv)
+	containers/locks/lock.sh
 
 lint: $(VENV)/.test  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -165,19 +165,32 @@ def _later(placements: Sequence[tuple[Any, int, int]], strided: Any, dim: int) -
 def _coordinates(mesh: Mapping[str, Any], rank: int) -> tuple[list[int], list[int]]:
     """The place of a rank in a DeviceMesh, and the size of each of its dimensions."""
     if "_layout" in mesh:  # torch 2.10 and later
-        inner = (_fields(axis.state) for axis in _fields(mesh["_layout"].state)["axes"])
-        axes = [(axis["shape"], axis["stride"]) for axis in inner]
+        axes = _axes(_fields(mesh["_layout"].state))
         position = list(mesh["_flatten_rank_map"]).index(rank)
         found = []
-        for sizes, strides in axes:
+        for parts, strides in axes:
             index = 0
-            for size, stride in zip(sizes, strides, strict=True):
+            for size, stride in zip(parts, strides, strict=True):
                 index = index * size + position // stride % size
             found.append(index)
-        return found, [prod(sizes) for sizes, _ in axes]
+        return found, [prod(parts) for parts, _ in axes]
     sizes = list(mesh["mesh"].shape)
     position = list(mesh["_flatten_mesh_list"]).index(rank)
     return [position // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes)], sizes
+
+
+def _axes(layout: Mapping[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Sizes and strides of each mesh dimension (torch/distributed/_mesh_layout.py): several where it was flattened."""
+    if "axes" in layout:  # torch 2.13
+        inner = (_fields(axis.state) for axis in layout["axes"])
+        return [(axis["shape"], axis["stride"]) for axis in inner]
+    sizes, strides = ((one if isinstance(one, tuple) else (one,)) for one in (layout["shape"], layout["stride"]))
+    return [(_numbers(size), _numbers(stride)) for size, stride in zip(sizes, strides, strict=True)]  # torch 2.10
+
+
+def _numbers(nested: Any) -> tuple[int, ...]:
+    """The numbers of a number, or of tuples in one another."""
+    return tuple(n for one in nested for n in _numbers(one)) if isinstance(nested, tuple) else (int(nested),)
 
 
 # --- flat parameters (FSDP1, LOCAL_STATE_DICT) -----------------------------------------------------------------------

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +95,19 @@ def _first_host(nodes: str) -> str:
 
 
 @contextmanager
+def _on_stderr() -> Iterator[None]:
+    """Send to stderr what libraries write: gloo of torch 2.10 tells on stdout, where results are, who is connected."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
 def world(replicas: int, minutes: float) -> Iterator[World]:
     """Join the other ranks.
 
@@ -103,6 +118,8 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     Raises:
         UsageError: the ranks cannot be divided so.
     """
+    # torch 2.10 says so of its own writer of checkpoints
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, "torch.distributed")
     os.environ.update(environment(os.environ))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks % replicas:
@@ -112,10 +129,12 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     if cuda:
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=minutes)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    with _on_stderr():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     try:
-        mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
-        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+        with _on_stderr():
+            mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+            groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
         yield World(rank, ranks, device, mesh, *groups)
     finally:
         dist.destroy_process_group()

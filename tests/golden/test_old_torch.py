@@ -1,4 +1,4 @@
-"""Checkpoints that torch 2.1.2 and 2.4.1 wrote: other classes in the pickles, no version, no mesh layout.
+"""Checkpoints that torch 2.1.2, 2.4.1 and 2.10.0 wrote: other classes in the pickles, no version, another mesh layout.
 
 `expected.safetensors` is the state dict from which they were saved (old_torch/README.md).
 """
@@ -20,7 +20,7 @@ ODD = sorted(path for path in (HERE / "odd").iterdir() if path.is_dir())
 def test_there_are_folders():
     assert [path.name for path in LLAMA] == [
         "dcp_fsdp1_2.1.2", "dcp_fsdp1mesh_2.4.1", "dcp_fsdp2_2.4.1", "local_flat_2.1.2", "local_orig_2.4.1",
-        "ranks_fsdp1_2.1.2", "ranks_fsdp1mesh_2.4.1", "ranks_fsdp2_2.4.1",
+        "ranks_fsdp1_2.1.2", "ranks_fsdp1mesh_2.4.1", "ranks_fsdp2_2.10.0", "ranks_fsdp2_2.4.1", "ranks_hsdp_2.10.0",
     ]  # fmt: skip
     assert [path.name for path in ODD] == ["noflat_2.1.2", "noflat_2.4.1", "tree_2.1.2"]
 

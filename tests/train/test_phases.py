@@ -43,7 +43,8 @@ def test_a_surplus_job_ends_at_once(settings, run):
     assert first.code == 0, first.out
     log = (first.save / "log.jsonl").read_bytes()
     again = run(config)
-    assert (again.code, again.out) == (0, "nothing left to do: global_step102 is behind the last of 2 steps\n")
+    told = [line for line in again.out.splitlines() if not line.startswith("[Gloo]")]  # as it does in torch 2.10
+    assert (again.code, told) == (0, ["nothing left to do: global_step102 is behind the last of 2 steps"])
     assert (again.save / "log.jsonl").read_bytes() == log
 
 

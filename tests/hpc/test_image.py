@@ -1,0 +1,193 @@
+"""The CPU image: built by a real Apptainer, then used as on a compute node, read-only and without a network.
+
+An image that is there already is taken by its name: `VITRUVIAN_SIF=vitruvian-cpu.sif pytest tests/hpc/test_image.py`.
+Building one takes minutes. It needs root for the base, which is made here of Debian packages: the registries of images
+are not reached everywhere. The rest of the build is what a user gets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.demo_train import CONFIG, GOLDEN
+from tests.hpc.test_definition import IMAGES, pinned
+
+pytestmark = [pytest.mark.hpc, pytest.mark.timeout(1500)]
+HERE = Path(__file__).parent
+BUILDER = "builder"
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+SHARED = Path("/var/tmp")
+"""Where the builder, another user, may read and write."""
+
+PIPELINE = r"""
+set -euo pipefail
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
+if python -c "import socket; socket.create_connection(('1.1.1.1', 80), 20)" 2> refused; then exit 9; fi
+tail -1 refused
+
+convert tokenizer /data/model.model start --control '<|user|>' --control '<|assistant|>' --eos '<|endoftext|>' \
+    --allow-mismatches 1
+python - <<'PYTHON'
+from transformers import AutoConfig, AutoModelForCausalLM
+
+config = AutoConfig.for_model(
+    "llama", vocab_size=253, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=256,
+)
+AutoModelForCausalLM.from_config(config).save_pretrained("start")
+PYTHON
+head -100 /data/sft.jsonl > data.jsonl
+train tokenize --input data.jsonl --vocab-file /data/model.model --append-eod --output-prefix data --workers 2
+torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 -m train run config.yml
+convert fsdp2hf run/global_step1010 model --chat-template control
+convert hf2megatron model megatron --tp 2 --pp 2
+convert verify megatron model
+convert megatron2hf megatron again
+convert diff model again
+train chat model --ids --max-new-tokens 3 --prompt saule
+"""
+
+
+def prefix():
+    """The words before a command of the ordinary user who builds and runs images."""
+    return ["runuser", "-u", BUILDER, "--"] if os.geteuid() == 0 else []
+
+
+def call(*words, folder="/", **settings):
+    command = [*prefix(), *map(str, words)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
+    return subprocess.run(command, env=env, cwd=folder, check=False, capture_output=True, text=True, timeout=1200)
+
+
+@pytest.fixture(scope="session")
+def place():
+    """A folder of the ordinary user, gone afterwards."""
+    if shutil.which("apptainer") is None:
+        pytest.skip("apptainer is not installed: tests/hpc/install_apptainer.sh")
+    made = call("mktemp", "-d", SHARED / "vitruvian-image-XXXXXX")
+    if made.returncode:
+        pytest.skip(f"no user {BUILDER} who could build: {made.stderr.strip()}")
+    yield Path(made.stdout.strip())
+    shutil.rmtree(made.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def sif(place):
+    """The CPU image."""
+    if "VITRUVIAN_SIF" in os.environ:
+        return Path(os.environ["VITRUVIAN_SIF"]).resolve()
+    if os.geteuid() or shutil.which("mmdebstrap") is None:
+        pytest.skip("a base image is made by root with mmdebstrap: or name an image with VITRUVIAN_SIF")
+    wheels = os.environ.get("PIP_FIND_LINKS", "")
+    folders = [name for name in wheels.split() if Path(name).is_dir()]
+    base = place / "base.sqsh"
+    made = subprocess.run([HERE / "make_base.sh", base, *folders], check=False, capture_output=True, text=True,
+                          timeout=600)  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    # What pip is told on this machine: where wheels lie, and whom to trust.
+    pip = f"--find-links {wheels}" if wheels else "--extra-index-url https://download.pytorch.org/whl/cpu"
+    binds = [word for name in (CERTIFICATES, *folders) for word in ("--bind", f"{name}:{name}:ro")]
+    out = place / "vitruvian-cpu.sif"
+    built = call(
+        IMAGES / "build.sh", "cpu", *binds, "--build-arg", "BOOTSTRAP=localimage", "--build-arg", f"BASE={base}",
+        "--build-arg", f"PIP_ARGS={pip}", "--mksquashfs-args", "-comp zstd -Xcompression-level 3",
+        OUT=str(out), APPTAINER_TMPDIR=str(place), APPTAINER_CACHEDIR=str(place / "cache"),
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    return out
+
+
+@pytest.fixture(scope="session")
+def inside(sif, place):
+    """`inside(words)`: run a command in the image with nothing of the host but two folders, and no network."""
+    work = place / "work"
+    call("mkdir", work, work / "tmp")
+    data = call("cp", "-r", GOLDEN, place / "data")
+    assert data.returncode == 0, data.stderr
+
+    options = [
+        "--contain", "--net", "--network", "none", "--bind", f"{work},{place}/data:/data:ro", "--pwd", str(work),
+    ]  # fmt: skip
+
+    def run(*words):
+        return call("apptainer", "exec", *options, sif, *words, TMPDIR=str(work / "tmp"))
+
+    run.work = work
+    return run
+
+
+def test_its_own_test_passes(sif):
+    ran = call("apptainer", "test", sif)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for told in ("torch 2.13.0+cpu", "to Megatron and back: the same bytes", "taken by model.attention auto"):
+        assert told in ran.stdout
+
+
+def test_its_commands_are_found_as_users_call_them(sif):
+    assert "Move LLM checkpoints" in call("apptainer", "run", sif, "convert", "--help").stdout
+    assert "attention sdpa" in call("apptainer", "run", "--app", "doctor", sif).stdout
+    assert call("apptainer", "run", "--app", "convert", sif, "formats").returncode == 0
+    assert call("apptainer", "run", "--app", "train", sif, "plan").returncode == 2
+    nothing = call("apptainer", "run", sif)
+    assert nothing.returncode == 2
+    assert "run-help" in nothing.stderr
+    assert "Variant cpu" in call("apptainer", "run-help", sif).stdout
+
+
+def test_it_says_what_it_is_and_what_is_inside(sif, inside):
+    labels = json.loads(call("apptainer", "inspect", "--json", sif).stdout)["data"]["attributes"]["labels"]
+    assert labels["vitruvian.variant"] == "cpu"
+    assert labels["org.opencontainers.image.version"] == "0.1.0"
+    document = json.loads(inside("cat", "/opt/vitruvian/sbom.json").stdout)
+    held = {one["name"]: one["version"] for one in document["components"] if one["purl"].startswith("pkg:pypi/")}
+    assert pinned("cpu").items() <= held.items()
+    assert {"libc6", "libssl3"} <= {one["name"] for one in document["components"]}
+
+
+def test_from_dialogues_to_megatron_with_nothing_but_the_image(inside):
+    settings = CONFIG.replace("train_iters: 60", "train_iters: 10")
+    made = inside("python", "-c", f"open('config.yml', 'w').write({settings!r})")
+    assert made.returncode == 0, made.stderr
+    ran = inside("bash", "-c", PIPELINE)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "Network is unreachable" in ran.stdout
+    assert "step 10/10 (global 1010)" in ran.stdout
+    assert "answer, " in ran.stdout
+
+
+def test_it_writes_only_where_caches_belong(inside):
+    for folder in ("/opt/vitruvian", "/usr", "/scratch"):
+        ran = inside("touch", f"{folder}/new")
+        assert "Read-only file system" in ran.stderr
+    shown = json.loads(inside("python", "-c", "import json, os; print(json.dumps(dict(os.environ)))").stdout)
+    caches = inside.work / "tmp" / f"vitruvian-{_uid()}"
+    assert shown["TRITON_CACHE_DIR"] == f"{caches}/triton"
+    assert shown["TORCH_EXTENSIONS_DIR"] == f"{caches}/extensions"
+    # The training above has compiled nothing: had it, it would lie here.
+    assert [path for path in caches.rglob("*") if path.is_file()] == []
+
+
+def test_a_job_names_its_own_caches(sif):
+    ran = call("apptainer", "exec", sif, "python", "-c", "import os; print(os.environ['TRITON_CACHE_DIR'])",
+               TRITON_CACHE_DIR="/scratch/triton")  # fmt: skip
+    assert ran.stdout == "/scratch/triton\n"
+
+
+def _uid():
+    return call("id", "-u").stdout.strip()
+
+
+def test_packages_of_the_user_stay_outside(sif, place):
+    """Neither `PYTHONPATH` nor the user's own site-packages of the host take the place of what is in the image."""
+    folder = place / "host/lib/python3.11/site-packages"
+    call("mkdir", "-p", folder)
+    call("bash", "-c", f"echo 'raise SystemExit(1)' > {folder}/torch.py")
+    ran = call("apptainer", "exec", "--bind", place / "host", sif, "python", "-c", "import torch; print('fine')",
+               PYTHONPATH=str(folder), PYTHONUSERBASE=str(place / "host"))  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (0, "fine\n"), ran.stderr

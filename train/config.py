@@ -205,6 +205,9 @@ class Config(_Part):
     )
     neftune_alpha: Annotated[float, Field(ge=0)] = Field(0.0, description="Noise on embeddings, for each document.")
     export: Path | None = Field(None, description="Hugging Face folder that is written at the end.")
+    chat_template: str | None = Field(
+        None, description="Name or file of its chat template; else it has the start's, if that has one."
+    )
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:

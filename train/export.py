@@ -25,11 +25,16 @@ ADAPTER = "adapter"
 WEIGHTS = "adapter_model.safetensors"
 
 
-def export(checkpoint: Path, out: Path) -> None:
+def export(checkpoint: Path, out: Path, template: str | None = None) -> None:
     """Convert a checkpoint; in bf16, without a process group, in constant memory, read back and compared.
 
     Of one with adapters OUT is the merged model, and `OUT/adapter` what peft loads. Memory is that of the adapters and
     of the largest matrix in float32; while it runs, the disk holds merged matrices twice.
+
+    Args:
+        checkpoint: of this trainer.
+        out: the new folder.
+        template: name or file of a chat template; None keeps that of the model, if it has one.
 
     Raises:
         VitruvianError: as the converter says.
@@ -38,7 +43,7 @@ def export(checkpoint: Path, out: Path) -> None:
 
     request = Request(out, cast="bf16", quiet=True)
     if not (checkpoint / NOTE).is_file():
-        run(plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE), request)
+        run(plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE, template), request)
         return
     said = json.loads((checkpoint / NOTE).read_bytes())
     base = open_checkpoint(Path(said["base_model_name_or_path"]))
@@ -47,7 +52,7 @@ def export(checkpoint: Path, out: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        plan = plan_huggingface(_merged(base, checkpoint, said, scratch), request, SHARD_SIZE)
+        plan = plan_huggingface(_merged(base, checkpoint, said, scratch), request, SHARD_SIZE, template)
         assert plan.target is not None
         own = {f"{ADAPTER}/{NOTE}": checkpoint / NOTE, f"{ADAPTER}/{WEIGHTS}": scratch / WEIGHTS}
         run(replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own})), request)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -116,6 +117,16 @@ def test_every_family_trains_and_converts_without_a_flag(settings, run, convert,
     assert losses[-1] < losses[0]
     found = convert("verify", tmp_path / "out", "--json")
     assert found.code == 0, found.err
+
+
+def test_an_export_has_the_chat_template_that_is_asked_for(settings, run, talker, tmp_path):
+    shutil.copytree(talker, tmp_path / "start")
+    (tmp_path / "start/chat_template.jinja").unlink()
+    config = settings(steps={"train_iters": 1}, model={"path": str(tmp_path / "start")})
+    ran = run(config, "--export", tmp_path / "out", "--chat_template", "control")
+    assert ran.code == 0, ran.out
+    for name in ("chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (talker / name).read_bytes()
 
 
 def test_perplexity_is_the_same_on_any_ranks(settings, run, data):

@@ -38,7 +38,7 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
                 click.echo(f"note: {note}", err=True)
         progress = train(settings, ranks, click.echo)
     if settings.export is not None and ranks.first and not settings.export.exists():
-        export(settings.save.path / progress.name, settings.export)
+        export(settings.save.path / progress.name, settings.export, settings.chat_template)
         click.echo(f"exported to {settings.export}")
 
 

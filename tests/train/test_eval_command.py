@@ -157,7 +157,7 @@ def test_every_checkpoint_without_results(copy, evaluate, data):
     assert evaluate(copy, "--checkpoint", 140).code == 0
     lines = [json.loads(line) for line in (copy / "evaluations.jsonl").read_text().splitlines()]
     assert [line["global_step"] for line in lines] == [120, 140]
-    assert lines[2] == first  # what the training itself found, to the last bit
+    assert lines[1] == first  # what the training itself found, to the last bit
 
 
 def test_texts_that_nobody_tokenized(copy, evaluate, tmp_path):

@@ -69,10 +69,11 @@ def test_either_side_may_lack_a_config(run_folder, model, convert, tmp_path):
 
 
 def test_a_class_of_the_wrapper_loses_its_prefix_and_nothing_else(run_folder, model, convert, tmp_path):
-    """Stripping the letters F, S, D and P would make hi3ForCausalLM of Phi3ForCausalLM."""
+    """Stripping the letters F, S, D and P would make ersimmonForCausalLM of PersimmonForCausalLM."""
     base = tmp_path / "base"
     shutil.copytree(model("llama"), base)
-    for named, kept in (("FSDPLlamaForCausalLM", "LlamaForCausalLM"), ("FSDPPhi3ForCausalLM", "Phi3ForCausalLM")):
+    for kept in ("LlamaForCausalLM", "PersimmonForCausalLM"):
+        named = f"FSDP{kept}"
         config = json.loads((base / "config.json").read_text()) | {"architectures": [named]}
         (base / "config.json").write_text(json.dumps(config))
         out = tmp_path / kept

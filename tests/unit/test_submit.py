@@ -102,8 +102,8 @@ def test_jobs_and_launcher_are_the_golden_ones(site, train, convert, folder, mod
     text = "\n".join(shown)
     for here, name in (
         (tmp_path, "HERE"),
-        (ROOT, "VITRUVIAN"),
         (Path(sys.executable).parent, "BIN"),
+        (ROOT, "VITRUVIAN"),
         (model(), "MODEL"),
     ):
         text = text.replace(str(here), name)

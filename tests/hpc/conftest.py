@@ -118,6 +118,14 @@ class Lab:
         """Start a node."""
         self.call("slurmd", "-N", name, "-f", self.folder / "slurm.conf")
 
+    def ready(self) -> bool:
+        """Wait until all nodes are idle; whether they are."""
+        for _ in range(300):
+            if self.call("sinfo", "-h", "-p", "debug", "-t", "idle", "-o", "%D", code=None).strip() == str(NODES):
+                return True
+            time.sleep(0.1)
+        return False
+
     def fail(self, name: str) -> None:
         """Kill a node."""
         os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGKILL)
@@ -194,11 +202,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         held.call("slurmctld", "-c", "-f", folder / "slurm.conf", code=None)
         for name in names:
             held.call("slurmd", "-N", name, "-f", folder / "slurm.conf", code=None)
-        for _ in range(300):
-            if held.call("sinfo", "-h", "-p", "debug", "-t", "idle", "-o", "%D", code=None).strip() == str(NODES):
-                break
-            time.sleep(0.1)
-        else:  # a container without the rights for it, say: nothing of ours has run yet
+        if not held.ready():  # a container without the rights for it, say: nothing of ours has run yet
             told = (folder / "slurmctld.log").read_text()[-500:] if (folder / "slurmctld.log").is_file() else "no log"
             pytest.skip(f"this machine cannot run Slurm's daemons: {told}")
         yield held

@@ -167,8 +167,9 @@ def test_a_failed_node_brings_the_job_back_to_the_queue(job, queue: Lab, tmp_pat
     facts = queue.wait(job_id, "PENDING", seconds=90)
     assert facts["Restarts"] == "1"
     queue.node("n2")
+    assert queue.ready(), queue.log()
     queue.call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
-    assert queue.wait(job_id)["JobState"] == "COMPLETED"
+    assert queue.wait(job_id)["JobState"] == "COMPLETED", logs(tmp_path) + queue.log()
     assert "restart 1" in logs(tmp_path)
 
 

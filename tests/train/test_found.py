@@ -145,3 +145,20 @@ def test_another_start_is_converted_again(settings, run, model, convert, tmp_pat
         convert("digest", tmp_path / "save/start").out.split()[0]
         == convert("digest", tmp_path / "fsdp1").out.split()[0]
     )
+
+
+def test_numbers_go_through_a_file_of_settings_as_they_are():
+    import yaml
+
+    from train.init import text_of
+
+    for value in (1.25e-5, 1e-5, 8e-6, 1e-8, 0.1, 3.0, 1e30):
+        text = "\n".join(text_of({"optim.lr": value}))
+        assert yaml.safe_load(text)["optim"]["lr"] == value
+
+
+def test_documents_that_are_left_out_are_told(settings, train):
+    told = train("plan", settings(data={"seq_length": 15}))
+    assert "documents with" in told.err
+    assert "are longer than a row: left out" in told.err
+    assert "longer than a row" not in train("plan", settings(data={"seq_length": 15, "packing": "packed"})).err

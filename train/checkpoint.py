@@ -98,7 +98,7 @@ def ours(save: Path) -> list[Path]:
 
 
 def require_places(save: Path, progress: Progress, total: int) -> None:
-    """See that no checkpoint that is to come would replace what this trainer has not made.
+    """See that no checkpoint that is to come would replace what this run has not made.
 
     Raises:
         OutputError: one would.
@@ -106,9 +106,9 @@ def require_places(save: Path, progress: Progress, total: int) -> None:
     for path in save.glob(f"{PREFIX}*"):
         number = re.fullmatch(rf"{PREFIX}(\d+)", path.name)
         taken = number and progress.step < int(number[1]) - progress.offset <= total
-        if taken and (path.is_symlink() or not is_ours(path)):
+        if taken and (path.is_symlink() or not is_ours(path) or read_progress(path).offset != progress.offset):
             raise OutputError(
-                f"{path} is no checkpoint of this trainer, and one of this run would take its place",
+                f"{path} is no checkpoint of this run, and one of this run would take its place",
                 "take another save.path, or the steps.iteration_offset of the checkpoint to start from",
             )
 

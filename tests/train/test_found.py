@@ -48,12 +48,15 @@ def test_nobody_elses_checkpoint_is_replaced(save, tmp_path):
     (save / "global_step6").mkdir()
     (save / "global_step7_good").mkdir()
     require_places(save, Progress(6, 0, 4, 1, "rows", 9, 24), 10)
-    with pytest.raises(OutputError, match="global_step6 is no checkpoint of this trainer"):
+    with pytest.raises(OutputError, match="global_step6 is no checkpoint of this run"):
         require_places(save, Progress(0, 0, 4, 1, "rows", 9, 24), 6)
     (save / "global_step6").rmdir()
     (save / "global_step6").symlink_to(save / "global_step4")
     with pytest.raises(OutputError, match="global_step6 is no checkpoint"):
         require_places(save, Progress(0, 0, 4, 1, "rows", 9, 24), 6)
+    (save / "global_step6").unlink()
+    with pytest.raises(OutputError, match="global_step4 is no checkpoint of this run"):  # but of one that began at 0
+        require_places(save, Progress(0, 3, 4, 1, "rows", 0, 24), 6)
     shutil.copytree(save / "global_step2", save / "global_step2_good")
     assert [path.name for path in ours(save)] == ["global_step2", "global_step4"]
 

@@ -36,7 +36,7 @@ from formats.megatron_shards import (
     tensors_of,
 )
 from formats.pickles import Namespace, TensorRef
-from formats.pipeline import Chunk, Pipeline, chunks
+from formats.pipeline import Pipeline, chunks
 from formats.spec import MOST_LAYERS, ModelSpec, whole
 from formats.storage import Fragment
 
@@ -115,7 +115,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     pipeline = _pipeline(args, pp, len(first.chunks), first.file.path)
     try:
         if dialect == megatron_llm.NAME:
-            megatron_llm.check_topology(spec, tp, pipeline.virtual)
+            megatron_llm.check_topology(spec, tp, pipeline)
         wanted = _slots(spec, table, tp, pipeline, padded)
     except (RefusedError, UnsupportedError) as error:
         kind = SourceError if isinstance(error, RefusedError) else UnsupportedError
@@ -225,8 +225,8 @@ def _pipeline(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pip
     )
 
 
-def _chunk_key(chunk: Chunk, pipeline: Pipeline) -> str:
-    return f"model{chunk.virtual}" if pipeline.virtual > 1 else "model"
+def _chunk_key(virtual: int, pipeline: Pipeline) -> str:
+    return f"model{virtual}" if pipeline.virtual > 1 else "model"
 
 
 def _require_tp(spec: ModelSpec, tp: int) -> None:
@@ -256,7 +256,7 @@ def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, p
                 here,
                 spec.sizes(padded_vocab),
                 tensors=spec.tensors,
-                file=f"{folder_of(rank, chunk.stage, pipeline.stages)} {_chunk_key(chunk, pipeline)}",
+                file=f"{folder_of(rank, chunk.stage, pipeline.stages)} {_chunk_key(chunk.virtual, pipeline)}",
                 layers=enumerate(chunk.layers),
                 mesh={"tp": (rank, tp)},
                 conditions=conditions,
@@ -319,12 +319,12 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
         raise UnsupportedError(f"a {spec.family} has no Megatron layout: {reason}", "see `convert formats`")
     if options.dialect == megatron_llm.NAME:
         megatron_llm.check_spec(spec)
-        megatron_llm.check_topology(spec, options.tp, options.vpp)
+        megatron_llm.check_topology(spec, options.tp, options.pipeline)
     if options.vpp > 1 and options.pp == 1:
         raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
     _require_tp(spec, options.tp)
     unit = options.vocab_multiple * options.tp
-    return Pipeline(options.pp, options.vpp), -(-(spec.vocab or 0) // unit) * unit
+    return options.pipeline, -(-(spec.vocab or 0) // unit) * unit
 
 
 def _file(
@@ -342,11 +342,12 @@ def _file(
         held.append((f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)))
 
     def value(refs: Mapping[str, TensorRef]) -> dict[str, Any]:
-        models: dict[str, Any] = {}
+        empty = [_chunk_key(number, options.pipeline) for number in range(options.vpp)]
+        models: dict[str, Any] = {chunk: OrderedDict() for chunk in empty}  # a chunk may hold no layer
         for name, ref in refs.items():
             chunk, key = chunk_of[name]
             *outer, last = megatron_llm.place(key) if options.dialect == megatron_llm.NAME else (key,)
-            inner = models.setdefault(chunk, OrderedDict())
+            inner = models[chunk]
             for part in outer:
                 inner = inner.setdefault(part, OrderedDict())
             inner[last] = ref

@@ -12,6 +12,7 @@ from typing import Any
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, Facts, family_named
 from formats.pickles import DTYPES, Dtype, keeps
+from formats.pipeline import Pipeline
 from formats.spec import ModelSpec, checked, differences, real, whole
 
 CORE = "megatron-core"
@@ -302,6 +303,9 @@ class Options:
         norm: the names of the norms: `te` (Transformer Engine) or `local`.
         vocab_multiple: the padded vocabulary is the next multiple of this times tp.
         dialect: `megatron-core`, `torch_dist`, or `megatron-llm`.
+        first_layers: layers of the first stage, where it has not as many as the others.
+        last_layers: the same for the last stage.
+        layout: the pipeline in Megatron's words, such as `Et*3|(tt|)*29L`; it must have pp * vpp entries.
     """
 
     tp: int = 1
@@ -310,6 +314,14 @@ class Options:
     norm: str = "te"
     vocab_multiple: int = 128
     dialect: str = CORE
+    first_layers: int | None = None
+    last_layers: int | None = None
+    layout: str | None = None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """How the layers are cut."""
+        return Pipeline(self.pp, self.vpp, self.first_layers, self.last_layers, layout=self.layout)
 
 
 def main_dtype(dtypes: Iterable[str]) -> str:
@@ -325,7 +337,8 @@ def namespace(
     """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
     kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
     torch_name = main_dtype(dtypes)
-    per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 else None
+    uneven = (options.first_layers, options.last_layers, options.layout) != (None, None, None)
+    per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 and not uneven else None
     base = {
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
@@ -339,11 +352,11 @@ def namespace(
         "pipeline_model_parallel_size": options.pp,
         "virtual_pipeline_model_parallel_size": options.vpp if options.vpp > 1 else None,
         "num_layers_per_virtual_pipeline_stage": per_chunk,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
+        "decoder_first_pipeline_num_layers": options.first_layers,
+        "decoder_last_pipeline_num_layers": options.last_layers,
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
-        "pipeline_model_parallel_layout": None,
+        "pipeline_model_parallel_layout": options.layout,
         "expert_model_parallel_size": 1,
         "context_parallel_size": 1,
         "data_parallel_size": 1,
@@ -372,8 +385,14 @@ def flags(args: Mapping[str, Any]) -> str:
     ]
     if args["ckpt_format"] != "torch":
         flags.append(f"--ckpt-format {args['ckpt_format']}")
-    if args["num_layers_per_virtual_pipeline_stage"]:
+    if args["pipeline_model_parallel_layout"]:  # it says how many virtual chunks there are
+        flags.append(f"--pipeline-model-parallel-layout '{args['pipeline_model_parallel_layout']}'")
+    elif args["num_layers_per_virtual_pipeline_stage"]:
         flags.append(f"--num-layers-per-virtual-pipeline-stage {args['num_layers_per_virtual_pipeline_stage']}")
+    elif args["virtual_pipeline_model_parallel_size"]:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {args['virtual_pipeline_model_parallel_size']}")
+    ends = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
+    flags += [f"--{name.replace('_', '-')} {args[name]}" for name in ends if args[name] is not None]
     if args["use_rope_scaling"]:
         flags.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
     if args["rotary_seq_len_interpolation_factor"]:

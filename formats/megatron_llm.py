@@ -21,6 +21,7 @@ from formats.families import Facts, family_named
 from formats.layout import Rule, rules
 from formats.megatron_args import Options, agreed, found_in, main_dtype, require_only
 from formats.pickles import Dtype, Opaque, keeps
+from formats.pipeline import Pipeline
 from formats.spec import ModelSpec, real, whole
 
 NAME = "megatron-llm"
@@ -194,17 +195,19 @@ def residue(args: Mapping[str, Any]) -> list[str]:
 # --- both directions -------------------------------------------------------------------------------------------------
 
 
-def check_topology(spec: ModelSpec, tp: int, virtual: int) -> None:
+def check_topology(spec: ModelSpec, tp: int, pipeline: Pipeline) -> None:
     """Refuse what its attention cannot compute, and what its re-sharder does not read.
 
     Raises:
         RefusedError: key/value groups would have to be cut (model/transformer.py `ParallelAttention`).
-        UnsupportedError: there are virtual pipeline chunks.
+        UnsupportedError: there are virtual pipeline chunks, or stages of different sizes.
     """
     if spec.kv_heads % tp:
         raise RefusedError(f"{spec.kv_heads} key/value groups do not divide over tp = {tp}, and Megatron-LLM cuts none")
-    if virtual > 1:
+    if pipeline.virtual > 1:
         raise UnsupportedError("virtual pipeline chunks of Megatron-LLM are not supported, its own re-sharder has none")
+    if pipeline != Pipeline(pipeline.stages):
+        raise UnsupportedError("pipeline stages of Megatron-LLM hold equally many layers", "leave the other sizes out")
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

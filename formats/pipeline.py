@@ -80,6 +80,8 @@ def _even_counts(pipeline: Pipeline, layers: int) -> list[int]:
             raise RefusedError("first/last stage layers and account-for-embedding/loss exclude each other")
         middle = stages - sum(end is not None for end in ends)
         rest = layers - sum(end or 0 for end in ends)
+        if rest < 0:
+            raise RefusedError(f"the first and last stage would hold {layers - rest} layers, the model has {layers}")
         if middle == 0 and rest:
             raise RefusedError(f"{rest} of {layers} layers lie between the first and the last of {stages} stages")
         share = _divide(rest, middle, "middle layers") if middle else 0
@@ -97,24 +99,40 @@ def _even_counts(pipeline: Pipeline, layers: int) -> list[int]:
     return counts
 
 
-def _layout_counts(pipeline: Pipeline) -> list[int]:
-    """Decoder layers of each entry of a layout such as `Et*3|(tt|)*29,m|L`.
+def virtual_chunks(layout: str, stages: int) -> int:
+    """The virtual chunks of each stage that a layout makes.
 
-    E is the embedding, t a decoder layer, m a multi-token-prediction layer, L the loss; `|` ends an entry, commas are
-    cosmetic, `x*n` and `(..)*n` repeat (megatron-core transformer/pipeline_parallel_layer_layout.py).
+    Raises:
+        RefusedError: its entries do not divide over the stages.
     """
-    text = (pipeline.layout or "").replace(",", "").replace(" ", "")
-    refused = f"the pipeline layout {short(pipeline.layout)}"
+    return _divide(len(_entries(layout)), stages, f"entries of the pipeline layout {short(layout)}")
+
+
+def _layout_counts(pipeline: Pipeline) -> list[int]:
+    """Decoder layers of each entry of a layout."""
+    entries = _entries(pipeline.layout or "")
+    if len(entries) != pipeline.stages * pipeline.virtual:
+        raise RefusedError(
+            f"the pipeline layout {short(pipeline.layout)} has {len(entries)} entries for {pipeline.stages} stages of "
+            f"{pipeline.virtual} chunks"
+        )
+    return [entry.count("t") for entry in entries]
+
+
+def _entries(layout: str) -> list[str]:
+    """The entries of a layout such as `Et*3|(tt|)*29,t|L`, chunk 0 of every stage first.
+
+    E is the embedding, t a decoder layer, L the loss; `|` ends an entry, commas are cosmetic, `x*n` and `(..)*n` repeat
+    (megatron-core transformer/pipeline_parallel_layer_layout.py). m, a multi-token-prediction layer, no model here has.
+    """
+    refused, text = f"the pipeline layout {short(layout)}", layout.replace(",", "").replace(" ", "")
     while repeat := re.search(r"\(([^()]*)\)\*(\d+)|([a-zA-Z|])\*(\d+)", text):
         body, count = (repeat[1], repeat[2]) if repeat[1] is not None else (repeat[3], repeat[4])
         if len(count) > 5 or len(text) + len(body) * int(count) > LONGEST:
             raise RefusedError(f"{refused} is longer than any model")
         text = text[: repeat.start()] + body * int(count) + text[repeat.end() :]
-    if not re.fullmatch(r"[EtmL|]*", text):
-        raise UnsupportedError(f"{refused} holds more than E, t, m, L and |")
-    entries = text.split("|")
-    if len(entries) != pipeline.stages * pipeline.virtual:
-        raise RefusedError(
-            f"{refused} has {len(entries)} entries for {pipeline.stages} stages of {pipeline.virtual} chunks"
-        )
-    return [entry.count("t") for entry in entries]
+    if not re.fullmatch(r"[EtL|]*", text):
+        raise UnsupportedError(f"{refused} holds more than E, t, L and |")
+    if not re.fullmatch(r"\|*E[t|]*L\|*", text):
+        raise RefusedError(f"{refused} has to begin with its one E and to end with its one L")
+    return text.split("|")

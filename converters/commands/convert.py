@@ -22,6 +22,7 @@ from converters.commands.options import (
     opened,
     reading,
     require_effect,
+    stages,
     topology,
     true_vocab_size,
     writing,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from converters.convert import Request
     from converters.plan import Plan
     from formats.checkpoint import Checkpoint
+    from formats.megatron_args import Options
 
 USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
@@ -56,6 +58,7 @@ DIALECTS = {"norm": "torch torch_dist", "tokens": "megatron-llm"}
     help="megatron-core's --ckpt-format torch or torch_dist, or the files of Megatron-LLM.",
 )
 @topology
+@stages
 @click.option(
     "--norm",
     type=click.Choice(["te", "local"]),
@@ -77,11 +80,9 @@ DIALECTS = {"norm": "torch torch_dist", "tokens": "megatron-llm"}
 def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     """Hugging Face folder to a Megatron checkpoint: tensor and pipeline shards, or one for any topology."""
     from converters.convert import plan_megatron
-    from formats.megatron_args import Options
 
     source = opened(src, options, "huggingface", USE_RESHARD)
-    norm, dialect = options["norm"] or "te", _dialect(options)
-    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, options["multiple"], dialect)
+    wanted = _wanted(options, options["norm"] or "te", options["multiple"], _dialect(options))
     request = request_of(out, options, source)
     carry_out(plan_megatron(source, request, wanted, options["iteration"], options["tokens"]), request, options)
 
@@ -98,6 +99,20 @@ def _dialect(options: Mapping[str, Any], known: str = "") -> str:
             known_for = " and ".join(kinds.split())
             raise UsageError(f"--{flag_of(name)} is for Megatron folders of the format {known_for}", "leave it out")
     return dialect
+
+
+def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) -> Options:
+    """How the Megatron folder is to be written. A pipeline layout says itself how many virtual chunks there are."""
+    from formats.megatron_args import Options
+    from formats.pipeline import virtual_chunks
+
+    ends, layout = (options["first_stage_layers"], options["last_stage_layers"]), options["pp_layout"]
+    if layout is not None and ends != (None, None):
+        raise UsageError("--pp-layout says how many layers each stage has", "leave --first/last-stage-layers out")
+    if options["pp"] == 1 and (layout is not None or ends != (None, None)):
+        raise UsageError("one pipeline stage holds all layers", "add --pp")
+    vpp = options["vpp"] if layout is None or options["vpp"] > 1 else virtual_chunks(layout, options["pp"])
+    return Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout)
 
 
 @click.command()
@@ -213,6 +228,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @click.argument("src", type=FOLDER)
 @click.argument("out", type=FOLDER)
 @topology
+@stages
 @click.option("--norm", type=click.Choice(["te", "local"]), help="Megatron: names of the norms.  [default: as in SRC]")
 @layout
 @click.option(
@@ -242,13 +258,11 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
 
 def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
     from converters.convert import plan_megatron
-    from formats.megatron_args import Options
 
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
-    dialect = _dialect(options, source.extra["dialect"])
-    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple, dialect)
+    wanted = _wanted(options, norm, multiple, _dialect(options, source.extra["dialect"]))
     return plan_megatron(source, request, wanted, iteration, options["tokens"])
 
 
@@ -259,6 +273,9 @@ def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, An
 
     if options["vpp"] > 1:
         raise UsageError("GPT-NeoX has no virtual pipeline chunks", "leave --vpp out")
+    for name in ("first_stage_layers", "last_stage_layers", "pp_layout"):
+        if options[name] is not None:
+            raise UsageError(f"--{flag_of(name)} is for Megatron folders", "leave it out")
     kind = options["layout"] or (
         "pipeline" if source.extra["layered"] else "sequential" if options["pp"] == 1 else None
     )

@@ -94,6 +94,13 @@ topology = together(
     click.option("--vpp", type=click.IntRange(1), default=1, show_default=True,
                  help="Virtual pipeline chunks of each stage."),
 )  # fmt: skip
+stages = together(
+    click.option("--first-stage-layers", type=click.IntRange(0), metavar="N",
+                 help="Megatron: layers of the first pipeline stage; the others share the rest evenly."),
+    click.option("--last-stage-layers", type=click.IntRange(0), metavar="N", help="Megatron: the same for the last."),
+    click.option("--pp-layout", metavar="LAYOUT",
+                 help="Megatron: the stages as in --pipeline-model-parallel-layout, such as 'Et*3|(tt|)*29L'."),
+)  # fmt: skip
 MEGATRON = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
 """--format of a Megatron folder: the dialect that its files are written in."""
 true_vocab_size = click.option(

@@ -26,11 +26,12 @@ class Topology(NamedTuple):
     vpp: int
     norm: str
     cases: tuple[Case, ...]
+    uneven: tuple[str, ...] = ()
 
     @property
     def flags(self) -> list[str]:
         """For `convert hf2megatron`."""
-        return ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp), "--norm", self.norm]
+        return ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp), "--norm", self.norm, *self.uneven]
 
 
 EVERY = tuple(Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "float32") for name in IN_MEGATRON)
@@ -44,6 +45,8 @@ TOPOLOGIES = {
         2, 2, 1, "local", (Case("llama"), Case("qwen2-tied"), Case("qwen3-tied"), Case("mistral"), Case("phi3"))
     ),
     "pp2-vpp2": Topology(1, 2, 2, "local", (Case("llama-tied"), Case("qwen2"))),
+    "pp2-first": Topology(1, 2, 1, "local", (Case("llama-tied"), Case("qwen3")), ("--first-stage-layers", "1")),
+    "pp2-layout": Topology(1, 2, 1, "local", (Case("llama"), Case("qwen2-tied")), ("--pp-layout", "Et|tt||tL")),
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),
 }
 """By name. tp8 is more ranks than key/value groups: Megatron then cuts inside a group."""

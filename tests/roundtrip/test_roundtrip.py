@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from formats.families import FAMILIES
+from formats.registry import open_checkpoint
 from tests.models import IN_MEGATRON, MODELS, files
 
 TOPOLOGIES = ["tp1 pp1", "tp2 pp2", "tp4 pp1", "tp1 pp4", "tp2 pp2 vpp2", "tp8 pp1"]
@@ -64,6 +65,56 @@ def test_every_topology_reaches_every_other(model, convert, tmp_path, one, two):
 def test_what_does_not_divide_is_refused(model, convert, tmp_path, name, changes, topology, reason):
     ran = convert("hf2megatron", model(name, **changes), tmp_path / "out", *flags(topology))
     assert ran.code == 5
+    assert reason in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+UNEVEN = [
+    ["--pp", 2, "--first-stage-layers", 1],
+    ["--pp", 3, "--first-stage-layers", 1, "--last-stage-layers", 1],
+    ["--pp", 2, "--last-stage-layers", 0],
+    ["--pp", 2, "--vpp", 2, "--last-stage-layers", 2, "--tp", 2],
+    ["--pp", 2, "--pp-layout", "Et|(t|)*2tL"],
+]
+
+
+@pytest.mark.parametrize("words", UNEVEN)
+def test_stages_of_different_sizes_come_back(model, convert, tmp_path, words):
+    source = model("llama-tied", "bfloat16")
+    kinds = ["torch", "torch_dist"]
+    for kind in kinds:
+        assert convert("hf2megatron", source, tmp_path / kind, "--format", kind, *words).code == 0
+        flags_of_pipeline = (tmp_path / kind / "megatron_flags.txt").read_text()
+        assert "-pipeline-num-layers" in flags_of_pipeline or "--pipeline-model-parallel-layout" in flags_of_pipeline
+        assert convert("megatron2hf", tmp_path / kind, tmp_path / f"{kind} back").code == 0
+        assert files(tmp_path / f"{kind} back") == files(source)
+    assert convert("hf2megatron", source, tmp_path / "even").code == 0
+    assert convert("reshard", tmp_path / "even", tmp_path / "resharded", *words).code == 0
+    direct = open_checkpoint(tmp_path / "torch")
+    assert [one.key for one in open_checkpoint(tmp_path / "resharded").tensors] == [one.key for one in direct.tensors]
+    assert convert("reshard", tmp_path / "torch", tmp_path / "even again").code == 0
+    assert files(tmp_path / "even again") == files(tmp_path / "even")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["--first-stage-layers", 1], 2, "one pipeline stage holds all layers"),
+        (["--pp-layout", "EttttL"], 2, "one pipeline stage holds all layers"),
+        (["--pp", 2, "--pp-layout", "Et|tttL", "--first-stage-layers", 1], 2, "how many layers each stage has"),
+        (["--pp", 2, "--first-stage-layers", 5], 5, "would hold 5 layers, the model has 4"),
+        (["--pp", 3, "--first-stage-layers", 1], 5, "3 middle layers do not divide over 2"),
+        (["--pp", 2, "--pp-layout", "Et|ttL"], 5, "holds 3 layers, the model has 4"),
+        (["--pp", 2, "--pp-layout", "Et|t|ttL"], 5, "do not divide over 2"),
+        (["--pp", 2, "--pp-layout", "tt|ttL"], 5, "has to begin with its one E"),
+        (["--pp", 2, "--pp-layout", "Ett|tt"], 5, "to end with its one L"),
+        (["--pp", 2, "--pp-layout", "Ett|ttmL"], 4, "holds more than E, t, L and |"),
+        (["--pp", 2, "--format", "megatron-llm", "--first-stage-layers", 1], 4, "hold equally many layers"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(model, convert, tmp_path, words, code, reason):
+    ran = convert("hf2megatron", model("llama"), tmp_path / "out", *words)
+    assert ran.code == code, ran.err
     assert reason in ran.err
     assert list(tmp_path.iterdir()) == []
 

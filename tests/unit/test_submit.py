@@ -18,7 +18,7 @@ from formats.errors import RefusedError, UsageError
 ROOT = Path(__file__).parents[2]
 CONTAINERS = ROOT / "containers"
 SITES = ("lumi", "leonardo", "local")
-SCRIPTS = sorted([CONTAINERS / "run", CONTAINERS / "schedule.sh", *CONTAINERS.glob("*/*.sh")])
+SCRIPTS = sorted([CONTAINERS / "run", CONTAINERS / "copy", CONTAINERS / "schedule.sh", *CONTAINERS.glob("*/*.sh")])
 TREE = {
     "model": {"path": "start"}, "data": {"train": ["P"], "seq_length": 64}, "batch": {"size": 192},
     "optim": {"lr": 1e-5}, "steps": {"train_iters": 8}, "save": {"path": "save"},

@@ -1,0 +1,62 @@
+"""containers/copy, with real rsync; ssh is a pipe on this machine that breaks when it is told to."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+COPY = Path(__file__).parents[2] / "containers" / "copy"
+PIPE = """#!/bin/sh
+shift
+if [ -f {once} ]; then rm {once}; sh -c "$*" | dd bs=64k count=45 2>/dev/null; exit 255; fi
+exec sh -c "$*"
+"""
+
+
+def copy(*words, **variables):
+    ran = [COPY, *map(str, words)]
+    env = os.environ | variables
+    return subprocess.run(ran, capture_output=True, text=True, timeout=60, env=env, check=False)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "model one"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("a.safetensors", "inner/b.safetensors"):
+        (folder / name).write_bytes(os.urandom(4_000_000))
+    return folder
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+@pytest.mark.parametrize("home", [True, False], ids=["home", "away"])
+def test_a_broken_connection_is_taken_up_again(checkpoint, tmp_path, home):
+    once, pipe, out = tmp_path / "break", tmp_path / "ssh", tmp_path / "out"
+    once.touch()
+    pipe.write_text(PIPE.format(once=once))
+    pipe.chmod(0o755)
+    places = (f"host:{checkpoint}", out) if home else (checkpoint, f"host:{out}")
+    ran = copy(*places, RSYNC_RSH=str(pipe))
+    assert ran.returncode == 0, ran.stderr
+    assert "the connection broke" in ran.stderr
+    for path in checkpoint.rglob("*.safetensors"):
+        assert (out / path.relative_to(checkpoint)).read_bytes() == path.read_bytes()
+    assert not list(out.rglob(".rsync-partial"))
+
+
+def test_what_it_would_do_is_printed(checkpoint):
+    ran = copy("-n", checkpoint, "me@host:/scratch/x/", RSYNC_FLAGS="--bwlimit=50m")
+    words = shlex.split(ran.stdout)
+    assert (words[0], words[-3:]) == ("rsync", ["--bwlimit=50m", f"{checkpoint}/", "me@host:/scratch/x/"])
+
+
+@pytest.mark.parametrize(("words", "reason"), [((), "two folders"), (("nowhere", "x"), "nowhere is no folder")])
+def test_what_cannot_be_copied_is_said(words, reason):
+    ran = copy(*words)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert reason in ran.stderr

@@ -6,6 +6,7 @@ where the body of the job is what is tested, and costs nothing.
 
 from __future__ import annotations
 
+import fcntl
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.hpc.conftest import Lab
+from tests.models import files
 from tests.train.conftest import ROOT, Trained
 from tests.train.test_run import require_same
 
@@ -245,6 +247,29 @@ def test_a_conversion_runs_in_the_serial_partition(submitted, queue, model, conv
     assert facts["JobState"] == "COMPLETED", logs(tmp_path)
     assert facts["Partition"] == "lrd_all_serial"
     assert convert("verify", tmp_path / "out", model()).code == 0
+
+
+def test_a_conversion_in_parts_is_finished_behind_one_that_fails(queue, model, convert, monkeypatch, tmp_path):
+    """Tasks on both nodes. One of them finds its part in other hands, which is what it fails of."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/journal.jsonl").touch()
+    with (tmp_path / "out.partial/journal-2-of-3.jsonl").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        words = ["hf2megatron", model(), "out", "--tp", "2"]
+        said = queue.call("convert", "submit", "--part", "3", "--sbatch", "exclusive", *words)
+        parts, last = re.findall(r"Submitted batch job (\d+)", said)
+        assert queue.facts(last)["Dependency"].startswith(f"afterany:{parts}_")
+        found = [queue.wait(f"{parts}_{number}") for number in (1, 2, 3)]
+    assert [one["ExitCode"] for one in found] == ["0:0", "7:0", "0:0"], logs(tmp_path)
+    assert {one["NodeList"] for one in found} == {"n1", "n2"}
+    assert "another process is writing part 2/3" in logs(tmp_path)
+    assert queue.wait(last)["JobState"] == "COMPLETED", logs(tmp_path)
+    queue.idle()
+    assert logs(tmp_path).count("nodes from") == 4
+    assert convert(*words[:2], tmp_path / "whole", *words[3:]).code == 0
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_tokenizing_runs_without_gpus(submitted, queue, data, tmp_path):

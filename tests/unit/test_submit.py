@@ -275,3 +275,36 @@ def test_the_users_call_submits_a_chain(folder):
     script = (folder / "run1/slurm/run1.sbatch").read_text()
     assert "LINKS=${VITRUVIAN_LINKS:-3}\n" in script
     assert f"BENCH=${{VITRUVIAN_BENCH-{folder}/pp.sh}}\n" in script
+
+
+@pytest.mark.parametrize(
+    ("rule", "bad", "told"),
+    [
+        ("true", "", "PREFLIGHT OK: 3 nodes, 3 tasks"),
+        (
+            "echo 'slow b            matmul 9.0 ms, the median is 4.0 ms'",
+            "b",
+            "SLOW b: matmul 9.0 ms, the median is 4.0 ms",
+        ),
+        ('[ "$nodes" != b ] || { echo "error: no device"; false; }', "b", "FAULT b: error: no device"),
+        ("[[ $nodes != *,*,* && $nodes != b,c ]]", "b,c", "FAULT between b and c"),
+    ],
+)
+def test_a_preflight_of_three_nodes(train, folder, rule, bad, told):
+    """Slurm is played: `srun` writes what the doctor would say of the nodes that it is given."""
+    srun = "for word; do case $word in --nodelist=*) nodes=${word#*=};; --output=*) log=${word#*=};; esac; done"
+    for name, code in (("srun", f'{srun}\nexec >>"$log"\n{rule}'), ("scontrol", "printf '%s\\n' a b c")):
+        (folder / name).write_text(f"#!/bin/bash\n{code}\n")
+        (folder / name).chmod(0o755)
+    shown = train("submit", "--preflight", "--nodes", "3", "-n").out
+    env = {
+        "PATH": f"{folder}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "x",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    ran = subprocess.run(["bash"], input=shown, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (int(bool(bad)), "")
+    assert told in ran.stdout
+    exclude = folder / "slurm/preflight-7/exclude"
+    assert (exclude.read_text() if exclude.exists() else "").strip() == bad

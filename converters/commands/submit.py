@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,26 +97,18 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
     followed by another one, which goes on. With --part that is the last job, for which -n prints a name in place of
     the number that it waits for.
     """  # noqa: D301  # \b is the sign of click for lines as they stand
-    from converters.slurm import Job, chain, cpu_header, launching, load_site
+    from converters.slurm import cpu_job
 
-    wishes = wishes_of(options)
-    site = load_site(wishes.site)
+    wishes, parts, dry_run = wishes_of(options), options["parts"], options["dry_run"]
     plans, buffers = _plans(context, words)
-    nbytes = sum(plan["bytes"] for plan in plans)
+    seconds = sum(plan["bytes"] for plan in plans) / RATE
     megabytes = BASE_MB + (buffers + PIECE * max(plan.get("blocks", 0) for plan in plans)) / 10**6
-    folder = Path.cwd() / "slurm"
-
-    def job(name: str, parts: int, header: Mapping[str, str], **settings: str) -> Job:
-        held = cpu_header(site, wishes, START + nbytes / RATE / parts, megabytes)
-        held |= {"chdir": str(Path.cwd()), "signal": "B:USR1@120", **header}
-        return Job(name, held, launching(site, wishes, folder) | chain(["convert", *words]) | settings, "chain", folder)
-
-    name, parts, after = words[0], options["parts"], {}
+    name, command, after = words[0], ["convert", *words], dict[str, str]()
     if parts:  # one whose time is up is not followed by another: the last job has time for all that is left
-        settings = {"COMMAND+": f'(--part "$SLURM_ARRAY_TASK_ID/{parts}")', "LINKS": "1"}
-        number = hand_over(job(f"{name}-part", parts, {"array": f"1-{parts}"}, **settings), options["dry_run"])
-        after = {"dependency": f"afterany:{number}"}
-    hand_over(job(name, 1, after), options["dry_run"])
+        one = cpu_job(f"{name}-part", command, wishes, START + seconds / parts, megabytes, array=f"1-{parts}")
+        share = {"COMMAND+": f'(--part "$SLURM_ARRAY_TASK_ID/{parts}")', "LINKS": "1"}
+        after["dependency"] = f"afterany:{hand_over(replace(one, settings={**one.settings, **share}), dry_run)}"
+    hand_over(cpu_job(name, command, wishes, START + seconds, megabytes, **after), dry_run)
 
 
 def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping[str, Any]], int]:

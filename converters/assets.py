@@ -7,7 +7,9 @@ changed on the way.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -123,3 +125,32 @@ def _ids(values: Any) -> Iterator[int]:
         for one in value if isinstance(value, list) else [value]:
             if type(one) is int or (isinstance(one, str) and re.fullmatch("[0-9]{1,18}", one)):
                 yield int(one)
+
+
+def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> None:
+    """Write small files below a folder, and force them to disk.
+
+    Raises:
+        SourceError: one that is to be copied cannot be read.
+    """
+    for name, content in texts.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+    for name, source in copies.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            reader = source.open("rb")
+        except OSError as error:
+            raise SourceError(f"{source}: {error.strerror}") from None
+        with reader, path.open("wb") as writer:
+            try:
+                shutil.copyfileobj(reader, writer)
+                writer.flush()
+                os.fsync(writer.fileno())
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from None

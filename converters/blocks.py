@@ -35,7 +35,9 @@ class Files:
         with self.lock:
             if (path, writable) not in self.descriptors:
                 try:
-                    self.descriptors[path, writable] = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+                    # Never both: to write part of a page a client of NFS would read all of it, and write all of it
+                    # back over what another node has put there meanwhile (Linux 6, fs/nfs/file.c and write.c).
+                    self.descriptors[path, writable] = os.open(path, os.O_WRONLY if writable else os.O_RDONLY)
                 except OSError as error:
                     raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}") from None
             return self.descriptors[path, writable]

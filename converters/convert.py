@@ -7,30 +7,28 @@ to OUT. So OUT is complete or absent, and the same command goes on where a kille
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters import assets, digest
 from converters.blocks import Files
-from converters.checksums import Checksums, crc_of
+from converters.checksums import Checksums, finish_files
 from converters.durable import stoppable, sync_folder
 from converters.engine import Limits, digest_of, execute
-from converters.journal import Journal, fingerprint, open_journal
+from converters.journal import Journal, Share, fingerprint, open_journal
 from converters.plan import Job, Plan, cast_dtype, make_plan
 from converters.report import Progress, size
 from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, neox, neox_writer
-from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
-from formats.errors import Interrupted, OutputError, RefusedError, SourceError, UnsupportedError, VerificationError
+from formats.checkpoint import Checkpoint, Settings, Target
+from formats.errors import Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError
 from formats.megatron_args import DIST, Options
 from formats.registry import FORMATS, module, open_checkpoint
 from formats.rows import grown, rows
 from formats.spec import Spec, Verbatim, differences
-from formats.storage import write_from
 
 if TYPE_CHECKING:
     from converters.publish.chat import Applied
@@ -234,13 +232,17 @@ def same_output(plan: Plan, place: Path) -> bool:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def run(plan: Plan, request: Request, drifted: Callable[[Job, float], object] = lambda *_: None) -> dict[str, str]:
-    """Execute a plan, verify the output and publish it.
+Drifted = Callable[[Job, float], object]
+"""Called with each job whose copies had to be averaged, and how far apart they were."""
+
+
+def run(plan: Plan, request: Request, drifted: Drifted = lambda *_: None) -> dict[str, str]:
+    """Execute what is left of a plan, verify the output and publish it.
 
     Args:
         plan: what to do.
         request: what the user asked for.
-        drifted: called with each job whose copies had to be averaged, and how far apart they were.
+        drifted: told of averaged copies.
 
     Returns:
         The digest of each tensor of the output.
@@ -250,24 +252,16 @@ def run(plan: Plan, request: Request, drifted: Callable[[Job, float], object] = 
         VerificationError: what was written does not read back as what was planned.
         Interrupted: a signal came; the same call goes on later.
     """
-    if plan.target is None:
-        raise ValueError("a plan without a target cannot run")
-    target = plan.target
-    check_paths(plan.source, request)
-    _check_space(target, request)
+    target, opened = _begin(plan, request)
     if plan.source.proof is not None:
         _prove(plan.source.proof, request)
-    mark = fingerprint(plan, request.limits.replicas)
-    opened = open_journal(request.staging, mark, target.files, force=request.force, every=request.commit_seconds)
     with stoppable() as stopped, opened as journal:
         try:
-            _write(plan, target, request, journal, stopped, drifted)
+            with _disk(request):
+                _write(plan, target, request, journal, stopped, drifted)
         except (RefusedError, UnsupportedError, VerificationError):
             shutil.rmtree(request.staging)  # nothing of it can be used: the same command would fail again
             raise
-        except OSError as error:
-            hint = "free some space; the same command goes on where this one stopped" if error.errno in NO_ROOM else ""
-            raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
         if stopped():
             raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
         if request.verify:
@@ -277,6 +271,45 @@ def run(plan: Plan, request: Request, drifted: Callable[[Job, float], object] = 
         except OSError as error:
             raise OutputError(f"{request.out} cannot be put in its place: {error.strerror}") from None
         return journal.digests
+
+
+def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lambda *_: None) -> list[Job]:
+    """Execute one process's share of a plan, beside others. `run` does the rest, verifies and publishes.
+
+    Returns:
+        Its jobs.
+
+    Raises:
+        OutputError: OUT exists, there is no room, or another process works on the share or on all of it.
+        VerificationError: copies of a tensor differ.
+        Interrupted: a signal came; the same call goes on later.
+    """
+    target, opened = _begin(plan, request, share)
+    jobs = share.jobs(plan.jobs)
+    with stoppable() as stopped, opened as journal, _disk(request):
+        _execute(jobs, target, request, journal, None, stopped, drifted)
+    return jobs
+
+
+def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Target, AbstractContextManager[Journal]]:
+    """What a plan writes, when there is room for it, and its journal."""
+    if plan.target is None:
+        raise ValueError("a plan without a target cannot run")
+    check_paths(plan.source, request)
+    _check_space(plan.target, request)
+    mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
+    opened = open_journal(request.staging, mark, files, share, force=request.force, every=request.commit_seconds)
+    return plan.target, opened
+
+
+@contextmanager
+def _disk(request: Request) -> Iterator[None]:
+    """What a disk refuses, in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        hint = "free some space; the same command goes on where this one stopped" if error.errno in NO_ROOM else ""
+        raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
 
 
 def _prove(masters: Checkpoint, request: Request) -> None:
@@ -290,24 +323,23 @@ def _prove(masters: Checkpoint, request: Request) -> None:
         digest_of(jobs, request.limits, progress.advance)
 
 
-def _write(
-    plan: Plan,
+def _execute(
+    jobs: Iterable[Job],
     target: Target,
     request: Request,
     journal: Journal,
+    sums: Checksums | None,
     stopped: Callable[[], bool],
-    drifted: Callable[[Job, float], object],
+    drifted: Drifted,
 ) -> None:
-    """Write everything into the staging folder. What the journal says is done is not done again."""
+    """Write the tensors of jobs into the staging folder. What the journal says is done is not done again."""
     for path in {file.path.parent for file in target.files} | {request.root}:
         path.mkdir(parents=True, exist_ok=True)
     for file in target.files:
         with file.path.open("ab") as handle:
-            handle.truncate(file.size)
-    todo = [job for job in plan.jobs if job.name not in journal.digests]
-    nbytes = sum(job.nbytes for job in todo)
-    sums = None if journal.digests else Checksums(target.files)  # a run before this one counted for itself
-    progress = Progress("converting", nbytes, request.quiet)
+            handle.truncate(file.size)  # changes nothing in one that other shares have begun
+    todo = [job for job in jobs if job.name not in journal.digests]
+    progress = Progress("converting", sum(job.nbytes for job in todo), request.quiet)
     with Files(sums) as files, journal.kept(files), progress:
         execute(
             todo,
@@ -318,12 +350,20 @@ def _write(
             stop=stopped,
             drifted=drifted,
         )
-    _finish_files(target.files, sums, request.limits.threads)
+
+
+def _write(
+    plan: Plan, target: Target, request: Request, journal: Journal, stopped: Callable[[], bool], drifted: Drifted
+) -> None:
+    """Write everything into the staging folder."""
+    sums = None if journal.digests else Checksums(target.files)  # runs before this one counted for themselves
+    _execute(plan.jobs, target, request, journal, sums, stopped, drifted)
+    finish_files(target.files, sums, request.limits.threads)
     digest.check_source(plan, journal.digests)
     texts = dict(target.texts)
     if plan.again is None:
         texts[f"{target.home}/{digest.MANIFEST}"] = digest.manifest(plan, journal.digests)
-    _write_small_files(request.root, texts, target.copies)
+    assets.write(request.root, texts, target.copies)
 
 
 def check_paths(source: Checkpoint, request: Request) -> None:
@@ -365,47 +405,6 @@ def _check_space(target: Target, request: Request) -> None:
     free = shutil.disk_usage(place).free
     if needed - held > free:
         raise OutputError(f"{request.out} needs {size(needed - held)}, {place} has {size(free)} free")
-
-
-def _finish_files(files: tuple[OutputFile, ...], known: Checksums | None, threads: int) -> None:
-    """Write what is no tensor, with the checksums that a zip archive needs, and force each file to disk."""
-
-    def finish(file: OutputFile) -> None:
-        with file.path.open("r+b") as handle:
-            fd, sums = handle.fileno(), {}
-            for name, (offset, nbytes) in file.checksums.items():
-                counted = known.get(file.path, offset) if known else None
-                sums[name] = crc_of(fd, offset, nbytes, file.path) if counted is None else counted
-            for offset, content in file.headers(sums):
-                write_from(fd, memoryview(content), offset)
-            os.fsync(fd)
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(finish, files))
-
-
-def _write_small_files(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> None:
-    for name, content in texts.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-    for name, source in copies.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            reader = source.open("rb")
-        except OSError as error:
-            raise SourceError(f"{source}: {error.strerror}") from None
-        with reader, path.open("wb") as writer:
-            try:
-                shutil.copyfileobj(reader, writer)
-                writer.flush()
-                os.fsync(writer.fileno())
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _reopened(plan: Plan, request: Request) -> Plan:

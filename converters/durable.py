@@ -32,19 +32,29 @@ def stoppable() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def lock(handle: int, staging: Path) -> None:
-    """Be the only process that works in a folder, as long as the handle of a file in it is open.
+def lock(handle: int, what: object, *, shared: bool = False) -> bool:
+    """Be the only process that works on something, as long as the handle of a file in it is open.
+
+    Args:
+        handle: of the file.
+        what: how an error calls it, such as the folder.
+        shared: work beside others that share it too.
+
+    Returns:
+        Whether the file system has locks.
 
     Raises:
-        OutputError: another one does.
+        OutputError: another process works on it.
     """
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise OutputError(f"another process is writing {staging}") from None
+        raise OutputError(f"another process is writing {what}") from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
             raise
+        return False
+    return True
 
 
 def write_all(handle: int, content: bytes) -> None:

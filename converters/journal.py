@@ -2,6 +2,10 @@
 
 `OUT.partial/journal.jsonl` begins with a fingerprint of the conversion; then comes a line for each finished job, its
 name and its digest. Lines are written after the data that they speak of was forced to disk.
+
+A conversion can be split over processes on any nodes: each does a share, with a journal of its own beside the common
+one, and what any journal says is done is done. A process that works on all of it locks the common journal for itself,
+those with a share hold it together: so they work beside each other, and never beside the one that finishes.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -23,6 +28,32 @@ from formats.checkpoint import OutputFile
 from formats.errors import OutputError
 
 JOURNAL = "journal.jsonl"
+
+
+class Share(NamedTuple):
+    """One of several processes of a conversion, `number` from 1 to `of`."""
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    @property
+    def journal(self) -> str:
+        """Name of its journal."""
+        return f"journal-{self.number}-of-{self.of}.jsonl"
+
+    def jobs(self, jobs: Iterable[Job]) -> list[Job]:
+        """Its part of a plan's jobs, by bytes: layers that follow each other, so that few files have two writers."""
+        ordered = sorted(jobs, key=lambda job: -1 if job.layer is None else job.layer)
+        found, before, total = list[Job](), 0, sum(job.nbytes for job in ordered)
+        for job in ordered:
+            middle = (2 * before + job.nbytes) * self.of // max(1, 2 * total)
+            if min(middle, self.of - 1) == self.number - 1:
+                found.append(job)
+            before += job.nbytes
+        return found
 
 
 class Journal:
@@ -74,7 +105,13 @@ class Journal:
 
 @contextmanager
 def open_journal(
-    staging: Path, fingerprint: str, files: Iterable[OutputFile], *, force: bool, every: float
+    staging: Path,
+    fingerprint: str,
+    files: Iterable[OutputFile],
+    share: Share | None = None,
+    *,
+    force: bool,
+    every: float,
 ) -> Iterator[Journal]:
     """Open or create the journal in a staging folder, alone, and only for this very conversion.
 
@@ -82,44 +119,91 @@ def open_journal(
         staging: the folder.
         fingerprint: what the journal must be of.
         files: what the finished jobs wrote to; if one of them is gone, nothing counts as finished.
-        force: discard what the folder holds of another conversion, instead of refusing.
+        share: open that of a share, beside others.
+        force: discard what the folder holds of another conversion, instead of refusing. A share never does.
         every: seconds after which finished work is forced to disk.
 
     Raises:
         OutputError: another process, or another conversion, has the folder; or it cannot be written.
     """
-    handle = -1
-    try:
-        staging.mkdir(parents=True, exist_ok=True)
-        if not (staging / JOURNAL).is_file() and any(staging.iterdir()):
-            raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
-        handle = os.open(staging / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        lock(handle, staging)
-        head, finished, length = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
-        if head not in ("", fingerprint) and not force:
-            raise OutputError(
-                f"{staging} holds the beginnings of another conversion (or its source has changed since)",
-                f"remove {staging}, or start over with --force",
-            )
-        whole = all(file.path.is_file() and file.path.stat().st_size == file.size for file in files)
-        if head != fingerprint or (finished and not whole):
-            shutil.rmtree(staging / "out", ignore_errors=True)
-            finished, length = {}, 0
-        os.ftruncate(handle, length)
-        if not length:
-            write_all(handle, (fingerprint + "\n").encode())
-    except OSError as error:
-        if handle >= 0:
-            os.close(handle)
-        raise OutputError(f"{staging}: {error.strerror}") from None
-    except OutputError:
-        if handle >= 0:
-            os.close(handle)
-        raise
-    try:
+    with ExitStack() as held:
+        try:
+            handle = _claim(held, staging, share)
+            finished = _resume(handle, staging, fingerprint, files, share, force)
+        except OSError as error:
+            raise OutputError(f"{staging}: {error.strerror}") from None
         yield Journal(handle, finished, every)
-    finally:
-        os.close(handle)
+
+
+def _claim(held: ExitStack, staging: Path, share: Share | None) -> int:
+    """Lock the staging folder, or a share of it. Returns the handle of the journal."""
+    staging.mkdir(parents=True, exist_ok=True)
+    if any(staging.iterdir()) and not (staging / JOURNAL).is_file():  # in this order: the journal comes first
+        raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
+    common = _open(held, staging / JOURNAL)
+    if share is None:
+        try:
+            lock(common, staging)
+        except OutputError:
+            lock(common, staging, shared=True)  # then the others share it too
+            raise OutputError(f"other processes are writing parts of {staging}", "wait until they are done") from None
+        return common
+    own = _open(held, staging / share.journal)
+    if not (lock(common, f"all of {staging}", shared=True) and lock(own, f"part {share} of {staging}")):
+        raise OutputError(f"{staging} lies on a file system without locks, which --part needs", "leave --part out")
+    return own
+
+
+def _open(held: ExitStack, path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    held.callback(os.close, handle)
+    return handle
+
+
+def _resume(
+    handle: int, staging: Path, fingerprint: str, files: Iterable[OutputFile], share: Share | None, force: bool
+) -> dict[str, str]:
+    """Make the journal ready to be appended to. Returns what is finished, of all journals."""
+    own = staging / (share.journal if share else JOURNAL)
+    before, finished, length = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
+    os.ftruncate(handle, length)
+    new = share is not None and not length
+    if new:
+        _begin(handle, fingerprint)  # before the others are read: of two conversions at a time one sees the other
+    others = [path for path in staging.glob("journal*.jsonl") if path != own]
+    heads = {before}
+    for path in others:
+        head, done, _ = _entries(path.read_bytes())
+        heads.add(head)
+        finished |= done
+    heads.discard("")
+    if heads - {fingerprint} and (share or not force):
+        if new:
+            os.ftruncate(handle, 0)
+        hint = f"remove {staging}" + (", or start over with --force" if share is None else "")
+        raise OutputError(
+            f"{staging} holds the beginnings of another conversion (or its source has changed since)", hint
+        )
+    whole = not finished or all(file.path.is_file() and file.path.stat().st_size == file.size for file in files)
+    if share is not None:
+        if not whole:
+            raise OutputError(
+                f"{staging} lacks files that its journals speak of", "the same command without --part starts over"
+            )
+    elif heads != {fingerprint} or not whole:
+        if (staging / "out").exists():
+            shutil.rmtree(staging / "out")
+        for path in others:
+            path.unlink()
+        os.ftruncate(handle, 0)
+        _begin(handle, fingerprint)
+        finished = {}
+    return finished
+
+
+def _begin(handle: int, fingerprint: str) -> None:
+    write_all(handle, (fingerprint + "\n").encode())
+    os.fsync(handle)
 
 
 def _entries(content: bytes) -> tuple[str, dict[str, str], int]:

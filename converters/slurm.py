@@ -131,7 +131,12 @@ def gpu_header(site: Site, wishes: Wishes) -> dict[str, str]:
         UsageError: it asks for more time than the partition gives, where that is known.
     """
     header = {**site.gpu, "nodes": "1", **wishes.sbatch}
-    _within(header, site.gpu, site)
+    same = header.get("partition") == site.gpu.get("partition")
+    if same and seconds_of(header["time"]) > seconds_of(site.gpu["time"]):
+        where = header.get("partition", "the default partition")
+        raise UsageError(
+            f"{where} of {site.name} gives {site.gpu['time']}, not {header['time']}", "a chain goes on by itself"
+        )
     return header
 
 
@@ -163,15 +168,6 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
         f"{asked['mem']} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
         "--time and --sbatch mem=… say otherwise; what is interrupted goes on when it is submitted again",
     )
-
-
-def _within(header: Mapping[str, str], limits: Mapping[str, str], site: Site) -> None:
-    same = header.get("partition") == limits.get("partition")
-    if same and seconds_of(header["time"]) > seconds_of(limits["time"]):
-        where = header.get("partition", "the default partition")
-        raise UsageError(
-            f"{where} of {site.name} gives {limits['time']}, not {header['time']}", "a chain goes on by itself"
-        )
 
 
 def megabytes_of(text: str) -> float:
@@ -247,7 +243,7 @@ def chain(
         links: jobs at the most.
         retries: failures in a row without a new checkpoint.
         bench: batch script that is submitted for each new checkpoint.
-    """  # fmt: skip
+    """
     return {
         "COMMAND": array(command),
         "SRUN": array(srun),
@@ -257,6 +253,27 @@ def chain(
         "RETRIES": str(retries),
         "BENCH": f"${{VITRUVIAN_BENCH-{quoted(bench.absolute() if bench else '')}}}",
     }
+
+
+def cpu_job(
+    name: str, command: Sequence[object], wishes: Wishes, seconds: float, megabytes: float, **header: str
+) -> Job:
+    """A command that goes on where it stopped, as a chain of jobs without GPUs in the folder where we stand.
+
+    Args:
+        name: of the job.
+        command: what runs.
+        wishes: of the user.
+        seconds: what it will take.
+        megabytes: of memory.
+        header: more options of sbatch.
+
+    Raises:
+        RefusedError: no partition is enough.
+    """
+    site, here = load_site(wishes.site), Path.cwd()
+    found = cpu_header(site, wishes, seconds, megabytes) | {"chdir": str(here), "signal": "B:USR1@120"} | header
+    return Job(name, found, launching(site, wishes, here / "slurm") | chain(command), "chain", here / "slurm")
 
 
 def submit(job: Job) -> str:

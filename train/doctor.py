@@ -20,6 +20,7 @@ from converters.report import size
 from formats.errors import UnsupportedError, VerificationError
 from train.attention import BACKENDS, resolve, self_check
 from train.distributed import World
+from train.nodes import compare, measure
 from train.speed import peak_of
 
 PACKAGES = (
@@ -44,12 +45,13 @@ class Finding(NamedTuple):
     fault: bool = False
 
 
-def examine(world: World, model: Path | None) -> Iterator[Finding]:
+def examine(world: World, model: Path | None, slower: float) -> Iterator[Finding]:
     """Look at everything. Every rank has to come here.
 
     Args:
         world: the ranks.
         model: Hugging Face folder whose layers are tried; None takes a small Llama.
+        slower: see `nodes.compare`.
     """
     yield Finding("system", f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     runtime = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
@@ -60,6 +62,10 @@ def examine(world: World, model: Path | None) -> Iterator[Finding]:
     yield from _attention(world.device, _config(model))
     if world.ranks > 1:
         yield _sum(world)
+    usual, slow = compare(measure(world), slower)
+    yield Finding("nodes", usual)
+    for node, told in slow.items():
+        yield Finding(f"slow {node}", told)
 
 
 def _version(name: str) -> str | None:

@@ -11,7 +11,7 @@ from converters.slurm import (
     Wishes,
     array,
     chain,
-    cpu_header,
+    cpu_job,
     gpu_header,
     launching,
     load_site,
@@ -81,10 +81,7 @@ def evaluation(words: Sequence[str], wishes: Wishes, launcher: str) -> Job:
 
 def data(words: Sequence[str], wishes: Wishes) -> Job:
     """A data command, as a job without GPUs that goes on in another one when its time is up."""
-    site = load_site(wishes.site)
-    header = cpu_header(site, wishes, DATA_SECONDS, DATA_MB) | {"chdir": str(Path.cwd()), "signal": "B:USR1@120"}
-    folder = Path.cwd() / "slurm"
-    return Job(words[0], header, launching(site, wishes, folder) | chain(["train", *words]), "chain", folder)
+    return cpu_job(words[0], ["train", *words], wishes, DATA_SECONDS, DATA_MB)
 
 
 def preflight(wishes: Wishes) -> Job:

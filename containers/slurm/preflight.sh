@@ -1,5 +1,5 @@
 # Before a training: each node alone (device, attention, its own GPUs), then all that are good together (the link).
-# If those fail together, each with its neighbour. The nodes to leave out are printed, ready for --exclude.
+# If those fail together, each with its neighbour. The nodes to leave out, slow ones too, are printed, ready for --exclude.
 set -uo pipefail
 mkdir -p "$LOGS"
 port=$((20000 + SLURM_JOB_ID % 20000))
@@ -27,13 +27,13 @@ done
 if [ ${#good[@]} -gt 1 ] && ! check together 0 "${good[@]}"; then
   echo "the good nodes fail together; neighbours:"
   for first in 0 1; do # pairs that share no node, at the same time
-    for ((at = first; at < ${#good[@]}; at += 2)); do
-      next=${good[(at + 1) % ${#good[@]}]}
+    for ((at = first; at + 1 < ${#good[@]}; at += 2)); do
+      next=${good[at + 1]}
       check "${good[at]}-$next" "$at" "${good[at]}" "$next" &
       running[at]=$!
     done
-    for ((at = first; at < ${#good[@]}; at += 2)); do
-      next=${good[(at + 1) % ${#good[@]}]}
+    for ((at = first; at + 1 < ${#good[@]}; at += 2)); do
+      next=${good[at + 1]}
       if wait "${running[at]}"; then continue; fi
       echo "FAULT between ${good[at]} and $next: $LOGS/${good[at]}-$next.log"
       bad+=("${good[at]}" "$next")
@@ -41,15 +41,19 @@ if [ ${#good[@]} -gt 1 ] && ! check together 0 "${good[@]}"; then
   done
   [ ${#bad[@]} -gt 0 ] || bad=("${good[@]}")
 fi
-grep -h -E '^(device|ranks) ' "$LOGS/together.log" "$LOGS/${good[0]:-none}.log" 2>/dev/null
+grep -h -E '^(device|ranks|nodes) ' "$LOGS/together.log" "$LOGS/${good[0]:-none}.log" 2>/dev/null
 grep -h -m 1 -E 'Using network|Selected provider' "$LOGS"/*.log | head -n 1
+for node in "${bad[@]}"; do
+  if [ -s "$LOGS/$node.log" ]; then echo "FAULT $node: $(grep -E '^(FAULT|error|srun: error)|Using network Socket' "$LOGS/$node.log" | head -n 1)"; fi
+done
+while read -r _ node told; do
+  echo "SLOW $node: $told"
+  bad+=("$node")
+done < <(grep -h '^slow ' "$LOGS/together.log" 2>/dev/null)
 if [ ${#bad[@]} = 0 ]; then
   echo "PREFLIGHT OK: ${#nodes[@]} nodes, $((${#nodes[@]} * TASKS)) tasks"
   exit 0
 fi
-for node in "${bad[@]}"; do
-  if [ -s "$LOGS/$node.log" ]; then echo "FAULT $node: $(grep -E '^(FAULT|error|srun: error)|Using network Socket' "$LOGS/$node.log" | head -n 1)"; fi
-done
 list=$(printf '%s\n' "${bad[@]}" | sort -u | paste -sd ,)
 echo "$list" >"$LOGS/exclude"
 echo "PREFLIGHT FAILED, logs in $LOGS; leave these out: --sbatch exclude=$list"

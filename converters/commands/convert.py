@@ -196,7 +196,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
         raise SourceError(f"{len(failed)} of {len(runs)} checkpoints of {src} were not converted", failed[0].hint)
     if repo and options["dry_run"]:
         click.echo(f"then   push {out} to {repo}")
-    elif repo:
+    elif repo and options["share"] is None:
         context.invoke(push, out=out, repo=repo, quiet=options["quiet"], as_json=options["as_json"])
 
 

@@ -40,6 +40,21 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         return size
 
 
+class ShareType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """One of several processes, such as 2/8."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse `I/N`, I from 1 to N."""
+        from converters.journal import Share
+
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(value))
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            self.fail(f"{value!r} is no part such as 1/8 or 8/8", param, ctx)
+        return Share(int(match[1]), int(match[2]))
+
+
 def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
     """Several options as one decorator."""
 
@@ -119,6 +134,8 @@ writing = together(
     policy,
     click.option("-n", "--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option("--force", is_flag=True, help="Delete the checkpoint that OUT is, and start over."),
+    click.option("--part", "share", type=ShareType(), metavar="I/N",
+                 help="Do the I-th of N parts, beside others on any nodes. The same command without it finishes."),
     click.option("--verify/--no-verify", default=True, show_default=True,
                  help="Read OUT back and compare before it is published."),
     effort,

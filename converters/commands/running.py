@@ -12,7 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from converters.convert import Request
-    from converters.plan import Plan
+    from converters.plan import Job, Plan
     from formats.checkpoint import Checkpoint
 
 
@@ -33,13 +33,13 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
 
 
 def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
-    """Print the plan, or run it and print what came out."""
+    """Print the plan, or run it (or a share of it) and print what came out."""
     from converters import digest
-    from converters.convert import check_paths, run
+    from converters.convert import check_paths, run, run_share
     from converters.report import size
     from converters.show import drift_lines, plan_lines, plan_record
 
-    record = plan_record(plan)
+    record, share = plan_record(plan), options["share"]
     if options["dry_run"]:
         click.echo(json.dumps(record, indent=1) if options["as_json"] else "\n".join(plan_lines(plan)))
         check_paths(plan.source, request)
@@ -47,15 +47,26 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
     for note in record["notes"]:
         click.echo(f"note: {note}", err=True)
     began = time.monotonic()
-    drifted: dict[str, float] = {}
-    digests = run(plan, request, lambda job, distance: drifted.update({job.name: distance}))
-    seconds, total = time.monotonic() - began, digest.total(digests)
+    averaged: dict[str, float] = {}
+
+    def drifted(job: Job, distance: float) -> None:
+        averaged[job.name] = distance
+
+    if share is not None:
+        jobs = run_share(plan, share, request, drifted)
+        name, tensors, nbytes = f"part {share} of {request.out}", len(jobs), sum(job.nbytes for job in jobs)
+        facts: dict[str, Any] = {"part": str(share)}
+        told = "the same command without --part finishes"
+    else:
+        digests = run(plan, request, drifted)
+        name, tensors, nbytes, total = str(request.out), len(digests), plan.nbytes, digest.total(digests)
+        facts = {"digest": total, "verified": request.verify}
+        told = f"{'read back and equal' if request.verify else 'not read back'}\ndigest {total}"
+    seconds = time.monotonic() - began
     if options["as_json"]:
-        facts = {"out": str(request.out), "digest": total, "tensors": len(digests), "bytes": plan.nbytes}
-        click.echo(json.dumps(facts | {"seconds": round(seconds, 3), "verified": request.verify, "averaged": drifted}))
+        facts |= {"out": str(request.out), "tensors": tensors, "bytes": nbytes, "seconds": round(seconds, 3)}
+        click.echo(json.dumps(facts | {"averaged": averaged}))
         return
-    for line in drift_lines(drifted):
+    for line in drift_lines(averaged):
         click.echo(line, err=True)
-    checked = "read back and equal" if request.verify else "not read back"
-    click.echo(f"{request.out}: {len(digests)} tensors, {size(plan.nbytes)} in {seconds:.1f} s, {checked}")
-    click.echo(f"digest {total}")
+    click.echo(f"{name}: {tensors} tensors, {size(nbytes)} in {seconds:.1f} s, {told}")

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,45 +62,53 @@ def wishes_of(options: Mapping[str, Any]) -> Wishes:
     return Wishes(options["site"], given | options_of(options["sbatch"]), options["image"])
 
 
-def hand_over(job: Job, dry_run: bool) -> None:
-    """Print a job, or submit it and tell its number."""
+def hand_over(job: Job, dry_run: bool) -> str:
+    """Print a job, or submit it and tell its number, which is returned."""
     from converters.slurm import submit
 
     if dry_run:
         click.echo(job.text, nl=False)
-        return
+        return job.name
     click.echo(job.cost, err=True)
-    click.echo(f"Submitted batch job {submit(job)}")
+    number = submit(job)
+    click.echo(f"Submitted batch job {number}")
+    return number
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
 @submitting
+@click.option(
+    "--part",
+    "parts",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Split it over N tasks; one more job does what they have left, verifies and publishes.",
+)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND SRC OUT …")
 @click.pass_context
 def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) -> None:
-    """A conversion as a job without GPUs.
+    """A conversion as a job without GPUs, or as several.
 
     \b
     convert submit --site leonardo fsdp2hf checkpoint-5000 model/ --config BASE
+    convert submit --site lumi --part 8 hf2megatron model/ run/ --tp 8
 
     It is planned here, from headers only; memory, time and partition come from the plan. A job whose time is up is
-    followed by another one, which goes on.
+    followed by another one, which goes on. With --part that is the last job, for which -n prints a name in place of
+    the number that it waits for.
     """  # noqa: D301  # \b is the sign of click for lines as they stand
-    from converters.slurm import Job, chain, cpu_header, launching, load_site
+    from converters.slurm import cpu_job
 
-    wishes = wishes_of(options)
-    site = load_site(wishes.site)
+    wishes, parts, dry_run = wishes_of(options), options["parts"], options["dry_run"]
     plans, buffers = _plans(context, words)
-    seconds = START + sum(plan["bytes"] for plan in plans) / RATE
-    nbytes = buffers + PIECE * max(plan.get("blocks", 0) for plan in plans)
-    header = {
-        **cpu_header(site, wishes, seconds, BASE_MB + nbytes / 10**6),
-        "chdir": str(Path.cwd()),
-        "signal": "B:USR1@120",
-    }
-    folder = Path.cwd() / "slurm"
-    settings = launching(site, wishes, folder) | chain(["convert", *words])
-    hand_over(Job(words[0], header, settings, "chain", folder), options["dry_run"])
+    seconds = sum(plan["bytes"] for plan in plans) / RATE
+    megabytes = BASE_MB + (buffers + PIECE * max(plan.get("blocks", 0) for plan in plans)) / 10**6
+    name, command, after = words[0], ["convert", *words], dict[str, str]()
+    if parts:  # one whose time is up is not followed by another: the last job has time for all that is left
+        one = cpu_job(f"{name}-part", command, wishes, START + seconds / parts, megabytes, array=f"1-{parts}")
+        share = {"COMMAND+": f'(--part "$SLURM_ARRAY_TASK_ID/{parts}")', "LINKS": "1"}
+        after["dependency"] = f"afterany:{hand_over(replace(one, settings={**one.settings, **share}), dry_run)}"
+    hand_over(cpu_job(name, command, wishes, START + seconds, megabytes, **after), dry_run)
 
 
 def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping[str, Any]], int]:

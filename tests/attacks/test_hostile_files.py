@@ -1095,7 +1095,7 @@ def test_a_hostile_journal_is_no_bug(hf, convert, tmp_path, line):
     """A folder of an interrupted conversion, with a line in its journal that nobody wrote."""
     real = os.fdatasync
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("converters.convert._finish_files", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        patch.setattr("converters.convert.finish_files", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
         assert convert("hf2megatron", hf, tmp_path / "m").code == 7
     assert os.fdatasync is real
     journal = tmp_path / "m.partial/journal.jsonl"

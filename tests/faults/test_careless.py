@@ -38,14 +38,14 @@ def test_only_checkpoints_are_replaced(model, convert, tmp_path, force):
 def test_an_output_that_came_into_being_meanwhile_is_kept(model, convert, tmp_path, monkeypatch):
     from converters import convert as module
 
-    finish = module._finish_files
+    finish = module.finish_files
 
     def late(*args):
         (tmp_path / "out").mkdir()
         (tmp_path / "out/thesis.tex").write_text("precious")
         finish(*args)
 
-    monkeypatch.setattr(module, "_finish_files", late)
+    monkeypatch.setattr(module, "finish_files", late)
     assert convert("hf2megatron", model(), tmp_path / "out").code == 7
     assert (tmp_path / "out/thesis.tex").read_text() == "precious"
 

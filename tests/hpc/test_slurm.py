@@ -6,6 +6,7 @@ where the body of the job is what is tested, and costs nothing.
 
 from __future__ import annotations
 
+import fcntl
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.hpc.conftest import Lab
+from tests.models import files
 from tests.train.conftest import ROOT, Trained
 from tests.train.test_run import require_same
 
@@ -208,12 +210,41 @@ def test_a_cancelled_job_has_no_successor(job, queue, tmp_path):
     assert "link 2" not in logs(tmp_path)
 
 
-def test_a_preflight_finds_the_node(submitted, queue, tmp_path):
-    job = submitted("train", "--preflight", "--site", "local", "--nodes", "2")
-    assert queue.wait(job)["JobState"] == "COMPLETED", logs(tmp_path)
-    told = logs(tmp_path)
-    assert "PREFLIGHT OK: 2 nodes, 2 tasks" in told
-    assert "2 ranks sum 67.1 MB" in told
+@pytest.fixture
+def preflight(queue, tmp_path):
+    """`preflight(code)`: the facts of a preflight of two nodes, whose tasks run this code in place of the launcher."""
+
+    def run(code: str) -> dict[str, str]:
+        (tmp_path / "run").write_text(f"#!/bin/bash\n{code}\n")
+        (tmp_path / "run").chmod(0o755)
+        shown = queue.call("train", "submit", "--preflight", "--nodes", "2", "-n")
+        shown = re.sub(r"^RUN=.*$", f"RUN={tmp_path}/run", shown, flags=re.MULTILINE)
+        (tmp_path / "job.sbatch").write_text(shown.replace(str(Path.cwd()), str(tmp_path)))
+        (tmp_path / "slurm").mkdir()
+        return queue.wait(queue.call("sbatch", "--parsable", tmp_path / "job.sbatch").strip())
+
+    return run
+
+
+@pytest.mark.parametrize(("seconds", "told"), [("0", "PREFLIGHT OK: 2 nodes, 2 tasks"), ("3", "SLOW n2: matmul 3")])
+def test_a_preflight_measures_the_nodes(preflight, tmp_path, seconds, told):
+    """On one machine with other work a node may well take twice what the other takes: here five times is slow."""
+    (tmp_path / "slowed.py").write_text(f"""
+import os, sys, time, torch
+from train import cli, nodes
+nodes.REPEATS = 3
+if os.environ["SLURMD_NODENAME"] == "n2":
+    mm, torch.mm = torch.mm, lambda *words: (time.sleep({seconds}), mm(*words))[1]
+sys.argv = sys.argv[1:] + ["--slower", "5"]
+cli.main()
+""")
+    facts = preflight(f'PYTHONPATH={ROOT} exec {sys.executable} {tmp_path}/slowed.py "$@"')
+    said = logs(tmp_path)
+    assert told in said
+    assert "2 ranks sum 67.1 MB" in said
+    assert "67.1 MB to and from a neighbour in" in said
+    assert (facts["JobState"] == "COMPLETED") == (seconds == "0")
+    assert ("leave these out: --sbatch exclude=n2" in said) == (seconds == "3")
 
 
 @pytest.mark.parametrize(
@@ -224,19 +255,11 @@ def test_a_preflight_finds_the_node(submitted, queue, tmp_path):
         ('[ "$SLURM_NNODES" = 1 ] || echo "NCCL INFO Using network Socket"', "n1,n2"),
     ],
 )
-def test_a_preflight_names_nodes_to_exclude(submitted, queue, tmp_path, rule, bad):
-    (tmp_path / "run").write_text(f"#!/bin/bash\n{rule}\n")
-    (tmp_path / "run").chmod(0o755)
-    shown = queue.call("train", "submit", "--preflight", "--nodes", "2", "-n")
-    script = tmp_path / "job.sbatch"
-    script.write_text(
-        re.sub(r"^RUN=.*$", f"RUN={tmp_path}/run", shown, flags=re.MULTILINE).replace(str(Path.cwd()), str(tmp_path))
-    )
-    (tmp_path / "slurm").mkdir()
-    job = queue.call("sbatch", "--parsable", script).strip()
-    assert queue.wait(job)["ExitCode"] == "1:0"
+def test_a_preflight_names_nodes_to_exclude(preflight, tmp_path, rule, bad):
+    facts = preflight(rule)
+    assert facts["ExitCode"] == "1:0"
     assert f"leave these out: --sbatch exclude={bad}" in logs(tmp_path)
-    assert (tmp_path / f"slurm/preflight-{job}/exclude").read_text() == f"{bad}\n"
+    assert (tmp_path / f"slurm/preflight-{facts['JobId']}/exclude").read_text() == f"{bad}\n"
 
 
 def test_a_conversion_runs_in_the_serial_partition(submitted, queue, model, convert, tmp_path):
@@ -245,6 +268,29 @@ def test_a_conversion_runs_in_the_serial_partition(submitted, queue, model, conv
     assert facts["JobState"] == "COMPLETED", logs(tmp_path)
     assert facts["Partition"] == "lrd_all_serial"
     assert convert("verify", tmp_path / "out", model()).code == 0
+
+
+def test_a_conversion_in_parts_is_finished_behind_one_that_fails(queue, model, convert, monkeypatch, tmp_path):
+    """Tasks on both nodes. One of them finds its part in other hands, which is what it fails of."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/journal.jsonl").touch()
+    with (tmp_path / "out.partial/journal-2-of-3.jsonl").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        words = ["hf2megatron", model(), "out", "--tp", "2"]
+        said = queue.call("convert", "submit", "--part", "3", "--sbatch", "exclusive", *words)
+        parts, last = re.findall(r"Submitted batch job (\d+)", said)
+        assert queue.facts(last)["Dependency"].startswith(f"afterany:{parts}_")
+        found = [queue.wait(f"{parts}_{number}") for number in (1, 2, 3)]
+    assert [one["ExitCode"] for one in found] == ["0:0", "7:0", "0:0"], logs(tmp_path)
+    assert {one["NodeList"] for one in found} == {"n1", "n2"}
+    assert "another process is writing part 2/3" in logs(tmp_path)
+    assert queue.wait(last)["JobState"] == "COMPLETED", logs(tmp_path)
+    queue.idle()
+    assert logs(tmp_path).count("nodes from") == 4
+    assert convert(*words[:2], tmp_path / "whole", *words[3:]).code == 0
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_tokenizing_runs_without_gpus(submitted, queue, data, tmp_path):

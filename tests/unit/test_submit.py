@@ -41,6 +41,7 @@ ASKED = {
     "evaluation": ["train", "eval", "run1", "--all", "--time", "2:00:00"],
     "tokenizing": ["train", "tokenize", "--input", "a b.jsonl", "--vocab-file", "m.model", "--output-prefix", "P"],
     "conversion": ["convert", "hf2megatron", "MODEL", "out", "--tp", "2"],
+    "conversion in parts": ["convert", "--part", "8", "hf2megatron", "MODEL", "out", "--tp", "2"],
 }
 
 
@@ -91,10 +92,10 @@ def test_jobs_and_launcher_are_the_golden_ones(site, train, convert, folder, mod
             "submit", "--site", site, "--account", "P", *image, *words, "-n"
         )
         assert ran.code == 0, ran.err
-        head, body = re.split(r"\n\n(?=# )", ran.out, maxsplit=1)
         kind = "preflight" if name == "preflight" else "chain"
-        assert body == (CONTAINERS / f"slurm/{kind}.sh").read_text()
-        shown.append(f"### {name}: {program} submit\n{head}\n")
+        body = (CONTAINERS / f"slurm/{kind}.sh").read_text()
+        assert ran.out.count(body) == 1 + (name == "conversion in parts")
+        shown.append(f"### {name}: {program} submit\n{ran.out.replace(chr(10) + body, '')}")
     path = f"{tmp_path}/bin:/usr/bin:/bin"
     if site != "local":  # where the flag for GPUs is that of this machine
         shown.append("### launcher\n" + launcher(site, "--image", "/scratch/v.sif", "train", "run", path=path))
@@ -191,6 +192,14 @@ def test_a_conversion_takes_the_first_partition_that_is_enough(seconds, megabyte
     assert header["partition"] == partition
 
 
+def test_parts_share_the_time(convert, folder, model, monkeypatch):
+    monkeypatch.setattr("converters.commands.submit.RATE", 100)
+    ran = convert("submit", "--part", "8", "hf2megatron", model(), "out", "-n")
+    part, whole = (seconds_of(time) - 900 for time in re.findall(r"^#SBATCH --time=(.*)$", ran.out, re.MULTILINE))
+    assert whole > 3600
+    assert 0 <= part * 8 - whole <= 8 * 60
+
+
 def test_a_conversion_beyond_every_partition_is_refused():
     with pytest.raises(RefusedError, match="more than a partition of leonardo has"):
         cpu_header(load_site("leonardo"), Wishes("leonardo", {}, None), 3600, 500_000)
@@ -266,3 +275,36 @@ def test_the_users_call_submits_a_chain(folder):
     script = (folder / "run1/slurm/run1.sbatch").read_text()
     assert "LINKS=${VITRUVIAN_LINKS:-3}\n" in script
     assert f"BENCH=${{VITRUVIAN_BENCH-{folder}/pp.sh}}\n" in script
+
+
+@pytest.mark.parametrize(
+    ("rule", "bad", "told"),
+    [
+        ("true", "", "PREFLIGHT OK: 3 nodes, 3 tasks"),
+        (
+            "echo 'slow b            matmul 9.0 ms, the median is 4.0 ms'",
+            "b",
+            "SLOW b: matmul 9.0 ms, the median is 4.0 ms",
+        ),
+        ('[ "$nodes" != b ] || { echo "error: no device"; false; }', "b", "FAULT b: error: no device"),
+        ("[[ $nodes != *,*,* && $nodes != b,c ]]", "b,c", "FAULT between b and c"),
+    ],
+)
+def test_a_preflight_of_three_nodes(train, folder, rule, bad, told):
+    """Slurm is played: `srun` writes what the doctor would say of the nodes that it is given."""
+    srun = "for word; do case $word in --nodelist=*) nodes=${word#*=};; --output=*) log=${word#*=};; esac; done"
+    for name, code in (("srun", f'{srun}\nexec >>"$log"\n{rule}'), ("scontrol", "printf '%s\\n' a b c")):
+        (folder / name).write_text(f"#!/bin/bash\n{code}\n")
+        (folder / name).chmod(0o755)
+    shown = train("submit", "--preflight", "--nodes", "3", "-n").out
+    env = {
+        "PATH": f"{folder}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "x",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    ran = subprocess.run(["bash"], input=shown, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (int(bool(bad)), "")
+    assert told in ran.stdout
+    exclude = folder / "slurm/preflight-7/exclude"
+    assert (exclude.read_text() if exclude.exists() else "").strip() == bad

@@ -1,0 +1,214 @@
+"""A conversion in parts: processes beside each other, killed, stopped or refused, end in the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from converters.convert import Request, plan_megatron
+from converters.journal import Share
+from formats.megatron_args import Options
+from formats.registry import open_checkpoint
+from tests.models import files
+
+ENV = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+CODE = """
+import os, sys, time
+from converters import cli
+number, at, write = int(sys.argv.pop(1)), int(sys.argv.pop(1)), os.pwrite
+def counted(*args):
+    global at
+    at -= 1
+    if at == 0:
+        os.kill(os.getpid(), number)
+    time.sleep(0.002)
+    return write(*args)
+os.pwrite = counted
+cli.main()
+"""
+KINDS = {"hf2megatron": ("--tp", "2", "--pp", "2"), "megatron2hf": ("--shard-size", "300KB")}
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`started(number, at, word, …)`: the command as a process that sends itself a signal at its at-th write."""
+    made: list[subprocess.Popen[str]] = []
+
+    def start(number: int, at: int, *words: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CODE, str(int(number)), str(at), *map(str, words)]
+        made.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV))
+        if number == signal.SIGSTOP:
+            assert os.WIFSTOPPED(os.waitpid(made[-1].pid, os.WUNTRACED)[1])
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def sources(model, tmp_path_factory) -> dict[str, tuple[Path, dict[str, bytes]]]:
+    """By command: the source, and the files of the unsplit conversion."""
+    folder, found = tmp_path_factory.mktemp("whole"), {}
+    source = model("llama", "bfloat16")
+    for name, words in KINDS.items():
+        command = [sys.executable, "-c", CODE, "0", "0", name, str(source), str(folder / name), *words]
+        subprocess.run(command, env=ENV, timeout=120, check=True)
+        found[name] = source, files(folder / name)
+        source = folder / name
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_parts_at_once_one_of_them_killed_make_the_same_bytes(sources, started, convert, tmp_path, name):
+    source, expected = sources[name]
+    words = [name, source, tmp_path / "out", *KINDS[name]]
+    parts = [started(signal.SIGKILL, 7 if number == 2 else 0, *words, "--part", f"{number}/3") for number in (1, 2, 3)]
+    told = [part.communicate(timeout=120) for part in parts]
+    assert [part.returncode for part in parts] == [0, -signal.SIGKILL, 0], told
+    assert "the same command without --part finishes" in told[0][0]
+    assert not (tmp_path / "out").exists()
+    assert convert(*words, "--json").code == 0
+    assert files(tmp_path / "out") == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert convert("verify", tmp_path / "out", source).code == 0
+
+
+@pytest.fixture
+def words(sources, tmp_path) -> list[object]:
+    return ["hf2megatron", sources["hf2megatron"][0], tmp_path / "out", *KINDS["hf2megatron"]]
+
+
+def test_what_is_done_is_not_done_again(sources, convert, words, tmp_path, monkeypatch):
+    assert [convert(*words, "--part", part).code for part in ("1/2", "2/2")] == [0, 0]
+    journals = files(tmp_path / "out.partial")
+    monkeypatch.setattr("converters.engine.run_job", None)
+    assert convert(*words, "--part", "1/2").code == 0
+    assert convert(*words, "--part", "2/3").code == 0, "another number of parts"
+    again = files(tmp_path / "out.partial")
+    assert {name: again[name] for name in journals} == journals
+    assert convert(*words, "--no-verify").code == 0
+    assert files(tmp_path / "out") == sources["hf2megatron"][1]
+
+
+def test_a_killed_part_goes_on_where_it_was(started, convert, words, tmp_path):
+    killed = started(signal.SIGKILL, 250, *words, "--part", "1/1")
+    killed.communicate(timeout=120)
+    lines = (tmp_path / "out.partial/journal-1-of-1.jsonl").read_text().splitlines()
+    assert len(lines) > 5
+    ran = started(signal.SIGKILL, 0, *words, "--part", "1/1", "--json")
+    assert json.loads(ran.communicate(timeout=120)[0])["part"] == "1/1"
+    names = [
+        json.loads(line)[0] for line in (tmp_path / "out.partial/journal-1-of-1.jsonl").read_text().splitlines()[1:]
+    ]
+    assert len(names) == len(set(names)), "a job was done twice"
+
+
+def refused(ran, message: str) -> None:
+    assert (ran.code, message in ran.err) == (7, True), ran
+
+
+def test_who_works_on_a_part_and_who_finishes_keep_apart(sources, started, convert, words, tmp_path):
+    part = started(signal.SIGSTOP, 20, *words, "--part", "1/2")
+    refused(convert(*words), "other processes are writing parts of")
+    refused(convert(*words, "--force"), "other processes are writing parts of")
+    refused(convert(*words, "--part", "1/2"), "another process is writing part 1/2 of")
+    assert convert(*words, "--part", "2/2").code == 0
+    part.send_signal(signal.SIGCONT)
+    assert part.wait(timeout=60) == 0
+    last = started(signal.SIGSTOP, 1, *words)
+    refused(convert(*words, "--part", "1/2"), "another process is writing all of")
+    refused(convert(*words), f"another process is writing {tmp_path / 'out.partial'}")
+    last.send_signal(signal.SIGCONT)
+    assert last.wait(timeout=60) == 0
+    assert files(tmp_path / "out") == sources["hf2megatron"][1]
+
+
+@pytest.mark.parametrize("part", ["0/4", "5/4", "x", "1/0", "1", "-1/4", "1/4/4"])
+def test_no_part(convert, words, part):
+    ran = convert(*words, f"--part={part}")
+    assert (ran.code, "is no part such as" in ran.err) == (2, True)
+
+
+def test_another_source_between(sources, convert, words, tmp_path):
+    source = next(words[1].glob("*.safetensors"))
+    assert convert(*words, "--part", "1/2").code == 0
+    before = source.stat()
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    try:
+        for more in (["--part", "2/2"], ["--part", "1/2"], ["--part", "2/2", "--force"], []):
+            refused(convert(*words, *more), "another conversion (or its source has changed since)")
+    finally:
+        os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert convert(*words, "--part", "2/2").code == 0
+    assert convert(*words[:3], "--tp", 4).code == 7
+    assert convert(*words[:3], "--tp", 4, "--force").code == 0
+    assert dict(open_checkpoint(tmp_path / "out").topology) == {"tp": 4, "pp": 1}
+
+
+def test_files_that_are_gone(sources, convert, words, tmp_path):
+    assert convert(*words, "--part", "1/2").code == 0
+    next((tmp_path / "out.partial/out").rglob("*.pt")).unlink()
+    refused(convert(*words, "--part", "2/2"), "lacks files that its journals speak of")
+    assert convert(*words).code == 0
+    assert files(tmp_path / "out") == sources["hf2megatron"][1]
+
+
+def test_an_output_that_exists_is_replaced_by_the_last_one(convert, words, tmp_path):
+    assert convert(*words[:3], "--tp", 4).code == 0
+    refused(convert(*words, "--part", "1/2"), "exists")
+    assert convert(*words, "--part", "1/2", "--force").code == 0
+    assert dict(open_checkpoint(tmp_path / "out").topology) == {"tp": 4, "pp": 1}
+    refused(convert(*words), "exists")
+    assert convert(*words, "--force").code == 0
+    assert dict(open_checkpoint(tmp_path / "out").topology) == {"tp": 2, "pp": 2}
+
+
+def test_a_part_that_fails_leaves_the_others_work(sources, convert, tmp_path):
+    assert convert("hf2megatron", sources["hf2megatron"][0], tmp_path / "m", "--tp", 2).code == 0
+    norm = next(
+        one
+        for one in open_checkpoint(tmp_path / "m").tensors
+        if "input_layernorm" in one.key or "layer_norm_weight" in one.key
+    ).fragment
+    with norm.path.open("r+b") as file:
+        file.seek(norm.offset)
+        file.write(np.float16(7).tobytes())
+    words = ["megatron2hf", tmp_path / "m", tmp_path / "out"]
+    codes = [convert(*words, "--part", f"{number}/3").code for number in (1, 2, 3)]
+    assert sorted(codes) == [0, 0, 6]
+    assert (tmp_path / "out.partial/out").is_dir()
+    assert convert(*words).code == 6
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_without_locks_there_are_no_parts(convert, words, tmp_path, monkeypatch):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    refused(convert(*words, "--part", "1/2"), "file system without locks")
+    assert convert(*words).code == 0
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 7, 1000])
+def test_shares_are_all_jobs_once_and_of_a_size(model, tmp_path, of):
+    plan = plan_megatron(open_checkpoint(model("llama", "bfloat16")), Request(tmp_path / "o"), Options(2, 2), None)
+    shares = [Share(number, of).jobs(plan.jobs) for number in range(1, of + 1)]
+    assert Counter(job.name for share in shares for job in share) == Counter(job.name for job in plan.jobs)
+    largest = max(job.nbytes for job in plan.jobs)
+    assert max(sum(job.nbytes for job in share) for share in shares) <= plan.nbytes / of + largest
+    layers = [job.layer for share in shares for job in share if job.layer is not None]
+    assert layers == sorted(layers), "each share has layers that follow each other"

@@ -1,0 +1,73 @@
+"""Slow nodes: the arithmetic, and three processes that play a node each, one of which has a slow link."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.train.conftest import ROOT, environment
+from tests.train.forks import free_port
+from train.nodes import Figures, compare, rounds
+
+WORLD = """
+import json, sys, time
+from train import nodes
+from train.distributed import world
+
+nodes.REPEATS, nodes.EXCHANGED, exchange = 3, 2**20, nodes._exchange
+def late(*words):
+    time.sleep(0.5)
+    exchange(*words)
+with world(1, 1) as ranks:
+    if ranks.rank == 1:
+        nodes._exchange = late
+    figures = nodes.measure(ranks)
+if ranks.first:
+    print(json.dumps(figures))
+"""
+
+
+def test_a_node_is_slow_beside_the_median():
+    figures = [Figures(f"n{at}", 0.01 + at / 10**4, 0.05) for at in range(7)]
+    assert compare(figures, 1.2) == ("7, a matmul in 10.3 ms, 67.1 MB to and from a neighbour in 50.0 ms", {})
+    figures[2] = Figures("n2", 0.0125, 0.05)
+    figures[5] = Figures("n5", 0.02, 0.061)
+    assert compare(figures, 1.2)[1] == {
+        "n2": "matmul 12.5 ms, the median is 10.4 ms",
+        "n5": "matmul 20.0 ms, the median is 10.4 ms; link 61.0 ms, the median is 50.0 ms",
+    }
+
+
+def test_of_two_nodes_the_slower_one_is_slow_and_one_alone_is_not():
+    assert list(compare([Figures("a", 3.0, 1.0), Figures("b", 1.0, 1.0)], 1.2)[1]) == ["a"]
+    assert compare([Figures("a", 3.0, 0.0)], 1.2) == ("1, a matmul in 3000.0 ms", {})
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_in_a_round_no_node_has_two_neighbours(count):
+    found = rounds(count)
+    pairs = [frozenset(pair) for one in found for pair in one]
+    assert len(set(pairs)) == len(pairs)
+    assert set(pairs) == {frozenset((at, (at + 1) % count)) for at in range(count) if count > 1}
+    assert all(len({node for pair in one for node in pair}) == 2 * len(one) for one in found)
+
+
+@pytest.mark.distributed
+def test_who_has_a_slow_link_is_found_and_its_neighbours_are_not():
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORLD], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env=environment() | {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                                 "SLURMD_NODENAME": f"n{rank}"},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=100)[0] for process in started]
+    names, matmuls, links = zip(*json.loads(told[0]), strict=True)
+    assert names == ("n0", "n1", "n2")
+    assert min(matmuls) > 0
+    assert links[1] >= 0.5 > max(links[0], links[2]) > 0

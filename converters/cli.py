@@ -13,6 +13,7 @@ SECTIONS = {
         convert.hf2fsdp,
         convert.hf2megatron,
         neox.hf2neox,
+        convert.hf2hf,
         convert.megatron2hf,
         neox.neox2hf,
         zero.zero2hf,

@@ -200,7 +200,7 @@ def _refuse(out: Path, rows: int, applied: Applied | None, template: str | None,
     if applied is not None and applied.rows_needed > rows:
         raise RefusedError(
             f"{', '.join(applied.added)} are new: {applied.rows_needed} rows are needed, the embedding has {rows}",
-            f"convert the checkpoint again with --chat-template {template}: its embedding then grows",
+            f"the embedding grows with `convert hf2hf {out} NEW --chat-template {template}`",
         )
     if problems:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""

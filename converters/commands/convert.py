@@ -203,6 +203,22 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
 @click.command()
 @click.argument("src", type=FOLDER)
 @click.argument("out", type=FOLDER)
+@click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file.")
+@chat_template
+@reading
+@writing
+def hf2hf(src: Path, out: Path, **options: Any) -> None:
+    """Hugging Face folder to another one: cast, other file sizes, a chat template with rows for its tokens."""
+    from converters.convert import plan_huggingface
+
+    source = opened(src, options, "huggingface")
+    request = request_of(out, options, source)
+    carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+
+
+@click.command()
+@click.argument("src", type=FOLDER)
+@click.argument("out", type=FOLDER)
 @click.option(
     "--ranks",
     type=click.IntRange(1, 100_000),

@@ -31,9 +31,18 @@ if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint
 
 
+ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
+"""Family: what GPT-NeoX's own script calls it."""
+
+
 @click.command()
-@click.argument("src", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@click.argument("src", type=FOLDER, required=False)
+@click.argument("out", type=FOLDER, required=False)
+@click.option("--input_dir", "old_src", type=FOLDER, hidden=True)  # those of GPT-NeoX's own script
+@click.option("--output_dir", "old_out", type=FOLDER, hidden=True)
+@click.option("--config_file", "old_config", type=FOLDER, hidden=True)
+@click.option("--architecture", type=click.Choice([*ARCHITECTURES.values()]), hidden=True)
+@click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), hidden=True)
 @deepspeed_reading
 @click.option(
     "--tokenizer",
@@ -46,20 +55,29 @@ if TYPE_CHECKING:
 @chat_template
 @reading
 @writing
-def neox2hf(src: Path, out: Path, tokenizer: Path | None, **options: Any) -> None:
+def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **options: Any) -> None:
     """GPT-NeoX checkpoint to a Hugging Face folder.
 
     SRC is the run folder, whose `latest` names a checkpoint, or a global_stepN. --config takes the run's yml where
-    SRC has none in configs/, or a Hugging Face folder.
+    SRC has none in configs/, or a Hugging Face folder. The flags of GPT-NeoX's own script are understood too.
     """
     from converters.convert import plan_huggingface
 
+    architecture, precision = options.pop("architecture"), options.pop("precision")
+    src, out = src or options.pop("old_src"), out or options.pop("old_out")
+    if src is None or out is None:
+        raise UsageError("two folders are needed", "convert neox2hf RUN OUT")
+    options["config"] = options["config"] or options["old_config"]
+    if precision not in (None, "auto"):
+        options["dtype"] = precision
     found = _tokenizer(src, tokenizer, options)
     if found and found.size > (options["vocab_size"] or found.size):
         raise UsageError(f"the tokenizer has {found.size} tokens, --vocab-size says {options['vocab_size']}")
     if found and options["vocab_size"] is None:
         options["vocab_size"] = found.size
     source = opened(src, options, "neox")
+    if architecture not in (None, ARCHITECTURES.get(source.spec.family)):
+        raise UsageError(f"--architecture {architecture}, but {src} holds a {source.spec.family}", "leave it out")
     request = request_of(out, options, source)
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
         if found:

@@ -163,7 +163,7 @@ layout = click.option(
 
 
 READS = {
-    "huggingface": "for Hugging Face use `convert hf2megatron`, `hf2fsdp` or `hf2neox`",
+    "huggingface": "for Hugging Face use `convert hf2megatron`, `hf2fsdp`, `hf2neox` or `hf2hf`",
     "megatron": "for Megatron use `convert megatron2hf` or `convert reshard`",
     "megatron_dist": "for Megatron use `convert megatron2hf` or `convert reshard`",
     "fsdp": "for FSDP use `convert fsdp2hf`",

@@ -69,3 +69,18 @@ def test_torch_reads_what_we_write(model, convert, tmp_path):
     biases = [one["module"]["sequential.2.attention.dense.bias"] for one in held]
     assert biases[0].any()
     assert not biases[1].any()  # of a sum over ranks the first one holds all
+
+
+def test_the_flags_of_neox_own_script_are_understood(model, convert, tmp_path):
+    source = model("llama", "float32")
+    assert convert("hf2neox", source, tmp_path / "run", "--tp", 2, "--iteration", 7).code == 0
+    tag = tmp_path / "run" / "global_step7"
+    old = ["--input_dir", tag, "--output_dir", tmp_path / "out", "--config_file", tag / "configs" / "model.yml"]
+    ran = convert("neox2hf", *old, "--architecture", "mistral", "--vocab-size", 211)
+    assert (ran.code, "holds a llama" in ran.err) == (2, True)
+    ran = convert("neox2hf", *old, "--architecture", "llama", "--precision", "bf16", "--vocab-size", 211)
+    assert ran.code == 0, ran.err
+    assert convert("neox2hf", tmp_path / "run", tmp_path / "ours", "--dtype", "bf16").code == 0
+    weights = "model.safetensors"
+    assert (tmp_path / "out" / weights).read_bytes() == (tmp_path / "ours" / weights).read_bytes()
+    assert convert("neox2hf", tag).code == 2

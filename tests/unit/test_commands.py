@@ -318,3 +318,14 @@ def test_unknown_settings_are_kept_and_reported(model, convert, tmp_path):
     )
     assert convert("megatron2hf", tmp_path / "m", tmp_path / "h").code == 0
     assert files(tmp_path / "h") == files(source)
+
+
+def test_hf2hf_casts_and_cuts_anew(model, convert, tmp_path):
+    source = model("qwen2", "float32")
+    assert convert("hf2hf", source, tmp_path / "half", "--dtype", "bf16", "--shard-size", "100KB").code == 0
+    assert len([*(tmp_path / "half").glob("model-*.safetensors")]) > 1
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert convert("hf2fsdp", source, tmp_path / "fsdp", "--dtype", "bf16").code == 0
+    assert convert("digest", tmp_path / "half").out == convert("digest", tmp_path / "fsdp").out
+    assert convert("hf2megatron", source, tmp_path / "m").code == 0
+    assert "this command reads huggingface" in convert("hf2hf", tmp_path / "m", tmp_path / "out").err

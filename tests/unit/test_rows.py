@@ -97,6 +97,8 @@ def test_a_template_whose_tokens_are_there_changes_no_weight(base, convert, tmp_
     assert convert("fsdp2hf", tmp_path / "dcp", first, "--chat-template", "chatml").code == 0
     assert convert("hf2fsdp", first, tmp_path / "dcp2").code == 0
     assert convert("fsdp2hf", tmp_path / "dcp2", second, "--chat-template", "chatml").code == 0
+    assert convert("hf2hf", source, tmp_path / "direct", "--chat-template", "chatml").code == 0
+    assert (tmp_path / "direct" / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
 
 

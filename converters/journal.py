@@ -196,8 +196,9 @@ def _resume(
         for path in others:
             path.unlink()
         os.ftruncate(handle, 0)
+        finished, length = {}, 0
+    if share is None and not length:
         _begin(handle, fingerprint)
-        finished = {}
     return finished
 
 

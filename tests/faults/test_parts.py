@@ -79,8 +79,11 @@ def test_parts_at_once_one_of_them_killed_make_the_same_bytes(sources, started, 
     told = [part.communicate(timeout=120) for part in parts]
     assert [part.returncode for part in parts] == [0, -signal.SIGKILL, 0], told
     assert "the same command without --part finishes" in told[0][0]
+    last = started(signal.SIGTERM, 5, *words)
+    assert "goes on where this one stopped" in last.communicate(timeout=120)[1]
+    assert last.returncode == 75
     assert not (tmp_path / "out").exists()
-    assert convert(*words, "--json").code == 0
+    assert convert(*words).code == 0
     assert files(tmp_path / "out") == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert convert("verify", tmp_path / "out", source).code == 0

@@ -72,7 +72,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[s
 
     yield run
     mother.stdin.close()  # type: ignore[union-attr]
-    mother.wait(timeout=10)
+    mother.wait(timeout=60)
 
 
 @pytest.fixture(scope="session")

@@ -104,7 +104,7 @@ def test_sigterm_saves_and_ends_with_75(settings, tmp_path, engine):
     config = settings(engine=engine, steps={"train_iters": 400}, save={"every": 1000})
     ran = spawn(["run", str(config), "--save.path", str(tmp_path / "save")], 1)
     log = tmp_path / "save/log.jsonl"
-    for _ in range(600):
+    for _ in range(2400):
         if log.is_file() and log.read_text().count("\n") > 2:
             break
         time.sleep(0.05)

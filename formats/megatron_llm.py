@@ -224,6 +224,7 @@ def check_spec(spec: ModelSpec) -> None:
             facts.qkv_bias
         ),
         "it has no norms on query and key": facts.qk_norm,
+        "its positions are rotary": spec.rope_theta is None,
         "its rotary embedding turns whole heads": spec.rotary_fraction not in (None, 1.0),
         "its Llama and Mistral have an output head of their own, and this model shares the embedding's": spec.tied,
         f"its rotary embedding turns hidden / heads = {spec.hidden // spec.heads} elements of a head, "

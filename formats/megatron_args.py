@@ -235,7 +235,8 @@ def _rope_scaling(args: Mapping[str, Any], where: str) -> dict[str, Any] | None:
 
 def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
     """The family with these facts."""
-    fitting = [family.name for family in FAMILIES.values() if family.fits(facts)]
+    own_first = sorted(FAMILIES.values(), key=lambda family: family.file is None)
+    fitting = [family.name for family in own_first if family.fits(facts)]
     if base and base.family in fitting:
         return base.family
     if base:

@@ -5,7 +5,8 @@ To add one, copy the nearest file, change its table, and add its golden tests; n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any, NamedTuple
 
 from formats.errors import UnsupportedError, short
 from formats.layout import Rule
+
+FAMILY_FILE = "family.toml"
+"""Beside a config.json: the family of the user's own that the model was converted with."""
 
 
 class Facts(NamedTuple):
@@ -133,12 +137,28 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     family = find_family(config)
     if family is None:
         raise UnsupportedError(
-            f"{where}: the model type {short(config.get('model_type'))} is not supported",
-            f"supported: {', '.join(sorted(FAMILIES))}; or describe it in a file: --family FILE",
+            f"{where}: the model type {short(config.get('model_type'))} is not supported without --family {_file(where)}",
+            f"supported: {', '.join(sorted(FAMILIES))}",
         )
     return family
 
 
+def _file(where: str) -> str:
+    """The file of a family of the user's own, if it travels with its config."""
+    path = Path(where).with_name(FAMILY_FILE)
+    return str(path) if path.is_file() else "FILE"
+
+
 _found = [import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)]
-FAMILIES: Mapping[str, Family] = {family.name: family for family in _found}
+FAMILIES: dict[str, Family] = {family.name: family for family in _found}
 """Every family, by name."""
+
+
+@contextmanager
+def known(family: Family) -> Iterator[None]:
+    """While it lasts, a family of the user's own is one of them."""
+    FAMILIES[family.name] = family
+    try:
+        yield
+    finally:
+        del FAMILIES[family.name]

@@ -105,18 +105,21 @@ def explain(format_name: str, key: str, model: Path | None, tp: int, family: Fam
 @click.command()
 @as_json
 def formats(as_json: bool) -> None:
-    """Which formats and model families there are."""
+    """Which formats and model families there are, and which of them go together."""
+    from converters.explain import HOLDERS, held_by
     from converters.report import table
     from formats.families import FAMILIES
     from formats.registry import FORMATS
 
     if as_json:
         families = {family.name: family.architecture for family in FAMILIES.values()}
-        click.echo(json.dumps({"formats": dict(FORMATS), "families": families}, indent=1))
+        holders = {family.name: held_by(family) for family in FAMILIES.values()}
+        click.echo(json.dumps({"formats": dict(FORMATS), "families": families, "held by": holders}, indent=1))
         return
     click.echo("formats (each is read and written)\n" + table(FORMATS.items()))
-    rows = [
-        (family.name, family.architecture, f"not in Megatron: {family.only_here}" if family.only_here else "")
-        for family in FAMILIES.values()
-    ]
-    click.echo("families\n" + table(rows))
+    rows: list[tuple[str, ...]] = [("family", "class", *HOLDERS, "")]
+    for family in FAMILIES.values():
+        held = ("yes" if name in held_by(family) else "-" for name in HOLDERS)
+        why = f"not in Megatron: {family.only_here}" if family.only_here else ""
+        rows.append((family.name, family.architecture, *held, why))
+    click.echo("families, and the formats that hold at least some of their models\n" + table(rows))

@@ -16,7 +16,6 @@ from formats.families import FAMILIES, Family
 from formats.family_file import load
 from tests.roundtrip.test_own_family import example
 
-
 OUTPUT = "output: hidden (group head dim)"
 """A pattern of the example, in line 3 of its table."""
 

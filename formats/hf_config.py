@@ -188,7 +188,7 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     rope_type = parameters.pop("rope_type", old_type)
     if rope_type == "longrope" and "original_max_position_embeddings" in config:
         parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
-    fraction = parameters.pop("partial_rotary_factor", None)
+    fraction = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "rotary_fraction" in family.keys:
         fraction = fraction or get(family.keys["rotary_fraction"], family.defaults["rotary_fraction"])
     elif fraction not in (None, 1.0):

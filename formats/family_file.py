@@ -111,9 +111,11 @@ def load(path: Path) -> Family:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise UsageError(f"{path} has {path.stat().st_size} bytes, too many for a family")
-        return dict(tomllib.loads(path.read_text()))
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise UsageError(f"{path} has more than {MOST_BYTES} bytes, too many for a family")
+        return dict(tomllib.loads(content.decode()))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, or too deep
@@ -272,6 +274,7 @@ def _check_megatron(family: Family, path: Path) -> None:
             not family.plain and not SILU & {value for value in family.requires.values() if isinstance(value, str)}
         ),
         "keys does not say what its activation is called": family.plain and "activation" not in family.keys,
+        "its MLP has a gate, and keys leaves its activation open": not family.plain and "activation" in family.keys,
     }
     for reason, holds in reasons.items():
         if holds:

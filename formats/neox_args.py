@@ -343,7 +343,7 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
             "use_bias_in_mlp": True,
             "gpt_j_residual": spec.parallel_residual,
         }
-    activation = f" with the activation {spec.activation}" if spec.activation else ""
+    activation = f" with the activation {spec.activation}" if spec.family == "gpt_neox" else ""
     raise UnsupportedError(f"GPT-NeoX has no {spec.family}{activation}", "it has Llama, Mistral and GPT-NeoX")
 
 

@@ -238,13 +238,11 @@ def require_family(options: Mapping[str, Any], *sources: Checkpoint) -> None:
     from formats.spec import ModelSpec
 
     family: Family | None = options.get("family")
-    for source in sources if family else ():
-        if isinstance(source.spec, ModelSpec) and family and source.spec.family == family.name:
-            return
-    if family:
-        spec = sources[0].spec
-        why = f"a {spec.family}" if isinstance(spec, ModelSpec) else f"a model without a table: {spec.why}"
-        raise UsageError(f"--family {family.file} describes {family.name}, and {sources[0].root} is {why}")
+    specs = [source.spec for source in sources]
+    if family is None or any(isinstance(spec, ModelSpec) and spec.family == family.name for spec in specs):
+        return
+    is_a = f"a {specs[0].family}" if isinstance(specs[0], ModelSpec) else f"a model without a table: {specs[0].why}"
+    raise UsageError(f"--family {family.file} describes {family.name}, and {sources[0].root} is {is_a}")
 
 
 def iteration_folder(run: Path, number: int | None) -> Path:

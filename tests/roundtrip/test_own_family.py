@@ -136,3 +136,21 @@ def test_a_class_of_the_users_own_under_a_known_model_type(model, convert, tmp_p
     ran = convert("hf2megatron", source, tmp_path / "m", "--family", family)
     assert ran.code == 0, ran.err
     assert json.loads((tmp_path / "m/huggingface/config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("gate: ffn hidden", "gate: hidden ffn", "has shape [96, 64], but the configuration implies [64, 96]"),
+        ("value: dim", "value: dim value_bias", "has no size|axes"),
+        ("ffn_norm.weight", "mlp_norm.weight", "4 tensors are missing: model.layers.0.mlp_norm.weight"),
+        ("    model.norm.weight                                final_norm: hidden\n", "", "model.norm.weight"),
+    ],
+)
+def test_a_table_of_another_model_is_refused(convert, tmp_path, family, source, old, new, reason):
+    text = 'only_here = "it is wrong"\n' + example()
+    assert old.strip() in text
+    family.write_text(text.replace(old.strip(), new.strip()))
+    ran = convert("inspect", source, "--family", family)
+    assert ran.code in (2, 3)
+    assert any(words in ran.err for words in reason.split("|")), ran.err

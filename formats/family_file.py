@@ -180,9 +180,8 @@ def _rule(line: str, where: str) -> Rule:
     except (PatternError, RefusedError) as error:
         raise UsageError(f"{where}: {error}", f"axes: {', '.join(SIZES)}") from None
     except ValueError:
-        raise UsageError(
-            f"{where} names a tensor that there is not: {line}", f"tensors: {', '.join(TENSORS)}"
-        ) from None
+        hint = f"tensors: {', '.join(TENSORS)}"
+        raise UsageError(f"{where} names a tensor that there is not: {columns[1]}", hint) from None
     return rule
 
 

@@ -156,7 +156,7 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
     if values.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads:
         values["head_dim"] = family.head_dim or hidden // heads
     if "tied" not in family.defaults:
-        values["tied"] = get("tie_word_embeddings", False)
+        values["tied"] = get(_keys(family)["tied"], False)
     values["own"] = {key: config.get(key, default) for key, default in family.own.items()}
     if LOCAL in family.own and _layered(config):
         values["own"][LOCAL] = config["rope_parameters"]["sliding_attention"].get("rope_theta", family.own[LOCAL])

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.errors import UsageError
-from formats.families import FAMILIES, Family
+from formats.families import FAMILIES, Family, known
 from formats.family_file import load
+from formats.hf_config import HUGGINGFACE, from_huggingface, to_huggingface
 from tests.roundtrip.test_own_family import example
 
 OUTPUT = "output: hidden (group head dim)"
@@ -162,3 +163,19 @@ def test_a_family_that_megatron_lacks_says_why(tmp_path):
     path = tmp_path / "own.toml"
     path.write_text('only_here = "its norms are elsewhere"\n' + example().replace("input_norm:", "down_norm:"))
     assert load(path).only_here == "its norms are elsewhere"
+
+
+def test_every_setting_may_have_a_key_of_its_own(tmp_path):
+    """Whatever transformers calls it: a config in which nothing has its usual name."""
+    keys = {name: f"my_{name}" for name in HUGGINGFACE} | {"rope_theta": "my_rope_theta"}
+    path = tmp_path / "own.toml"
+    path.write_text(example() + "\n[keys]\n" + "\n".join(f'{name} = "{key}"' for name, key in keys.items()))
+    family = load(path)
+    values = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 96, "vocab": 100,
+              "max_positions": 77, "norm_epsilon": 1e-4, "tied": True, "rope_theta": 5e5}  # fmt: skip
+    config = {keys[name]: value for name, value in values.items()} | {"model_type": family.name}
+    with known(family):
+        spec = from_huggingface(config, {}, "config.json")
+        assert {name: getattr(spec, name) for name in values} == values
+        assert to_huggingface(spec, config) == config
+        assert from_huggingface(to_huggingface(spec, {}), {}, "config.json") == spec

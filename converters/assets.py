@@ -17,9 +17,10 @@ from typing import Any
 from formats import fsdp, zero
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError
+from formats.families import FAMILIES, FAMILY_FILE
 from formats.hf_config import to_huggingface
 from formats.huggingface import INDEX, SINGLE, read_json, read_weight_map
-from formats.spec import Spec
+from formats.spec import ModelSpec, Spec
 
 WEIGHTS = (".distcp", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 NOT_ASSETS = (
@@ -50,6 +51,12 @@ def records(folder: Path) -> Iterator[tuple[str, Path]]:
     for name, where in RECORDS.items():
         if (folder / where / name).is_file():
             yield name, folder / where / name
+
+
+def own_family(spec: Spec, folder: str = "") -> dict[str, Path]:
+    """The file of a family of the user's own, by which the output can be opened again."""
+    file = FAMILIES[spec.family].file if isinstance(spec, ModelSpec) else None
+    return {} if file is None else {f"{folder}{FAMILY_FILE}": file}
 
 
 def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None) -> bytes:

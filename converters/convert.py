@@ -117,7 +117,7 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         notes.append(f"the training added {names} to its tokenizer; --chat-template adds them to the one that travels")
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
     texts |= {**target.texts, "config.json": assets.config_text(source, _cast_to(request), spec)}
-    copies = {name: path for name, path in held.items() if name not in texts}
+    copies = {name: path for name, path in held.items() if name not in texts} | assets.own_family(spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast, spec)
     return replace(plan, notes=tuple(notes))
 
@@ -178,9 +178,10 @@ def _inside(
     source: Checkpoint, request: Request, folder: str, spec: Spec | None = None
 ) -> tuple[dict[str, bytes], dict[str, Path]]:
     """The small files of a model, for a folder inside one that belongs to another framework."""
+    own = assets.own_family(source.spec, f"{folder}/")
     if not source.assets:
-        return {}, {}
-    copies = {f"{folder}/{name}": path for name, path in assets.files(source.assets) if name != "config.json"}
+        return {}, own
+    copies = {f"{folder}/{name}": path for name, path in assets.files(source.assets) if name != "config.json"} | own
     texts = {f"{folder}/config.json": assets.config_text(source, _cast_to(request), spec)}
     if source.format == huggingface.NAME:
         texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
@@ -196,6 +197,7 @@ def plan_fsdp(source: Checkpoint, request: Request, ranks: int) -> Plan:
     target = fsdp.write(request.root, source.spec, dtypes, ranks)
     texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
     copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
+    copies |= assets.own_family(source.spec)
     return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
 
 

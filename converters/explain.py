@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from formats.errors import RefusedError, UsageError
-from formats.families import FAMILIES
+from formats.families import FAMILIES, Family
 from formats.layout import Rule
 from formats.pattern import Leaf, lower, rows, shape
 from formats.registry import FORMATS
@@ -23,6 +23,23 @@ group  key/value group             head  query head within its group    dim  a h
 half   half of a rotary head       pair  index within that half         ~    fill that belongs to no tensor
 /tp    an even split over tensor ranks"""
 """What the names in a pattern mean."""
+
+
+HOLDERS = ("huggingface", "fsdp", "zero", "megatron", "megatron_dist", "megatron-llm", "neox")
+"""What can hold a model: the formats, and Megatron-LLM's dialect."""
+
+
+def held_by(family: Family) -> list[str]:
+    """What can hold a family."""
+    from formats import megatron_llm, neox
+
+    here = {
+        "megatron": not family.only_here,
+        "megatron_dist": not family.only_here,
+        "megatron-llm": not (family.only_here or megatron_llm.lacks(family)),
+        "neox": family.name in neox.TABLES,
+    }
+    return [name for name in HOLDERS if here.get(name, True)]
 
 
 def tables(format_name: str) -> dict[str, tuple[Rule, ...]]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from formats.errors import SourceError, UnsupportedError, short
-from formats.families import FAMILIES, Family, family_named
+from formats.families import FAMILIES, Family, family_named, family_of, find_family
 from formats.spec import ModelSpec, Spec, Verbatim, checked
 
 HUGGINGFACE = {
@@ -65,9 +65,9 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
         UnsupportedError: the config names another class.
         SourceError: it names that of another family.
     """
-    family, names = family_named(config.get("model_type"), where), class_names(config)
-    others = [one.name for one in FAMILIES.values() if names == [one.architecture] and one is not family]
-    if others:
+    family, names = family_of(config, where), class_names(config)
+    others = [one.name for one in FAMILIES.values() if names == [one.architecture]]
+    if others and names != [family.architecture]:
         raise SourceError(f"{where} contradicts itself: the model type {family.name}, and the class of {others[0]}")
     if names and names != [family.architecture]:
         raise UnsupportedError(
@@ -89,7 +89,7 @@ def require_biases(config: Mapping[str, Any], keys: Collection[str], where: str)
     Raises:
         SourceError: they are not: transformers would make them up.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = find_family(config)
     for name, weights in BIASES.items():
         if not family or family.requires.get(name) is not False or config.get(name) is not True:
             continue
@@ -115,7 +115,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
         SourceError: a setting is missing.
         UnsupportedError: the model computes something that has no layout here.
     """
-    family = family_named(config.get("model_type"), where)
+    family = family_of(config, where)
     for key in ("quantization_config", "text_config"):
         if config.get(key):
             raise UnsupportedError(f"{where}: models with a {key} are not supported")
@@ -146,15 +146,17 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
     values: dict[str, Any] = {"family": family.name}
     values |= {name: config.get(key) for name, key in _keys(family).items()}
     values |= {name: get(key, family.defaults[name]) for name, key in _keys(family).items() if name in family.defaults}
-    heads, hidden = values["heads"], values["hidden"]
-    if family.keys.get("kv_heads") == "":
-        values["kv_heads"] = heads
-    elif family.mha or "num_key_value_heads" in config:
-        values["kv_heads"] = get("num_key_value_heads", heads)
+    heads, hidden, groups = values["heads"], values["hidden"], _keys(family).get("kv_heads")
+    if groups is None:
+        values["kv_heads"] = family.defaults.get("kv_heads", heads)
+    elif family.mha or groups in config:
+        values["kv_heads"] = get(groups, heads)
+    if family.ffn_ratio and type(hidden) is int:
+        values["ffn"] = get(_keys(family)["ffn"], family.ffn_ratio * hidden)
     if values.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads:
         values["head_dim"] = family.head_dim or hidden // heads
     if "tied" not in family.defaults:
-        values["tied"] = get("tie_word_embeddings", False)
+        values["tied"] = get(_keys(family)["tied"], False)
     values["own"] = {key: config.get(key, default) for key, default in family.own.items()}
     if LOCAL in family.own and _layered(config):
         values["own"][LOCAL] = config["rope_parameters"]["sliding_attention"].get("rope_theta", family.own[LOCAL])
@@ -169,6 +171,8 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
 
 def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tuple[Any, dict[str, Any] | None, Any]:
     """The rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    if family.rope_theta is None:
+        return None, None, None
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if LOCAL in family.own and _layered(config):
         parameters, sliding = parameters["full_attention"], parameters["sliding_attention"]
@@ -184,7 +188,7 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     rope_type = parameters.pop("rope_type", old_type)
     if rope_type == "longrope" and "original_max_position_embeddings" in config:
         parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
-    fraction = parameters.pop("partial_rotary_factor", None)
+    fraction = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "rotary_fraction" in family.keys:
         fraction = fraction or get(family.keys["rotary_fraction"], family.defaults["rotary_fraction"])
     elif fraction not in (None, 1.0):
@@ -204,9 +208,9 @@ def _layered(config: Mapping[str, Any]) -> bool:
 def residue(config: Mapping[str, Any]) -> list[str]:
     """The keys of a config that no table knows: they are kept as they are, and assumed to leave the weights alone."""
     known = {*HUGGINGFACE.values(), "rope_theta", "rope_scaling", "rope_parameters", *OF_NO_MODEL}
-    family = FAMILIES.get(config.get("model_type", ""))
+    family = find_family(config)
     if family:
-        known |= {*family.requires, *family.keys.values(), *family.own, family.window}
+        known |= {*family.requires, *family.marks, *family.keys.values(), *family.own, family.window}
     return sorted(set(config) - known)
 
 
@@ -230,7 +234,9 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     config = _unwrapped(base)
     if not base:
         own = {key: value for key, value in spec.own.items() if value != family.own[key]}
-        config = {"architectures": [family.architecture], "model_type": family.name, **family.requires, **own}
+        kind = family.model_type or family.name
+        fixed = {**family.requires, **family.marks}
+        config = {"architectures": [family.architecture], "model_type": kind, **fixed, **own}
     known = _values(config, family, "the config")[0] if base else {}
     keys = _keys(family)
     names = (*keys, *ROTARY, "sliding_window")
@@ -240,7 +246,7 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
             config[key] = getattr(spec, name)
     if family.window and "sliding_window" in changed:
         config[family.window] = spec.sliding_window
-    if changed & set(ROTARY):
+    if changed & set(ROTARY) and family.rope_theta is not None:
         if "rope_parameters" in config:
             fraction = {} if spec.rotary_fraction is None else {"partial_rotary_factor": spec.rotary_fraction}
             scaling = spec.rope_scaling or {"rope_type": "default"}

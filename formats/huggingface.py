@@ -184,15 +184,15 @@ def write(
         for key, name in (index["weight_map"] if index else {}).items()
         if not any(re.fullmatch(drop, key) for drop in drops(spec))
     }
-    wanted = [slot for slot in model_slots(spec) if not slot.replica or slot.keys[0] in weight_map]
-    entries = {slot.keys[0]: Entry(slot.keys[0], slot_dtype(slot, dtypes), slot.shape) for slot in wanted}
+    by_key = {next((key for key in slot.keys if key in weight_map), slot.keys[0]): slot for slot in model_slots(spec)}
+    by_key = {key: slot for key, slot in by_key.items() if not slot.replica or key in weight_map}
+    entries = {key: Entry(key, slot_dtype(slot, dtypes), slot.shape) for key, slot in by_key.items()}
     groups: dict[str, list[Entry]] = {}
     if set(weight_map) == set(entries):
         for key, entry in entries.items():
             groups.setdefault(weight_map[key], []).append(entry)
     else:
         groups, index = _shard(list(entries.values()), shard_size), None
-    by_key = {slot.keys[0]: slot for slot in wanted}
     files = tuple(_file(root / name, group, by_key) for name, group in groups.items())
     texts = {} if list(groups) == [SINGLE] else {INDEX: _index(groups, index)}
     return Target(files, texts, {})

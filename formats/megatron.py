@@ -46,6 +46,7 @@ FLAGS = "megatron_flags.txt"
 
 MCORE = rules("""
 embedding.word_embeddings.weight                                                             (embedding: vocab | ~padding)/tp hidden    first
+embedding.position_embeddings.weight                                                         positions: position hidden    first
 decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight}  input_norm: hidden
 decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_bias|input_layernorm.bias}      input_norm_bias: hidden
 decoder.layers.{layer}.self_attention.linear_qkv.weight                                      (group (query: head half pair | key: half pair | value: dim))/tp hidden

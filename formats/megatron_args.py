@@ -51,11 +51,15 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 }
 """The same for models whose MLP has no gate."""
 
-GELU = {"gelu_pytorch_tanh": True, "gelu": False}
-"""Activation: `bias_gelu_fusion`, whose kernel is the approximation with tanh (core/fusions/fused_bias_gelu.py)."""
+GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
+"""Activation: `bias_gelu_fusion`, whose kernel is the approximation with tanh (core/fusions/fused_bias_gelu.py).
+
+The first two are one function. `openai_gelu` is a third name of it, which training on megatron-core does not heed
+(megatron/training/arguments.py `core_transformer_config_from_args`).
+"""
 
 MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("rope",),
+    "position_embedding_type": ("rope", "learned_absolute"),
     "rotary_interleaved": (False,),
     "apply_layernorm_1p": (False,),
     "layernorm_zero_centered_gamma": (False,),
@@ -120,14 +124,19 @@ def from_megatron(
     values["tied"] = None if untied is None else not untied
     values["sliding_window"] = _window(args.get("window_size"), where)
     values["rope_scaling"] = _rope_scaling(args, where)
+    learned = not rotary and args.get("position_embedding_type") == "learned_absolute"
+    if learned:
+        values |= dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"))
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
     values["vocab"] = args.get("true_vocab_size") or (base.vocab if base else None)
     if plain:
         fused = args.get("bias_gelu_fusion", True)
-        values["activation"] = next((name for name, kernel in GELU.items() if kernel is fused), None)
-        if values["activation"] is None:
+        names = [name for name, kernel in GELU.items() if kernel is fused]
+        if not names:
             raise UnsupportedError(f"{where}: bias_gelu_fusion = {short(fused)} is neither true nor false")
-    facts = Facts(bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")), plain=plain)
+        usual = base.activation if base else "gelu_new" if learned else None
+        values["activation"] = usual if usual in names else names[0]
+    facts = Facts(bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")), plain=plain, learned=learned)
     return agreed(values, facts, settings, base, where)
 
 
@@ -180,7 +189,8 @@ def agreed(
     choice = "rotary_fraction" in {*family_named(values["family"]).keys, *settings}
     values["rotary_fraction"] = fraction if choice else None
     notes = [*values.get("notes", ())]
-    if base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
+    rotary = family_named(values["family"]).rope_theta is not None  # otherwise there is a weight for each position
+    if rotary and base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
         notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")
         values["max_positions"] = base.max_positions
     spec = checked(values | {"notes": tuple(notes)}, where)
@@ -226,7 +236,8 @@ def _rope_scaling(args: Mapping[str, Any], where: str) -> dict[str, Any] | None:
 
 def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
     """The family with these facts."""
-    fitting = [family.name for family in FAMILIES.values() if family.fits(facts)]
+    own_first = sorted(FAMILIES.values(), key=lambda family: family.file is None)
+    fitting = [family.name for family in own_first if family.fits(facts)]
     if base and base.family in fitting:
         return base.family
     if base:
@@ -236,7 +247,7 @@ def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
     if not fitting:
         raise UnsupportedError(
             f"{where}: no known family has this combination of biases, query/key norms, sliding window and partial "
-            "rotary embedding"
+            "rotary embedding, or learned positions"
         )
     return fitting[0]
 
@@ -256,8 +267,10 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
         if spec.activation not in GELU:
             raise RefusedError(f"Megatron has no activation {spec.activation}, only {' and '.join(GELU)}")
         args["bias_gelu_fusion"] = GELU[spec.activation]
+    theta = 10000 if spec.rope_theta is None else spec.rope_theta  # a default that learned positions do not heed
     args |= {
-        "rotary_base": int(spec.rope_theta) if spec.rope_theta == int(spec.rope_theta) else spec.rope_theta,
+        "position_embedding_type": "rope" if spec.rope_theta is not None else "learned_absolute",
+        "rotary_base": int(theta) if theta == int(theta) else theta,
         "rotary_percent": 1.0 if spec.rotary_fraction is None else spec.rotary_fraction,
         "group_query_attention": spec.kv_heads != spec.heads,
         "use_rotary_position_embeddings": False,

@@ -17,7 +17,7 @@ from typing import Any
 from formats import huggingface
 from formats.checkpoint import Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError
-from formats.families import Facts, family_named
+from formats.families import Facts, Family, family_named
 from formats.layout import Rule, rules
 from formats.megatron_args import Options, agreed, found_in, main_dtype, require_only
 from formats.pickles import Dtype, Opaque, keeps
@@ -213,20 +213,29 @@ def check_topology(spec: ModelSpec, tp: int, pipeline: Pipeline) -> None:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
+def lacks(family: Family) -> str:
+    """Why Megatron-LLM holds no model of a family; empty where it does."""
+    reasons = {
+        "its norms are RMSNorm and its MLP has a gate": family.plain,
+        "its linear layers have biases everywhere or nowhere, and this model has them on query, key and value": (
+            family.qkv_bias
+        ),
+        "it has no norms on query and key": family.qk_norm,
+        "its positions are rotary": family.rope_theta is None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
 def check_spec(spec: ModelSpec) -> None:
     """Refuse a model that Megatron-LLM cannot hold.
 
     Raises:
         RefusedError: it has other tensors or another rotary embedding than Megatron-LLM's Llama and Mistral.
     """
-    facts = family_named(spec.family)
+    family_lacks = lacks(family_named(spec.family))
     scaling = dict(spec.rope_scaling or {})
     reasons = {
-        "its norms are RMSNorm and its MLP has a gate": facts.plain,
-        "its linear layers have biases everywhere or nowhere, and this model has them on query, key and value": (
-            facts.qkv_bias
-        ),
-        "it has no norms on query and key": facts.qk_norm,
+        family_lacks: bool(family_lacks),
         "its rotary embedding turns whole heads": spec.rotary_fraction not in (None, 1.0),
         "its Llama and Mistral have an output head of their own, and this model shares the embedding's": spec.tied,
         f"its rotary embedding turns hidden / heads = {spec.hidden // spec.heads} elements of a head, "

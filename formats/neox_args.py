@@ -291,12 +291,16 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str,
         )
     if spec.rope_scaling and spec.rope_scaling != _yarn(base, "the yml"):
         raise UnsupportedError(f"GPT-NeoX has no rotary embedding of the kind {spec.rope_scaling.get('rope_type')}")
+    if spec.rope_theta is None:
+        raise UnsupportedError(
+            f"a {spec.family} has no layout of GPT-NeoX: its positions are learned, and none of its tables has them",
+            "see `convert formats`",
+        )
     kept = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
-    return {**kept, **_topology(spec, tp, pp, multiple), **_model(spec)}
+    return {**kept, **_topology(spec, spec.rope_theta, tp, pp, multiple), **_model(spec)}
 
 
-def _topology(spec: ModelSpec, tp: int, pp: int, multiple: int) -> dict[str, Any]:
-    theta = spec.rope_theta
+def _topology(spec: ModelSpec, theta: float, tp: int, pp: int, multiple: int) -> dict[str, Any]:
     return {
         "pipe_parallel_size": pp,
         "model_parallel_size": tp,
@@ -339,7 +343,7 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
             "use_bias_in_mlp": True,
             "gpt_j_residual": spec.parallel_residual,
         }
-    activation = f" with the activation {spec.activation}" if spec.activation else ""
+    activation = f" with the activation {spec.activation}" if spec.family == "gpt_neox" else ""
     raise UnsupportedError(f"GPT-NeoX has no {spec.family}{activation}", "it has Llama, Mistral and GPT-NeoX")
 
 

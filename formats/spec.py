@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from formats.errors import SourceError, UnsupportedError, UsageError, short
@@ -27,11 +27,11 @@ CHOICES = ("rotary_fraction", "parallel_residual", "activation")
 class ModelSpec:
     """The settings of a decoder, whatever framework wrote it.
 
-    `vocab` is the true vocabulary, None while unknown; `rope_scaling` is in Hugging Face's terms (`rope_type` and its
-    parameters), None for plain rotary embeddings; `sliding_window` counts the tokens that a token sees, itself
-    included. `own` are the config keys of the family that no other format has. `rotary_fraction` (the part of a head
-    that rotates), `parallel_residual` and `activation` are None where the family leaves no choice. `notes` say which
-    settings came from a documented default.
+    `vocab` is the true vocabulary, None while unknown; `rope_theta` is None where nothing rotates; `rope_scaling` is in
+    Hugging Face's terms (`rope_type` and its parameters), None for plain rotary embeddings; `sliding_window` counts the
+    tokens that a token sees, itself included. `own` are the config keys of the family that no other format has.
+    `rotary_fraction` (the part of a head that rotates), `parallel_residual` and `activation` are None where the family
+    leaves no choice. `notes` say which settings came from a documented default.
     """
 
     family: str
@@ -44,7 +44,7 @@ class ModelSpec:
     vocab: int | None
     max_positions: int
     norm_epsilon: float
-    rope_theta: float
+    rope_theta: float | None
     rope_scaling: Mapping[str, Any] | None
     sliding_window: int | None
     tied: bool
@@ -72,7 +72,7 @@ class ModelSpec:
         return {
             "layer": self.layers, "hidden": self.hidden, "vocab": vocab, "padding": (padded_vocab or vocab) - vocab,
             "group": self.kv_heads, "head": self.heads // self.kv_heads, "dim": self.head_dim,
-            "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn,
+            "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn, "position": self.max_positions,
         }  # fmt: skip
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
@@ -194,25 +194,39 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
         **optional,
         family=values["family"],
         norm_epsilon=real(values.get("norm_epsilon"), "norm_epsilon", where),
-        rope_theta=real(values.get("rope_theta"), "rope_theta", where),
+        rope_theta=values.get("rope_theta"),
         rope_scaling=scaling,
         tied=values["tied"],
         own=values.get("own", {}),
         notes=values.get("notes", ()),
     )
     whole(spec.layers, "layers", where, MOST_LAYERS)
+    family = family_named(spec.family)
+    if family.rope_theta is not None:
+        spec = replace(spec, rope_theta=real(spec.rope_theta, "rope_theta", where))
+    elif spec.rope_theta is not None or spec.rope_scaling is not None:
+        raise UnsupportedError(f"{where}: a {spec.family} has no rotary embedding")
     if spec.heads % spec.kv_heads:
         raise SourceError(f"{where}: {spec.heads} heads do not divide into {spec.kv_heads} key/value groups")
-    if spec.sliding_window is not None and not family_named(spec.family).window:
+    if family.keys.get("kv_heads") == "" and spec.kv_heads != family.defaults.get("kv_heads", spec.heads):
+        raise UnsupportedError(
+            f"{where}: a {spec.family} with {spec.heads} heads has no {spec.kv_heads} key/value groups"
+        )
+    if family.keys.get("head_dim") == "" and spec.head_dim * spec.heads != spec.hidden:
+        raise UnsupportedError(
+            f"{where}: the heads of a {spec.family} have hidden / heads = {spec.hidden / spec.heads:g} elements, not "
+            f"{spec.head_dim}"
+        )
+    if spec.sliding_window is not None and not family.window:
         raise UnsupportedError(f"{where}: a {spec.family} has no sliding window")
-    foreign = [name for name in CHOICES if values.get(name) is not None and name not in family_named(spec.family).keys]
+    foreign = [name for name in CHOICES if values.get(name) is not None and name not in family.keys]
     if foreign:
         raise UnsupportedError(f"{where}: a {spec.family} leaves no choice of {foreign[0]}")
     fraction = spec.rotary_fraction
     if fraction is not None and real(fraction, "rotary_fraction", where) > 1:
         raise SourceError(f"{where} says rotary_fraction = {fraction}", "correct it with --set rotary_fraction=VALUE")
     if spec.head_dim % 2:
-        raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, so it cannot be rotary")
+        raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, and no table here has such heads")
     return spec
 
 

@@ -20,6 +20,7 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         str.split,
         """
         embedding    vocab hidden
+        positions    position hidden
         input_norm   layer hidden
         input_norm_bias  layer hidden
         query        layer group head half pair hidden

@@ -54,13 +54,52 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3-untied": {"model_type": "gemma3_text", "head_dim": 16, "tie_word_embeddings": False},
     "gpt_neox": {"model_type": "gpt_neox", "use_parallel_residual": True},
     "gpt_neox-tied": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True},
+    "gpt2": {"model_type": "gpt2", "n_inner": 96, **TOKENS},
+    "gpt2-untied": {"model_type": "gpt2", "activation_function": "gelu", "tie_word_embeddings": False, **TOKENS},
+    "falcon": {"model_type": "falcon", "ffn_hidden_size": 96, **TOKENS},
+    "falcon-untied": {"model_type": "falcon", "tie_word_embeddings": False, **TOKENS},
+    "falcon-40b": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 4, **TOKENS},
+    "falcon-40b-untied": {
+        "model_type": "falcon",
+        "new_decoder_architecture": True,
+        "tie_word_embeddings": False,
+        **TOKENS,
+    },
+    "falcon-11b": {
+        "model_type": "falcon",
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 1,
+        "num_kv_heads": 4,
+        **TOKENS,
+    },
+    "falcon-11b-untied": {
+        "model_type": "falcon",
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 1,
+        "tie_word_embeddings": False,
+        **TOKENS,
+    },
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
 }
 """Every family, tied and untied, with MHA, GQA and MQA, head_dim other than hidden / heads, llama3 rope scaling."""
 
-ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3")
+UNKNOWN = {
+    "gpt_neox": ("num_key_value_heads",),
+    "gpt2": ("num_key_value_heads", "intermediate_size"),
+    "falcon": ("num_key_value_heads", "intermediate_size"),
+}
+"""Model type: what its config calls otherwise, or does not have."""
+ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3", "falcon")
 IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""
+
+
+def settings_of(name: str, **changes: Any) -> dict[str, Any]:
+    """What `AutoConfig.for_model` makes a tiny model of."""
+    settings = SMALL | MODELS[name]
+    for key in UNKNOWN.get(settings["model_type"], ()):
+        settings.pop(key)
+    return settings | changes
 
 
 def build(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", **changes: Any) -> Path:
@@ -77,15 +116,13 @@ def save(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", *
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = SMALL | MODELS[name] | changes
-    if settings["model_type"] == "gpt_neox":
-        settings.pop("num_key_value_heads")
+    settings = settings_of(name, **changes)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
+            if "norm" in parameter_name or ".ln_" in parameter_name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0, 0.08, generator=generator)

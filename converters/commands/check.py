@@ -20,6 +20,7 @@ from converters.commands.options import (
     reading,
     replicas,
     require_effect,
+    require_family,
     weights,
 )
 from formats.errors import SourceError, VerificationError, short
@@ -74,6 +75,7 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     if src is not None:
         source = opened(src, _own_config(src, options, out), alone=False)
         require_effect(options, checkpoint, source, known=READERS)
+        require_family(options, checkpoint, source)
         settings = differences(checkpoint.spec, source.spec)
         against, name = _digests(source, options, as_json), str(src)
     else:
@@ -147,6 +149,7 @@ def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> No
     first = opened(one, _own_config(one, options, two), alone=False)
     second = opened(two, _own_config(two, options, one), alone=False)
     require_effect(options, first, second, known=READERS)
+    require_family(options, first, second)
     settings = differences(first.spec, second.spec)
     left, right = plan_reading(first), plan_reading(second)
     with Progress("comparing", left.nbytes, as_json) as progress:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FOLDER, as_json, dtype, opened, reading, topology
+from converters.commands.options import FOLDER, as_json, dtype, opened, own_family, reading, topology
+from formats.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from formats.families import Family
 
 
 @click.command()
@@ -71,17 +75,19 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
 @click.argument("key", default="")
 @click.option("--model", type=FOLDER, metavar="SRC", help="Draw the sizes of this checkpoint.  [default: Llama-3 8B]")
 @click.option("--tp", type=click.IntRange(1), default=2, show_default=True, help="Tensor parallel size.")
-def explain(format_name: str, key: str, model: Path | None, tp: int) -> None:
+@own_family
+def explain(format_name: str, key: str, model: Path | None, tp: int, family: Family | None) -> None:
     """Draw a layout: `convert explain megatron linear_qkv`.
 
     KEY is any part of a key. Without it, the rules of the format are listed.
     """
     from converters.explain import EXAMPLE, LEGEND, draw, matching, tables
     from converters.report import table
-    from formats.errors import UnsupportedError
     from formats.registry import open_checkpoint
     from formats.spec import ModelSpec
 
+    if family and format_name != "huggingface":
+        raise UsageError("--family describes names of Hugging Face alone", "convert explain huggingface")
     if not key:
         for name, rules in tables(format_name).items():
             rows = ((rule.key, rule.pattern.text, " ".join(sorted(rule.conditions))) for rule in rules)
@@ -99,18 +105,21 @@ def explain(format_name: str, key: str, model: Path | None, tp: int) -> None:
 @click.command()
 @as_json
 def formats(as_json: bool) -> None:
-    """Which formats and model families there are."""
+    """Which formats and model families there are, and which of them go together."""
+    from converters.explain import HOLDERS, held_by
     from converters.report import table
     from formats.families import FAMILIES
     from formats.registry import FORMATS
 
     if as_json:
         families = {family.name: family.architecture for family in FAMILIES.values()}
-        click.echo(json.dumps({"formats": dict(FORMATS), "families": families}, indent=1))
+        holders = {family.name: held_by(family) for family in FAMILIES.values()}
+        click.echo(json.dumps({"formats": dict(FORMATS), "families": families, "held by": holders}, indent=1))
         return
     click.echo("formats (each is read and written)\n" + table(FORMATS.items()))
-    rows = [
-        (family.name, family.architecture, f"not in Megatron: {family.only_here}" if family.only_here else "")
-        for family in FAMILIES.values()
-    ]
-    click.echo("families\n" + table(rows))
+    rows: list[tuple[str, ...]] = [("family", "class", *HOLDERS, "")]
+    for family in FAMILIES.values():
+        held = ("yes" if name in held_by(family) else "-" for name in HOLDERS)
+        why = f"not in Megatron: {family.only_here}" if family.only_here else ""
+        rows.append((family.name, family.architecture, *held, why))
+    click.echo("families, and the formats that hold at least some of their models\n" + table(rows))

@@ -13,6 +13,7 @@ from formats.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint, Settings
+    from formats.families import Family
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**12
@@ -66,6 +67,22 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
     return decorate
 
 
+def _learn(context: click.Context, _: click.Parameter, path: Path | None) -> Family | None:
+    """Read a family of the user's own, which is one of ours until the command ends."""
+    if path is None:
+        return None
+    from formats.families import known
+    from formats.family_file import load
+
+    family = load(path)
+    context.with_resource(known(family))
+    return family
+
+
+own_family = click.option(
+    "--family", type=FOLDER, metavar="FILE", callback=_learn,
+    help="A family of your own, in TOML: the table and the settings of a model that `convert formats` does not list.",
+)  # fmt: skip
 reading = together(
     click.option("--vocab-size", type=click.IntRange(1), metavar="N",
                  help="True vocabulary, where the checkpoint only knows a padded one."),
@@ -77,6 +94,7 @@ reading = together(
                  help="The part of an FSDP checkpoint that is the model, such as model or ema.  [default: found]"),
     click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
                  help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000 (JSON, or none)."),
+    own_family,
 )  # fmt: skip
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 memory = click.option(
@@ -231,7 +249,24 @@ def opened(
         )
     if alone:
         require_effect(options, source, known=READERS)
+        require_family(options, source)
     return source
+
+
+def require_family(options: Mapping[str, Any], *sources: Checkpoint) -> None:
+    """A family of the user's own is that of one of the checkpoints.
+
+    Raises:
+        UsageError: it is not.
+    """
+    from formats.spec import ModelSpec
+
+    family: Family | None = options.get("family")
+    specs = [source.spec for source in sources]
+    if family is None or any(isinstance(spec, ModelSpec) and spec.family == family.name for spec in specs):
+        return
+    is_a = f"a {specs[0].family}" if isinstance(specs[0], ModelSpec) else f"a model without a table: {specs[0].why}"
+    raise UsageError(f"--family {family.file} describes {family.name}, and {sources[0].root} is {is_a}")
 
 
 def iteration_folder(run: Path, number: int | None) -> Path:

@@ -5,21 +5,26 @@ To add one, copy the nearest file, change its table, and add its golden tests; n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 from formats.errors import UnsupportedError, short
 from formats.layout import Rule
 
+FAMILY_FILE = "family.toml"
+"""Beside a config.json: the family of the user's own that the model was converted with."""
+
 
 class Facts(NamedTuple):
     """What arguments that name no family say of a model, and only some families have.
 
     Biases on query, key and value; norms on each query and key head; a sliding window; heads that rotate in part;
-    LayerNorm, biases everywhere and an MLP without a gate.
+    LayerNorm, biases everywhere and an MLP without a gate; learned positions in place of rotary ones.
     """
 
     qkv_bias: bool = False
@@ -27,6 +32,7 @@ class Facts(NamedTuple):
     window: bool = False
     partial: bool = False
     plain: bool = False
+    learned: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,20 +40,24 @@ class Family:
     """One model family.
 
     Attributes:
-        name: `model_type` of its config.json.
+        name: `model_type` of its config.json, unless that is given apart.
         architecture: its class in transformers.
         tensors: the layout of its Hugging Face files.
         drops: regular expressions of keys in those files that carry no weights.
         requires: config keys that must have one value, or be absent.
-        rope_theta: what transformers assumes when the config names none.
+        model_type: that of the config, where several families have it.
+        marks: the config keys and values that tell it from the others of them.
+        rope_theta: what transformers assumes when the config names none; None where nothing rotates.
         head_dim: the same for the head dimension; None for hidden size / heads.
+        ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
         mha: whether it assumes as many key/value heads as heads.
         window: the config key of its sliding window, if it has one, and what transformers assumes.
         keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
-        defaults: setting: what transformers assumes of those.
+        defaults: setting: what transformers assumes of those, and the key/value heads of all its models, if not heads.
         own: config keys that change what the model computes and that no other format has, and what transformers
             assumes (None where that depends on others). A family with such keys has an `only_here`.
         only_here: why Megatron cannot hold the model; empty where it can.
+        file: the file of the user's that it was read from.
     """
 
     name: str
@@ -55,8 +65,11 @@ class Family:
     tensors: tuple[Rule, ...]
     drops: tuple[str, ...] = ()
     requires: Mapping[str, Any] = field(default_factory=dict)
-    rope_theta: float = 10000.0
+    model_type: str = ""
+    marks: Mapping[str, Any] = field(default_factory=dict)
+    rope_theta: float | None = 10000.0
     head_dim: int | None = None
+    ffn_ratio: int = 0
     mha: bool = False
     window: str = ""
     window_default: int | None = None
@@ -64,6 +77,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     own: Mapping[str, Any] = field(default_factory=dict)
     only_here: str = ""
+    file: Path | None = field(default=None, compare=False)
 
     @property
     def qkv_bias(self) -> bool:
@@ -80,30 +94,71 @@ class Family:
         """Whether the MLP has no gate, which every model that descends from Llama has."""
         return not any("gate" in rule.pattern.tensors for rule in self.tensors)
 
+    @property
+    def learned(self) -> bool:
+        """Whether positions are rows of a table."""
+        return any("positions" in rule.pattern.tensors for rule in self.tensors)
+
     def fits(self, facts: Facts) -> bool:
         """Whether a model of Megatron with these facts can belong to the family."""
         return (
             not self.only_here
             and (self.qkv_bias, self.qk_norm, self.plain) == (facts.qkv_bias or facts.plain, facts.qk_norm, facts.plain)
+            and self.learned == facts.learned
             and (bool(self.window) or not facts.window)
             and ("rotary_fraction" in self.keys or not facts.partial)
         )
 
 
-def family_named(name: Any, where: str = "") -> Family:
-    """The family of a `model_type`.
+def family_named(name: str) -> Family:
+    """The family of a spec."""
+    return FAMILIES[name]
+
+
+def find_family(config: Mapping[str, Any]) -> Family | None:
+    """The family of a config.json: of those with its model type and marks, that of its class, and with most marks."""
+    fitting = [
+        family
+        for family in FAMILIES.values()
+        if config.get("model_type") == (family.model_type or family.name)
+        and all(config.get(key) == value for key, value in family.marks.items())
+    ]
+    return max(
+        fitting, key=lambda one: (config.get("architectures") == [one.architecture], len(one.marks)), default=None
+    )
+
+
+def family_of(config: Mapping[str, Any], where: str) -> Family:
+    """The family of a config.json.
 
     Raises:
         UnsupportedError: there is none; the message lists those that exist.
     """
-    if not isinstance(name, str) or name not in FAMILIES:
-        source = f"{where}: " if where else ""
+    family = find_family(config)
+    if family is None:
         raise UnsupportedError(
-            f"{source}the model type {short(name)} is not supported", f"supported: {', '.join(sorted(FAMILIES))}"
+            f"{where}: the model type {short(config.get('model_type'))} is not supported without --family {_file(where)}",
+            f"supported: {', '.join(sorted(FAMILIES))}",
         )
-    return FAMILIES[name]
+    return family
+
+
+def _file(where: str) -> str:
+    """The file of a family of the user's own, if it travels with its config."""
+    path = Path(where).with_name(FAMILY_FILE)
+    return str(path) if path.is_file() else "FILE"
 
 
 _found = [import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)]
-FAMILIES: Mapping[str, Family] = {family.name: family for family in _found}
+FAMILIES: dict[str, Family] = {family.name: family for family in _found}
 """Every family, by name."""
+
+
+@contextmanager
+def known(family: Family) -> Iterator[None]:
+    """While it lasts, a family of the user's own is one of them."""
+    FAMILIES[family.name] = family
+    try:
+        yield
+    finally:
+        del FAMILIES[family.name]

@@ -39,10 +39,14 @@ EVERY = tuple(Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "flo
 TOPOLOGIES = {
     "tp1": Topology(1, 1, 1, "local", EVERY),
     "tp2": Topology(2, 1, 1, "local", EVERY),
-    "tp2-te": Topology(2, 1, 1, "te", (Case("llama"), Case("qwen2"), Case("qwen3"), Case("starcoder2"))),
+    "tp2-te": Topology(2, 1, 1, "te", (Case("llama"), Case("qwen2"), Case("qwen3"), Case("starcoder2"), Case("gpt2"))),
     "pp2": Topology(1, 2, 1, "local", EVERY),
     "tp2-pp2": Topology(
-        2, 2, 1, "local", (Case("llama"), Case("qwen2-tied"), Case("qwen3-tied"), Case("mistral"), Case("phi3"))
+        2,
+        2,
+        1,
+        "local",
+        (Case("llama"), Case("qwen2-tied"), Case("qwen3-tied"), Case("mistral"), Case("phi3"), Case("gpt2")),
     ),
     "pp2-vpp2": Topology(1, 2, 2, "local", (Case("llama-tied"), Case("qwen2"))),
     "pp2-first": Topology(1, 2, 1, "local", (Case("llama-tied"), Case("qwen3")), ("--first-stage-layers", "1")),

@@ -41,8 +41,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 FILE = "model_optim_rng.pt"
-FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2")
-GELU = {"gelu_pytorch_tanh": True, "gelu": False}  # bias_activation_fusion: fusions/fused_bias_gelu.py:20
+FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2")
+GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
+"""Activation: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 StateDict = dict[str, Any]
 
@@ -150,8 +151,20 @@ def window_fields(c: PreTrainedConfig) -> dict[str, Any]:
     return fields
 
 
+def activation(c: PreTrainedConfig) -> str:
+    """The activation, which GPT-2 calls otherwise."""
+    return c.activation_function if c.model_type == "gpt2" else c.hidden_act
+
+
+def position_arguments(c: PreTrainedConfig) -> dict[str, Any]:
+    """GPTModel's arguments of positions; the other llama3 numbers are fixed: rotary_pos_embedding.py:92-99."""
+    if c.model_type == "gpt2":
+        return {"position_embedding_type": "learned_absolute"}
+    return {"position_embedding_type": "rope", **rope_arguments(c)}
+
+
 def rope_arguments(c: PreTrainedConfig) -> dict[str, Any]:
-    """GPTModel's rotary arguments; the other llama3 numbers are fixed: rotary_pos_embedding.py:92-99."""
+    """Those of a rotary embedding."""
     rope = dict(c.rope_parameters)
     kind, base = rope.get("rope_type", "default"), float(rope["rope_theta"])
     if kind not in ("default", "llama3"):
@@ -166,19 +179,24 @@ def rope_arguments(c: PreTrainedConfig) -> dict[str, Any]:
 
 def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
     """What describes the model under the same name in TransformerConfig and in a checkpoint's args."""
-    plain = c.model_type == "starcoder2"
-    if c.model_type not in FAMILIES or c.hidden_act not in (GELU if plain else ("silu",)):
-        raise JudgementError(f"model_type {c.model_type!r} with {c.hidden_act!r} is beyond this judge")
+    plain = c.model_type in ("starcoder2", "gpt2")
+    if c.model_type not in FAMILIES or activation(c) not in (GELU if plain else ("silu",)):
+        raise JudgementError(f"model_type {c.model_type!r} with {activation(c)!r} is beyond this judge")
+    if c.model_type == "gpt2":
+        ffn, groups, epsilon = c.n_inner or 4 * c.n_embd, c.n_head, c.layer_norm_epsilon
+    else:
+        ffn, groups = c.intermediate_size, c.num_key_value_heads
+        epsilon = c.norm_epsilon if plain else c.rms_norm_eps
     if getattr(c, "attention_bias", False) or getattr(c, "mlp_bias", False):
         raise JudgementError("attention_bias and mlp_bias are beyond this judge")
     return {
         "num_layers": c.num_hidden_layers,
         "hidden_size": c.hidden_size,
-        "ffn_hidden_size": c.intermediate_size,
+        "ffn_hidden_size": ffn,
         "num_attention_heads": c.num_attention_heads,
-        "num_query_groups": c.num_key_value_heads,
+        "num_query_groups": groups,
         "kv_channels": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        "layernorm_epsilon": c.norm_epsilon if plain else c.rms_norm_eps,
+        "layernorm_epsilon": epsilon,
         "normalization": "LayerNorm" if plain else "RMSNorm",
         "add_bias_linear": plain,
         "add_qkv_bias": c.model_type == "qwen2",
@@ -191,9 +209,9 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
 def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dtype) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model, with all kernel fusions off (the default)."""
     return TransformerConfig(
-        gated_linear_unit=c.hidden_act == "silu",
-        activation_func=torch.nn.functional.silu if c.hidden_act == "silu" else torch.nn.functional.gelu,
-        bias_activation_fusion=GELU.get(c.hidden_act, False),
+        gated_linear_unit=activation(c) == "silu",
+        activation_func=torch.nn.functional.silu if activation(c) == "silu" else torch.nn.functional.gelu,
+        bias_activation_fusion=GELU.get(activation(c), False),
         use_cpu_initialization=True,
         params_dtype=dtype,
         pipeline_dtype=torch.float32,
@@ -218,20 +236,19 @@ def expected_claims(
     c: PreTrainedConfig, topology: Topology, dtype: torch.dtype, padded: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What args must say, and what args must say if they say anything."""
-    rope = rope_arguments(c)
+    rope = position_arguments(c)
     required = model_fields(c) | {
-        "rotary_base": rope["rotary_base"],
-        "rotary_percent": rope["rotary_percent"],
+        **{name: rope[name] for name in ("rotary_base", "rotary_percent", "position_embedding_type") if name in rope},
+        "max_position_embeddings": c.max_position_embeddings,
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
-        "swiglu": c.hidden_act == "silu",
-        **({"bias_gelu_fusion": GELU[c.hidden_act]} if c.hidden_act in GELU else {}),
+        "swiglu": activation(c) == "silu",
+        **({"bias_gelu_fusion": GELU[activation(c)]} if activation(c) in GELU else {}),
         "padded_vocab_size": padded,
         "tensor_model_parallel_size": topology.tp,
         "pipeline_model_parallel_size": topology.pp,
     }
     optional = {
         "add_bias_linear": required.pop("add_bias_linear"),
-        "position_embedding_type": "rope",
         "rotary_interleaved": False,
         "use_rope_scaling": "rope_scaling" in rope,
         "apply_layernorm_1p": False,
@@ -276,9 +293,8 @@ def build_chunks(c: PreTrainedConfig, config: TransformerConfig, padded: int) ->
             post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             parallel_output=False,
             share_embeddings_and_output_weights=c.tie_word_embeddings,
-            position_embedding_type="rope",
             vp_stage=stage,
-            **rope_arguments(c),
+            **position_arguments(c),
         ).to(config.params_dtype)
         for stage in ([None] if vpp is None else range(vpp))
     ]

@@ -43,6 +43,8 @@ CASES = (
     Case("qwen2", 4, 2, "numbered", "bfloat16"),
     Case("qwen2-tied", 1, 4, "split", optimizer="dp_reshardable", norm="te"),
     Case("starcoder2", 2, 2, "stacked"),
+    Case("gpt2", 2, 2, "stacked", norm="te"),
+    Case("gpt2-untied", 1, 2, "numbered"),
     Case("phi3", 2, 1, "split", "bfloat16"),
     Case("qwen3", 2, 2, "numbered", norm="te"),
 )

@@ -1,0 +1,12 @@
+"""Falcon 2, of 11 billion parameters: the groups of 40B, the one norm of 7B (transformers models/falcon, 5.23.0)."""
+
+from dataclasses import replace
+
+from formats.families import falcon, falcon_40b
+
+FAMILY = replace(
+    falcon_40b.FAMILY,
+    name="falcon_11b",
+    marks={"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    tensors=falcon.FAMILY.tensors,
+)

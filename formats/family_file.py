@@ -1,0 +1,280 @@
+"""A family of the user's own: what a file in `families/` says, in TOML and with the same grammar.
+
+    name = "my_model"                      # model_type of its config.json
+    architecture = "MyModelForCausalLM"
+    rope_theta = 10000.0                   # or "none"
+    table = '''
+    model.embed_tokens.weight    embedding: vocab hidden
+    ...
+    '''
+    [requires]
+    hidden_act = "silu"
+
+TOML has no word for nothing: the text "none" stands for it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from formats.errors import RefusedError, UsageError, short
+from formats.families import FAMILIES, Family
+from formats.hf_config import HUGGINGFACE
+from formats.layout import CONDITIONS, Rule, model_tensors, rules
+from formats.pattern import PatternError, lower
+from formats.spec import CHOICES
+from formats.tensors import TENSORS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FIELDS: Mapping[str, tuple[type, ...]] = {
+    "name": (str,),
+    "architecture": (str,),
+    "table": (str,),
+    "rope_theta": (float, int, str),
+    "model_type": (str,),
+    "marks": (dict,),
+    "drops": (list,),
+    "requires": (dict,),
+    "head_dim": (int,),
+    "ffn_ratio": (int,),
+    "mha": (bool,),
+    "window": (str,),
+    "window_default": (int,),
+    "keys": (dict,),
+    "defaults": (dict,),
+    "own": (dict,),
+    "only_here": (str,),
+}
+"""Field of a `Family`, and its type; `table` becomes its tensors. The first four have to be there."""
+REQUIRED = ("name", "architecture", "table", "rope_theta")
+SETTINGS = (*HUGGINGFACE, *CHOICES, "rope_theta")
+"""What `keys` and `defaults` may name."""
+ALLOWED = {"tied", "untied", "parallel", "serial", "optional"}
+"""The conditions that mean something in a Hugging Face folder."""
+SILU = {"silu", "swish", "swiglu"}
+"""What the activation of a gated MLP is called. Megatron has no other."""
+SIZES = {axis: 2 for axes in TENSORS.values() for axis in axes if axis != "layer"}
+NONE = "none"
+MOST_BYTES = 1 << 18
+MOST_LINES = 500
+MOST_SPELLINGS = 4
+"""Bars in a key, each of which doubles its spellings."""
+MOST_CHARACTERS = 300
+MOST_BRANCHES = 8
+"""Bars in a pattern, each of which may double its leaves."""
+
+
+def load(path: Path) -> Family:
+    """Read a family.
+
+    Raises:
+        UsageError: the file cannot be read, or describes no family; the message names the field, or the line of the
+            table and the character in it.
+    """
+    values = _parsed(path)
+    for name, kinds in FIELDS.items():
+        if name in REQUIRED and name not in values:
+            raise UsageError(f"{path} does not say {name}", f"it has to: {', '.join(REQUIRED)}")
+        if name in values and (
+            not isinstance(values[name], kinds) or isinstance(values[name], bool) is not (bool in kinds)
+        ):
+            raise UsageError(f"{path}: {name} = {short(values[name])} is of the wrong kind")
+    unknown = sorted(set(values) - set(FIELDS))
+    if unknown:
+        raise UsageError(f"{path}: a family has no {short(unknown[0])}", f"it has {', '.join(FIELDS)}")
+    if not re.fullmatch(r"[\w.-]{1,100}", values["name"]) or values["name"] in FAMILIES:
+        taken = "is taken" if values["name"] in FAMILIES else "is no name"
+        raise UsageError(f"{path}: name = {short(values['name'])} {taken}", "name it apart, and say its model_type")
+    for name in ("requires", "marks", "defaults", "own"):
+        values[name] = {key: _plain(value, f"{path}: {name}.{key}") for key, value in values.get(name, {}).items()}
+    family = Family(
+        **{name: value for name, value in values.items() if name not in ("table", "rope_theta", "drops")},
+        tensors=tuple(_rules(values["table"], path)),
+        drops=tuple(_drops(values.get("drops", []), path)),
+        rope_theta=_theta(values["rope_theta"], path),
+        file=path,
+    )
+    _check_settings(family, path)
+    _check_table(family, path)
+    _check_megatron(family, path)
+    return family
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise UsageError(f"{path} has more than {MOST_BYTES} bytes, too many for a family")
+        return dict(tomllib.loads(content.decode()))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, or too deep
+        raise UsageError(f"{path} is no valid TOML: {error}") from None
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value of config.json."""
+    if not isinstance(value, bool | int | float | str | list):
+        raise UsageError(f"{where} is {short(value)}, and no value of a config here")
+    return None if value == NONE else value
+
+
+def _theta(value: float | str, path: Path) -> float | None:
+    if value == NONE:
+        return None
+    if isinstance(value, str) or not 0 < value < 1e30:
+        raise UsageError(f"{path}: rope_theta = {short(value)} is neither a number above 0 nor {NONE!r}")
+    return float(value)
+
+
+def _drops(values: list[Any], path: Path) -> Iterator[str]:
+    for value in values:
+        try:
+            re.compile(value)
+        except (TypeError, re.error, RecursionError, OverflowError) as error:
+            raise UsageError(f"{path}: drops holds {short(value)}, which is no regular expression: {error}") from None
+        yield value
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def _rules(table: str, path: Path) -> Iterator[Rule]:
+    """The rules of a table, each proved by itself."""
+    lines = table.splitlines()
+    if len(lines) > MOST_LINES:
+        raise UsageError(f"{path}: its table has {len(lines)} lines, more than {MOST_LINES}")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _rule(line.strip(), f"{path}, line {number} of its table")
+
+
+def _rule(line: str, where: str) -> Rule:
+    columns = re.split(r"\s{2,}", line)
+    names = {name for column in columns[2:] for name in column.split()}
+    if len(columns) < 2:
+        raise UsageError(f"{where} is no key and pattern with two spaces between them: {short(line)}")
+    if not names <= ALLOWED:
+        known = ", ".join(f"{name} ({CONDITIONS[name]})" for name in sorted(ALLOWED))
+        raise UsageError(f"{where}: there is no condition {short(min(names - ALLOWED))}", f"conditions: {known}")
+    key = columns[0]
+    if re.search(r"[{}]", re.sub(r"\{[^{}|]*(?:\|[^{}|]*)+\}", "", key.replace("{layer}", "", 1))):
+        raise UsageError(f"{where}: {short(key)} has braces around something else than {{layer}} or {{one|other}}")
+    if key.count("|") > MOST_SPELLINGS:
+        raise UsageError(f"{where}: {short(key)} has too many spellings")
+    if len(columns[1]) > MOST_CHARACTERS or columns[1].count("|") > MOST_BRANCHES:
+        raise UsageError(f"{where}: no pattern is so long: {short(columns[1])}")
+    try:
+        (rule,) = rules(line)
+        _check_rule(rule, where)
+    except (PatternError, RefusedError) as error:
+        raise UsageError(f"{where}: {error}", f"axes: {', '.join(SIZES)}") from None
+    except ValueError:
+        hint = f"tensors: {', '.join(TENSORS)}"
+        raise UsageError(f"{where} names a tensor that there is not: {columns[1]}", hint) from None
+    return rule
+
+
+def _check_rule(rule: Rule, where: str) -> None:
+    """Every tensor of a rule has all of its axes, once."""
+    pattern = rule.pattern
+    if pattern.meshes or "~" in pattern.text:
+        raise UsageError(f"{where}: a Hugging Face folder has neither ranks (/) nor padding (~): {pattern.text}")
+    leaves = lower(pattern, SIZES, {})
+    for tensor in pattern.tensors:
+        held = [sorted(span.axis for span in leaf.spans) for leaf in leaves if leaf.tensor == tensor]
+        first, *rest = TENSORS[tensor]
+        axes = rest if first == "layer" else [first, *rest]
+        if (first == "layer") is not ("{layer}" in rule.key):
+            raise UsageError(f"{where}: {tensor} is a tensor of {'each layer' if first == 'layer' else 'the model'}")
+        if held != [sorted(axes)]:
+            raise UsageError(
+                f"{where}: {tensor} has the axes {', '.join(axes)}, each once; the pattern is {pattern.text}"
+            )
+    if len(leaves) != len(pattern.tensors):
+        raise UsageError(f"{where}: a part of the pattern belongs to no tensor: {pattern.text}")
+
+
+def _check_table(family: Family, path: Path) -> None:
+    """Whatever the settings are, each tensor and each key is there once."""
+    residuals = [{"parallel"}, {"serial"}] if "parallel_residual" in family.keys else [set[str]()]
+    used = {name for rule in family.tensors for name in rule.conditions}
+    if used & {"parallel", "serial"} and residuals == [set()]:
+        raise UsageError(f"{path}: lines that are {used & {'parallel', 'serial'}} need the key parallel_residual")
+    for residual, head in product(residuals, ({"tied"}, {"untied"})):
+        here = [rule for rule in family.tensors if rule.conditions <= {*residual, *head, "optional"}]
+        keys = [key for rule in here for key in rule.spellings]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise UsageError(f"{path}: its table has the key {twice[0]} twice ({', '.join({*residual, *head})})")
+        names = [name for rule in here if "optional" not in rule.conditions for name in rule.pattern.tensors]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise UsageError(f"{path}: its table has {twice[0]} twice ({', '.join({*residual, *head})})")
+        lost = {"embedding", *model_tensors(here, {*residual, *head})} - set(names)
+        if lost:
+            raise UsageError(f"{path}: its table has no {min(lost)}, or an optional one alone")
+
+
+# --- the settings ----------------------------------------------------------------------------------------------------
+
+
+def _check_settings(family: Family, path: Path) -> None:
+    """Each key and default is of a setting."""
+    for name in ("keys", "defaults"):
+        unknown = sorted(set(getattr(family, name)) - set(SETTINGS))
+        if unknown:
+            raise UsageError(
+                f"{path}: {name} names no setting with {short(unknown[0])}", f"settings: {', '.join(SETTINGS)}"
+            )
+    for name, key in family.keys.items():
+        if not isinstance(key, str) or (not key and name not in ("kv_heads", "head_dim")):
+            raise UsageError(f"{path}: keys.{name} = {short(key)} is no key of a config")
+    if "rotary_fraction" in family.keys and "rotary_fraction" not in family.defaults:
+        raise UsageError(f"{path}: keys has rotary_fraction, and defaults has none")
+    if "rotary_fraction" in family.keys and any(
+        re.search(r"\bpair half\b", one.pattern.text) for one in family.tensors
+    ):
+        raise UsageError(f"{path}: a head that rotates in part is `half pair`, no table can turn it into `pair half`")
+    if family.learned and family.rope_theta is not None:
+        raise UsageError(f"{path}: its positions are learned, so rope_theta has to be {NONE!r}")
+
+
+def _check_megatron(family: Family, path: Path) -> None:
+    """A family without an `only_here` is one that Megatron computes: it has the tensors of one of ours.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if family.only_here:
+        return
+    tensors = frozenset(name for rule in family.tensors for name in rule.pattern.tensors)
+    known = {
+        frozenset(name for rule in one.tensors for name in rule.pattern.tensors)
+        for one in FAMILIES.values()
+        if not one.only_here
+    }
+    reasons = {
+        "no family that Megatron has is made of these tensors": tensors not in known,
+        "nothing rotates and no position is learned": family.rope_theta is None and not family.learned,
+        "no other format has the keys in own": bool(family.own),
+        "its residual may be parallel": "parallel_residual" in family.keys,
+        f"requires does not say that its activation is {' or '.join(sorted(SILU))}": (
+            not family.plain and not SILU & {value for value in family.requires.values() if isinstance(value, str)}
+        ),
+        "keys does not say what its activation is called": family.plain and "activation" not in family.keys,
+        "its MLP has a gate, and keys leaves its activation open": not family.plain and "activation" in family.keys,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UsageError(f"{path}: {reason}", 'or say why Megatron cannot hold it: only_here = "..."')

@@ -1,0 +1,110 @@
+"""One model through every format that can hold it, in one chain; what cannot, says why. And `convert formats`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from converters.convert import Request, plan_fsdp, plan_huggingface, plan_megatron, plan_neox, run
+from converters.digest import total
+from formats import megatron_llm, neox_writer
+from formats.errors import VitruvianError
+from formats.families import family_of
+from formats.megatron_args import CORE, DIST, Options
+from formats.registry import open_checkpoint
+from tests.models import MODELS, files, settings_of
+
+LLM = megatron_llm.NAME
+CHAIN = {
+    "megatron_dist": lambda source, request: plan_megatron(source, request, Options(2, 2, dialect=DIST), None),
+    "neox": lambda source, request: plan_neox(source, request, neox_writer.Options(1, 2)),
+    "fsdp": lambda source, request: plan_fsdp(source, request, ranks=3),
+    "megatron-llm": lambda source, request: plan_megatron(source, request, Options(1, 2, dialect=LLM), None),
+    "megatron": lambda source, request: plan_megatron(source, request, Options(4, norm="local", dialect=CORE), None),
+    "huggingface": lambda source, request: plan_huggingface(source, request, None),
+}
+"""Format: how it is planned, each time from what the format before it wrote."""
+
+RESIDUAL = "attention and MLP read the same residual"
+NORMS = "megatron-core has no norms behind attention and MLP"
+REFUSED = {
+    "llama-tied": {"megatron-llm": "an output head of their own"},
+    "llama3": {"megatron-llm": "only knows linear ones", "neox": "no rotary embedding of the kind llama3"},
+    "mistral": {"megatron-llm": "a head of this model has 16", "neox": "heads of hidden / heads = 8"},
+    "mistral-tied": {"megatron-llm": "an output head of their own"},
+    "phi3": {"megatron-llm": "turns whole heads", "neox": "has no phi3"},
+    "phi3-whole": {"neox": "has no phi3"},
+    "phi3-tied": {"megatron-llm": "an output head of their own", "neox": "has no phi3"},
+    "qwen2": {"megatron-llm": "biases everywhere or nowhere", "neox": "has no qwen2"},
+    "qwen2-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "has no qwen2"},
+    "qwen3": {"megatron-llm": "no norms on query and key", "neox": "heads of hidden / heads = 8"},
+    "qwen3-tied": {"megatron-llm": "no norms on query and key", "neox": "heads of hidden / heads = 8"},
+    "starcoder2": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no starcoder2"},
+    "starcoder2-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no starcoder2"},
+    "gpt2": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "its positions are learned"},
+    "gpt2-untied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "its positions are learned"},
+    "gpt_neox": {"megatron": "parallel as a rule", "megatron_dist": "parallel as a rule", "megatron-llm": "as a rule"},
+    "gpt_neox-tied": {"megatron": "as a rule", "megatron_dist": "as a rule", "megatron-llm": "as a rule"},
+    "granite": {"megatron": "multiplies neither", "neox": "has no granite"},
+    "granite-tied": {"megatron": "multiplies neither", "neox": "has no granite"},
+    "olmo2": {"megatron": NORMS, "neox": "has no olmo2"},
+    "olmo2-tied": {"megatron": NORMS, "neox": "has no olmo2"},
+    "gemma2": {"megatron": NORMS, "neox": "heads of hidden / heads = 8"},
+    "gemma2-untied": {"megatron": NORMS, "neox": "has no gemma2"},
+    "gemma3": {"megatron": NORMS, "neox": "heads of hidden / heads = 8"},
+    "gemma3-untied": {"megatron": NORMS, "neox": "heads of hidden / heads = 8"},
+    **{
+        f"{name}{head}": {"megatron": RESIDUAL, "neox": f"has no {name.replace('-', '_')}"}
+        for name in ("falcon", "falcon-40b", "falcon-11b")
+        for head in ("", "-untied")
+    },
+}
+"""Model: the formats that cannot hold it, and a part of the reason. What Megatron lacks, its other formats lack too."""
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in MODELS},
+    "mistral-8": ("mistral", {"head_dim": 8}),
+    "phi3-whole": ("phi3-tied", {"tie_word_embeddings": False}),
+}
+"""Name: tiny model, and what is changed of it."""
+
+
+def reasons(name: str) -> dict[str, str]:
+    """The formats that refuse a model, and a part of what they say."""
+    said = REFUSED.get(name, {})
+    lost = dict.fromkeys(("megatron_dist", "megatron-llm"), said["megatron"]) if "megatron" in said else {}
+    return lost | said
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_through_every_format_and_back(model, tmp_path, name):
+    base, changes = CASES[name]
+    source = model(base, "bfloat16", **changes)
+    checkpoint, digests = open_checkpoint(source), set()
+    refused = {}
+    for form, plan in CHAIN.items():
+        request = Request(tmp_path / form, verify=False, quiet=True)
+        try:
+            digests.add(total(run(plan(checkpoint, request), request)))
+        except VitruvianError as error:
+            refused[form] = str(error)
+            continue
+        checkpoint = open_checkpoint(request.out)
+        assert checkpoint.spec == open_checkpoint(source).spec
+    wanted = reasons(name)
+    assert {**refused} == {form: words for form, words in refused.items() if wanted.get(form, "\0") in words}
+    assert refused.keys() == wanted.keys()
+    assert len(digests) == 1
+    assert files(tmp_path / "huggingface") == files(source)
+
+
+def test_formats_prints_what_is_proven_here(convert):
+    """A family is held by what holds one of its models."""
+    held = json.loads(convert("formats", "--json").out)["held by"]
+    proven: dict[str, set[str]] = {name: {"zero"} for name in held}  # DeepSpeed's folders: tests/golden/test_zero.py
+    for name, (base, changes) in CASES.items():
+        config = AutoConfig.for_model(**settings_of(base, **changes)).to_dict()
+        proven[family_of(config, name).name] |= CHAIN.keys() - reasons(name).keys()
+    assert proven == {name: set(forms) for name, forms in held.items()}

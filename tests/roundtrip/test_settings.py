@@ -1,0 +1,116 @@
+"""Each setting through each format that can stand without the config: it comes back, or it was refused.
+
+`huggingface/`, which travels in a folder of Megatron or GPT-NeoX, is deleted before the folder is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PreTrainedConfig
+
+from converters.assets import config_text
+from converters.convert import Request, plan_megatron, plan_neox, run
+from formats import megatron_llm, neox_writer
+from formats.errors import VitruvianError
+from formats.hf_config import from_huggingface, residue
+from formats.megatron_args import CORE, DIST, Options
+from formats.registry import open_checkpoint
+from formats.spec import differences
+from tests.models import LLAMA3, MODELS, PARTIAL, settings_of
+
+LLM = megatron_llm.NAME
+FORMATS = {
+    CORE: lambda source, request: plan_megatron(source, request, Options(dialect=CORE), None),
+    DIST: lambda source, request: plan_megatron(source, request, Options(dialect=DIST), None),
+    LLM: lambda source, request: plan_megatron(source, request, Options(dialect=LLM), None),
+    "neox": lambda source, request: plan_neox(source, request, neox_writer.Options()),
+}
+MEGATRON = (CORE, DIST)
+EVERYWHERE = (CORE, DIST, LLM, "neox")
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    """The change that makes a model's rotary embedding another one."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | parameters}
+
+
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0, "attention_factor": 1.5}
+CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
+    "base": ("llama", rope("default", rope_theta=5e5), EVERYWHERE, ""),
+    "base that is not whole": ("llama", rope("default", rope_theta=1234.5), EVERYWHERE, ""),
+    "epsilon": ("llama", {"rms_norm_eps": 3e-4}, EVERYWHERE, ""),
+    "positions": ("llama", {"max_position_embeddings": 77}, EVERYWHERE, ""),
+    "linear": ("llama", rope("linear", factor=4.0), (*MEGATRON, LLM), "of the kind linear"),
+    "linear, not whole": ("llama", rope("linear", factor=1.5), (LLM,), "linear with a whole factor|of the kind linear"),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}, MEGATRON, "llama3"),
+    "llama3 of another factor": ("llama", {"rope_parameters": {**LLAMA3, "factor": 32.0}}, MEGATRON, "llama3"),
+    "llama3 of other frequencies": ("llama", {"rope_parameters": {**LLAMA3, "high_freq_factor": 3.0}}, (), "llama3"),
+    "yarn": ("llama", rope("yarn", **YARN), (), "yarn"),
+    "dynamic": ("llama", rope("dynamic", factor=2.0), (), "dynamic"),
+    "longrope": ("llama", rope("longrope", original_max_position_embeddings=64, **LONG), (), "longrope"),
+    "longrope of Phi-3": ("phi3", rope("longrope", partial_rotary_factor=1.0, **LONG), (), "longrope"),
+    "window": ("mistral", {"sliding_window": 8, "head_dim": 8}, EVERYWHERE, ""),
+    "no window": ("mistral", {"sliding_window": None, "head_dim": 8}, EVERYWHERE, ""),
+    "wide heads": ("mistral", {"head_dim": 16}, MEGATRON, "hidden / heads"),
+    "partial rotary": ("phi3", {"rope_parameters": PARTIAL}, MEGATRON, "turns whole heads|no phi3"),
+    "partial rotary of NeoX": ("gpt_neox", rope("default", partial_rotary_factor=0.5), ("neox",), "residuals"),
+    "serial residual": ("gpt_neox", {"use_parallel_residual": False}, ("neox",), "residuals"),
+    "gelu_fast": ("gpt_neox", {"hidden_act": "gelu_fast"}, ("neox",), "residuals"),
+    "gelu_new of NeoX": ("gpt_neox", {"hidden_act": "gelu_new"}, (), "residuals|activation gelu_new"),
+    "tied": ("llama-tied", {}, (*MEGATRON, "neox"), "output head"),
+    "biases, tied": ("qwen2", {"tie_word_embeddings": True}, MEGATRON, "biases everywhere|no qwen2"),
+    "norms on heads": ("qwen3", {"rms_norm_eps": 1e-4}, MEGATRON, "no norms on|hidden / heads"),
+    "gelu": ("starcoder2", {"hidden_act": "gelu", "norm_epsilon": 1e-3}, MEGATRON, "has a gate|no starcoder2"),
+    "gelu with tanh": ("starcoder2", {"hidden_act": "gelu_pytorch_tanh"}, MEGATRON, "has a gate|no starcoder2"),
+    "relu": ("starcoder2", {"hidden_act": "relu"}, (), "activation relu|has a gate|no starcoder2"),
+    "gelu_new": ("gpt2", {"layer_norm_epsilon": 1e-3, "n_positions": 99}, MEGATRON, "has a gate|learned"),
+    "gelu of GPT-2": ("gpt2-untied", {"activation_function": "gelu"}, MEGATRON, "has a gate|learned"),
+    "relu of GPT-2": ("gpt2", {"activation_function": "relu"}, (), "activation relu|has a gate|learned"),
+    "soft caps": ("gemma2", {"attn_logit_softcapping": 20.0}, (), "caps no logits|hidden / heads"),
+    "multipliers": ("granite", {"logits_scaling": 4.0}, (), "multiplies neither|no granite"),
+}
+"""Setting: model, what is changed of it, the formats that keep it, and why the others refuse."""
+SPELLINGS = {"family: llama | mistral", "family: llama | phi3", "rotary_fraction: None | 1.0"}
+"""What a format without families does not tell, because it computes the same."""
+HARMLESS = {
+    "attention_dropout", "attn_pdrop", "classifier_dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout",
+    "resid_pdrop", "residual_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+    "is_decoder", "reorder_and_upcast_attn", "pretraining_tp", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "_sliding_window_pattern", "max_window_layers",
+    "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
+    "multi_query",
+}  # fmt: skip
+"""Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
+has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_key_that_no_table_knows_was_looked_at(name):
+    """A new one of transformers has to be put somewhere, before a format drops it."""
+    config = AutoConfig.for_model(**settings_of(name)).to_dict()
+    assert {*residue(config)} - {*PreTrainedConfig().to_dict()} <= HARMLESS
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_comes_back_by_itself_or_was_refused(model, tmp_path, case):
+    name, changes, keep, reason = CASES[case]
+    source = open_checkpoint(model(name, **changes))
+    for form, plan in FORMATS.items():
+        request = Request(tmp_path / form, verify=False, quiet=True)
+        if form not in keep:
+            with pytest.raises(VitruvianError) as raised:
+                plan(source, request)
+            assert re.search(reason, f"{raised.value} {raised.value.hint}"), raised.value
+            continue
+        run(plan(source, request), request)
+        shutil.rmtree(request.out / "huggingface")
+        again = open_checkpoint(request.out)
+        written = from_huggingface(json.loads(config_text(again, None)), {}, form)
+        for spec in (again.spec, written):
+            assert {*differences(spec, source.spec)} <= SPELLINGS

@@ -1,0 +1,228 @@
+"""What is particular to a family: the names and masks of GPT-2, the shapes of Falcon, and what each refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from formats.errors import RefusedError, UnsupportedError
+from formats.families import FAMILIES, Facts, family_of
+from formats.hf_config import from_huggingface, to_huggingface
+from formats.megatron_args import from_megatron, to_megatron
+from formats.registry import open_checkpoint
+from tests.models import files, settings_of
+
+FALCON_7B = {
+    "alibi": False, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+    "bias": False, "hidden_size": 4544, "layer_norm_epsilon": 1e-05, "model_type": "falcon", "multi_query": True,
+    "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32, "parallel_attn": True,
+    "vocab_size": 65024,
+}  # fmt: skip
+FALCON_40B = {
+    **FALCON_7B, "hidden_size": 8192, "new_decoder_architecture": True, "num_attention_heads": 128,
+    "num_hidden_layers": 60, "num_kv_heads": 8,
+}  # fmt: skip
+FALCON_11B = {
+    **FALCON_40B, "hidden_size": 4096, "num_attention_heads": 32, "num_ln_in_parallel_attn": 1,
+    "ffn_hidden_size": 16384, "tie_word_embeddings": False, "rope_theta": 500042,
+}  # fmt: skip
+"""As tiiuae wrote them on the Hub, as far as they say something of the model."""
+
+
+def config(name: str, **changes) -> dict:
+    """A config.json as transformers 5 writes it."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**settings_of(name, **changes)).to_dict()
+
+
+# --- GPT-2 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old_gpt2(model, tmp_path):
+    """A GPT-2 as the first one lies on the Hub: the base model's names, its masks, no head."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import GPT2LMHeadModel
+
+    source, folder = model("gpt2"), tmp_path / "old"
+    shutil.copytree(source, folder)
+    GPT2LMHeadModel.from_pretrained(source).transformer.save_pretrained(tmp_path / "base")
+    tensors = load_file(tmp_path / "base/model.safetensors")
+    assert "wte.weight" in tensors
+    for layer in range(4):
+        tensors[f"h.{layer}.attn.bias"] = torch.tril(torch.ones(1, 1, 128, 128))
+        tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(
+        json.dumps(config("gpt2") | {"architectures": ["GPT2LMHeadModel"], "n_ctx": 128})
+    )
+    return folder
+
+
+def test_the_names_and_masks_of_the_first_gpt_2(model, convert, tmp_path, old_gpt2):
+    """Its masks are no weights, and its names come back."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    assert convert("digest", old_gpt2).out.split()[0] == convert("digest", model("gpt2")).out.split()[0]
+    assert convert("hf2megatron", old_gpt2, tmp_path / "m", "--tp", 2, "--pp", 2).code == 0
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "back").code == 0
+    keys = load_file(tmp_path / "back/model.safetensors").keys()
+    masks = {key for key in load_file(old_gpt2 / "model.safetensors") if key.endswith((".attn.bias", ".masked_bias"))}
+    assert len(masks) == 8
+    assert {*keys, *masks} == {*load_file(old_gpt2 / "model.safetensors")}
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_its_matrices_are_input_by_output(model, convert, tmp_path):
+    """Megatron's are output by input: each of them is the transpose, the fused one head by head."""
+    import torch
+    from safetensors.torch import load_file
+
+    assert convert("hf2megatron", model("gpt2"), tmp_path / "m", "--norm", "local").code == 0
+    held = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
+    theirs = load_file(model("gpt2") / "model.safetensors")
+    layer, name = "transformer.h.2.", "decoder.layers.2."
+    assert torch.equal(held[f"{name}mlp.linear_fc1.weight"], theirs[f"{layer}mlp.c_fc.weight"].T)
+    assert torch.equal(held[f"{name}self_attention.linear_proj.weight"], theirs[f"{layer}attn.c_proj.weight"].T)
+    heads = torch.stack([part.T.view(8, 8, 64) for part in theirs[f"{layer}attn.c_attn.weight"].split(64, dim=1)], 1)
+    assert torch.equal(held[f"{name}self_attention.linear_qkv.weight"], heads.reshape(192, 64))
+    assert torch.equal(held["embedding.position_embeddings.weight"], theirs["transformer.wpe.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False is not supported"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+        ("falcon", {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}, "alibi = True"),
+        ("falcon", {"multi_query": False}, "multi_query = False"),
+        ("falcon", {"parallel_attn": False}, "parallel_attn = False"),
+        ("falcon-40b", {"bias": True}, "bias = True"),
+        ("falcon-40b", {"parallel_attn": False}, "parallel_attn = False"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    ],
+)
+def test_what_has_no_table_is_refused(name, changes, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        from_huggingface(config(name) | changes, {}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"rope_theta": 1e4}, "a gpt2 has no rotary embedding"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "a gpt2 has no rotary embedding"),
+        ({"kv_heads": 4}, "a gpt2 with 8 heads has no 4 key/value groups"),
+        ({"head_dim": 16}, "hidden / heads = 8 elements, not 16"),
+    ],
+)
+def test_settings_that_are_none_of_gpt_2(settings, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        from_huggingface(config("gpt2"), settings, "config.json")
+
+
+def test_the_mlp_of_gpt_2_has_four_hidden_sizes_where_nothing_else_is_said():
+    spec = from_huggingface(config("gpt2-untied"), {}, "config.json")
+    assert (spec.ffn, to_huggingface(spec, {})["n_inner"]) == (256, 256)
+    assert to_huggingface(spec, config("gpt2-untied"))["n_inner"] is None
+
+
+def test_a_fused_gelu_of_megatron_is_the_gelu_of_the_config():
+    """Both names are the approximation with tanh; without a config it is the one that GPT-2 began with."""
+    for name in ("gelu_new", "gelu_pytorch_tanh"):
+        base = from_huggingface(config("gpt2", activation_function=name), {}, "config.json")
+        args = to_megatron(base)
+        assert (args["bias_gelu_fusion"], args["openai_gelu"]) == (True, False)
+        assert from_megatron(args, {}, base, "args") == base
+        assert from_megatron(args, {}, None, "args").activation == "gelu_new"
+    with pytest.raises(RefusedError, match=r"activation: gelu \| gelu_pytorch_tanh"):
+        from_megatron(args | {"bias_gelu_fusion": False}, {}, base, "args")
+
+
+def test_positions_are_weights_of_gpt_2_and_only_a_limit_of_others():
+    for name in ("gpt2", "starcoder2"):
+        base = from_huggingface(config(name), {}, "config.json")
+        args = to_megatron(base) | {"max_position_embeddings": 64}
+        if name == "gpt2":
+            with pytest.raises(RefusedError, match=r"max_positions: 64 \| 128"):
+                from_megatron(args, {}, base, "args")
+        else:
+            assert from_megatron(args, {}, base, "args") == base
+
+
+def test_grouped_queries_with_learned_positions_are_no_gpt_2():
+    args = to_megatron(from_huggingface(config("gpt2"), {}, "config.json"))
+    with pytest.raises(UnsupportedError, match="has no 2 key/value groups"):
+        from_megatron(args | {"group_query_attention": True, "num_query_groups": 2}, {}, None, "args")
+    assert not FAMILIES["starcoder2"].fits(Facts(plain=True, learned=True))
+
+
+# --- Falcon ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("held", "name", "facts"),
+    [
+        (FALCON_7B, "falcon", (1, 64, 4 * 4544, 2048, True, 1e4)),
+        (FALCON_40B, "falcon_40b", (8, 64, 4 * 8192, 2048, True, 1e4)),
+        (FALCON_11B, "falcon_11b", (8, 128, 16384, 2048, False, 500042.0)),
+    ],
+)
+def test_the_configs_of_the_hub(held, name, facts):
+    spec = from_huggingface(held, {}, "config.json")
+    assert spec.family == name
+    assert (spec.kv_heads, spec.head_dim, spec.ffn, spec.max_positions, spec.tied, spec.rope_theta) == facts
+    assert to_huggingface(spec, held) == held
+    again = to_huggingface(spec, {})
+    assert from_huggingface(again, {}, "again") == spec
+    assert again["model_type"] == "falcon"
+
+
+def test_two_norms_of_falcon_40b_may_be_said():
+    """transformers says so once it has built the model."""
+    assert family_of(FALCON_40B | {"num_ln_in_parallel_attn": 2}, "config.json").name == "falcon_40b"
+
+
+@pytest.mark.parametrize("name", ["falcon", "falcon-40b", "falcon-11b"])
+def test_queries_keys_and_values_are_those_of_transformers(model, name):
+    """`_split_heads` of its own attention, on the matrix as if it were what it computes."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    source = model(name)
+    key = "transformer.h.1.self_attention.query_key_value.weight"
+    attention = AutoModelForCausalLM.from_pretrained(source).transformer.h[1].self_attention
+    flat = load_file(source / "model.safetensors")[key]
+    query, first, value = (part[0].movedim(0, -1) for part in attention._split_heads(flat.T[None]))
+    (placed,) = [one for one in open_checkpoint(source).tensors if one.key == key]
+    spec = open_checkpoint(source).spec
+    for leaf in placed.leaves():
+        wanted = {"query": query, "key": first, "value": value}[leaf.tensor]
+        if leaf.tensor != "query" and wanted.shape[0] == spec.heads:  # already one for each query head
+            wanted = wanted[:: spec.heads // spec.kv_heads]
+        spans = [span for span in leaf.spans if span.axis != "layer"]
+        shape, strides = [span.size for span in spans], [span.stride for span in spans]
+        ours = torch.as_strided(flat, shape, strides, leaf.base)
+        assert torch.equal(ours.reshape(wanted.shape), wanted)
+
+
+def test_falcon_with_alibi_is_carried_under_its_own_names(model, convert, tmp_path):
+    changes = {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
+    source = model("falcon", **changes)
+    ran = convert("hf2fsdp", source, tmp_path / "f")
+    assert ran.code == 0
+    assert "no table checks the names" in ran.err
+    assert "alibi = True is not supported for falcon" in ran.err
+    assert convert("fsdp2hf", tmp_path / "f", tmp_path / "back").code == 0
+    assert files(tmp_path / "back") == files(source)
+    ran = convert("hf2megatron", source, tmp_path / "m")
+    assert ran.code == 4
+    assert "alibi = True is not supported for falcon" in ran.err

@@ -15,6 +15,7 @@ from converters.commands.options import (
     at_iteration,
     chat_template,
     deepspeed_reading,
+    experts,
     flag_of,
     gqa_layout,
     iteration_folder,
@@ -38,9 +39,12 @@ USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
 READ = "megatron_dist megatron"
 """The formats of Megatron."""
-SHARDS = {**dict.fromkeys(("norm", "kind", "iteration", "tokens"), tuple(READ.split())), "layout": ("neox",)}
+SHARDS = {
+    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts"), tuple(READ.split())),
+    "layout": ("neox",),
+}
 """Option of `reshard`: the formats that it is for."""
-DIALECTS = {"norm": "torch torch_dist", "tokens": "megatron-llm"}
+DIALECTS = {"norm": "torch torch_dist", "experts": "torch torch_dist", "tokens": "megatron-llm"}
 """Option: each --format of Megatron that it is for."""
 
 
@@ -61,6 +65,7 @@ DIALECTS = {"norm": "torch torch_dist", "tokens": "megatron-llm"}
     type=click.Choice(["te", "local"]),
     help="Names of the norms: Transformer Engine's or those of the local layers.  [default: te]",
 )
+@experts
 @click.option(
     "--make-vocab-size-divisible-by",
     "multiple",
@@ -81,7 +86,10 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
 
     source = opened(src, options, "huggingface", USE_RESHARD)
     norm, dialect = options["norm"] or "te", _dialect(options)
-    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, options["multiple"], dialect)
+    wanted = Options(
+        options["tp"], options["pp"], options["vpp"], norm, options["multiple"], dialect,
+        options["ep"] or 1, options["etp"], options["experts"],
+    )  # fmt: skip
     request = request_of(out, options, source)
     carry_out(plan_megatron(source, request, wanted, options["iteration"], options["tokens"]), request, options)
 
@@ -214,6 +222,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @click.argument("out", type=FOLDER)
 @topology
 @click.option("--norm", type=click.Choice(["te", "local"]), help="Megatron: names of the norms.  [default: as in SRC]")
+@experts
 @layout
 @click.option(
     "--make-vocab-size-divisible-by",
@@ -248,7 +257,9 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
     dialect = _dialect(options, source.extra["dialect"])
-    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple, dialect)
+    names = options["experts"] or source.extra.get("experts")
+    spread = options["ep"] or 1, options["etp"], names
+    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple, dialect, *spread)
     return plan_megatron(source, request, wanted, iteration, options["tokens"])
 
 

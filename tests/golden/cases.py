@@ -26,24 +26,53 @@ class Topology(NamedTuple):
     vpp: int
     norm: str
     cases: tuple[Case, ...]
+    ep: int = 1
+    etp: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return max(self.tp, self.ep * (self.etp or self.tp)) * self.pp
 
     @property
     def flags(self) -> list[str]:
         """For `convert hf2megatron`."""
-        return ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp), "--norm", self.norm]
+        words = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "norm": self.norm}
+        words |= {"ep": self.ep} if self.ep > 1 else {}
+        words |= {"etp": self.etp} if self.etp else {}
+        return [word for name, value in words.items() for word in (f"--{name}", str(value))]
 
 
 EVERY = tuple(Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "float32") for name in IN_MEGATRON)
 
+EXPERTS = tuple(case for case in EVERY if case.model.split("-")[0] in ("mixtral", "qwen2_moe", "qwen3_moe", "dots1"))
+
 TOPOLOGIES = {
     "tp1": Topology(1, 1, 1, "local", EVERY),
     "tp2": Topology(2, 1, 1, "local", EVERY),
-    "tp2-te": Topology(2, 1, 1, "te", (Case("llama"), Case("qwen2"), Case("qwen3"), Case("starcoder2"))),
+    "tp2-te": Topology(
+        2,
+        1,
+        1,
+        "te",
+        (
+            Case("llama"),
+            Case("qwen2"),
+            Case("qwen3"),
+            Case("starcoder2"),
+            Case("mixtral"),
+            Case("qwen2_moe-tied"),
+        ),
+    ),
     "pp2": Topology(1, 2, 1, "local", EVERY),
     "tp2-pp2": Topology(
         2, 2, 1, "local", (Case("llama"), Case("qwen2-tied"), Case("qwen3-tied"), Case("mistral"), Case("phi3"))
     ),
     "pp2-vpp2": Topology(1, 2, 2, "local", (Case("llama-tied"), Case("qwen2"))),
+    "ep2": Topology(1, 1, 1, "local", EXPERTS, ep=2),
+    "tp2-ep2": Topology(2, 1, 1, "te", (Case("qwen2_moe"), Case("qwen3_moe-tied"), Case("dots1-tied")), ep=2),
+    "tp2-ep2-etp1": Topology(2, 1, 1, "local", (Case("mixtral-tied"), Case("dots1", "bfloat16")), ep=2, etp=1),
+    "pp2-ep2": Topology(1, 2, 1, "te", (Case("qwen3_moe"), Case("dots1-tied")), ep=2),
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),
 }
 """By name. tp8 is more ranks than key/value groups: Megatron then cuts inside a group."""

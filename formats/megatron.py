@@ -211,6 +211,8 @@ def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path:
     """
     if any(key.startswith("language_model.transformer.") or key.endswith(".final_layernorm.weight") for key in keys):
         raise UnsupportedError(f"{path}: its names are those of Megatron-LM before 2023-09, which had no RMSNorm")
+    if args.get("num_experts") is not None:
+        raise UnsupportedError(f"{path}: experts of Megatron-LM's own models (SwitchMLP) are not supported")
     if args.get("rotary_base") not in (None, 10000) and "rope_theta" not in settings.values:
         raise RefusedError(
             f"{path}: args say rotary_base {args['rotary_base']}, but Megatron-LM's own models ignored it and used 10000",

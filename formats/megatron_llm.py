@@ -220,6 +220,7 @@ def check_spec(spec: ModelSpec) -> None:
     scaling = dict(spec.rope_scaling or {})
     reasons = {
         "its norms are RMSNorm and its MLP has a gate": facts.plain,
+        "its MLP has no experts": bool(facts.experts),
         "its linear layers have biases everywhere or nowhere, and this model has them on query, key and value": (
             facts.qkv_bias
         ),

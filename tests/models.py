@@ -76,6 +76,8 @@ MODELS: dict[str, dict[str, Any]] = {
 ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3")
 IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""
+EXPERTS = [name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "dots1"))]
+"""Mixtures of experts."""
 
 
 def build(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", **changes: Any) -> Path:

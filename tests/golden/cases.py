@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.models import IN_MEGATRON
+from tests.models import EXPERTS, IN_MEGATRON
 
 
 class Case(NamedTuple):
@@ -43,13 +43,15 @@ class Topology(NamedTuple):
         return [word for name, value in words.items() for word in (f"--{name}", str(value))]
 
 
-EVERY = tuple(Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "float32") for name in IN_MEGATRON)
-
-EXPERTS = tuple(case for case in EVERY if case.model.split("-")[0] in ("mixtral", "qwen2_moe", "qwen3_moe", "dots1"))
+EVERY = tuple(
+    Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "float32")
+    for name in IN_MEGATRON
+    if name not in EXPERTS
+)
 
 TOPOLOGIES = {
-    "tp1": Topology(1, 1, 1, "local", EVERY),
-    "tp2": Topology(2, 1, 1, "local", EVERY),
+    "tp1": Topology(1, 1, 1, "local", (*EVERY, Case("mixtral"), Case("dots1-tied"))),
+    "tp2": Topology(2, 1, 1, "local", (*EVERY, Case("mixtral"), Case("qwen3_moe"))),
     "tp2-te": Topology(
         2,
         1,
@@ -64,12 +66,12 @@ TOPOLOGIES = {
             Case("qwen2_moe-tied"),
         ),
     ),
-    "pp2": Topology(1, 2, 1, "local", EVERY),
+    "pp2": Topology(1, 2, 1, "local", (*EVERY, Case("qwen2_moe-tied", "bfloat16"))),
     "tp2-pp2": Topology(
         2, 2, 1, "local", (Case("llama"), Case("qwen2-tied"), Case("qwen3-tied"), Case("mistral"), Case("phi3"))
     ),
     "pp2-vpp2": Topology(1, 2, 2, "local", (Case("llama-tied"), Case("qwen2"))),
-    "ep2": Topology(1, 1, 1, "local", EXPERTS, ep=2),
+    "ep2": Topology(1, 1, 1, "local", tuple(map(Case, EXPERTS)), ep=2),
     "tp2-ep2": Topology(2, 1, 1, "te", (Case("qwen2_moe"), Case("qwen3_moe-tied"), Case("dots1-tied")), ep=2),
     "tp2-ep2-etp1": Topology(2, 1, 1, "local", (Case("mixtral-tied"), Case("dots1", "bfloat16")), ep=2, etp=1),
     "pp2-ep2": Topology(1, 2, 1, "te", (Case("qwen3_moe"), Case("dots1-tied")), ep=2),

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from formats import megatron, megatron_dist
-from formats.families import FAMILIES
 from formats.registry import open_checkpoint
 from tests.golden.test_coverage import lines, used
-from tests.models import MODELS, files
+from tests.models import EXPERTS, files
 
 pytestmark = pytest.mark.megatron
 HERE = Path(__file__).parent
-EXPERTS = [family.name for family in FAMILIES.values() if family.experts]
 
 
 class Case(NamedTuple):
@@ -100,7 +98,7 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, tmp_path)
     jobs: list[dict[str, Any]] = []
     for (tp, pp), (number, case) in product(SPREAD, enumerate(CASES)):
         one = {"dist": str(tmp_path / f"m{number}"), "hf": str(sources[number]), "te": case.norm == "te"}
-        one |= SPREAD[tp, pp] if MODELS[case.model]["model_type"] in EXPERTS else {}
+        one |= SPREAD[tp, pp] if case.model in EXPERTS else {}
         save = {"save": str(tmp_path / f"s{number}"), "layers": case.layers, "optimizer": case.optimizer}
         jobs.append({"tp": tp, "pp": pp, **one, **(save if tp * pp == 4 else {})})
     for what in ("gate", "layer"):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.dcp_tools import save
-from tests.models import MODELS, files
-
-EXPERTS = [name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "dots1"))]
+from tests.models import EXPERTS, files
 
 
 @pytest.mark.parametrize("name", EXPERTS)

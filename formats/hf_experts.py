@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import RefusedError, SourceError, short
+from formats.spec import some_layers
 
 FIRST, LISTED, STEP = "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step"
 COUNTED = "n_shared_experts"
@@ -36,8 +37,8 @@ def found(keys: Mapping[str, str], config: Mapping[str, Any], values: Mapping[st
         step, listed = _count(config, STEP, 1, where), config.get(LISTED) or []
         if not isinstance(listed, list) or not all(type(one) is int for one in listed):
             raise SourceError(f"{where} says {LISTED} = {short(listed)}, it should be a list of layers")
-        layers = range(values["layers"] if type(values["layers"]) is int else 0)
-        settings["dense_layers"] = tuple(n for n in layers if n in set(listed) or (n + 1) % max(step, 1))
+        dense, layers = set(listed), some_layers(values["layers"])
+        settings["dense_layers"] = tuple(n for n in layers if n in dense or (n + 1) % max(step, 1))
     if keys.get("shared_ffn") == COUNTED:
         width = values["expert_ffn"]
         settings["shared_ffn"] = _count(config, COUNTED, 0, where) * (width if type(width) is int else 0) or None

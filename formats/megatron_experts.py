@@ -13,7 +13,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import family_named
-from formats.spec import EXPERTS, ModelSpec
+from formats.spec import EXPERTS, ModelSpec, real, some_layers
 
 ARGS = {
     "experts": "num_experts",
@@ -63,7 +63,8 @@ def found(args: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tup
     settings: dict[str, Any] = {name: args.get(key) for name, key in ARGS.items()}
     settings["expert_ffn"] = settings["expert_ffn"] or values.get("ffn")
     settings["router_normalized"] = score == "sigmoid" or not args.get("moe_router_pre_softmax")
-    settings["router_scale"] = float(settings["router_scale"] or 1.0)
+    scale = settings["router_scale"]
+    settings["router_scale"] = 1.0 if scale is None else real(scale, "router_scale", where)
     if not settings["router_top_groups"]:
         settings |= {"router_groups": 1, "router_top_groups": 1}
     settings["dense_layers"] = _dense(args.get("moe_layer_freq", 1), values.get("layers"), where)
@@ -80,7 +81,7 @@ def _dense(frequency: Any, layers: Any, where: str) -> tuple[int, ...]:
     """The layers without experts (models/gpt/gpt_layer_specs.py `get_gpt_decoder_layer_specs`)."""
     match frequency:
         case int() if frequency > 0:
-            return tuple(layer for layer in range(layers if type(layers) is int else 0) if layer % frequency)
+            return tuple(layer for layer in some_layers(layers) if layer % frequency)
         case list() if len(frequency) == layers and all(type(one) is int and one in (0, 1) for one in frequency):
             return tuple(layer for layer, one in enumerate(frequency) if not one)
     raise UnsupportedError(f"{where}: moe_layer_freq = {short(frequency)} says nothing about {short(layers)} layers")

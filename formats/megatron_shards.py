@@ -158,6 +158,8 @@ def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]
         claimed = args.get(f"{axis}_model_parallel_size", size)
         if claimed != size and not (axis == "expert" and claimed is None and size == 1):
             raise SourceError(f"{iteration}: args say {axis} parallel size {short(claimed)}, {size} ranks are there")
+    if mesh.ranks * pp > MOST_RANKS:
+        raise SourceError(f"{iteration} claims {mesh.ranks * pp} ranks")
     if not mesh.in_files:
         raise SourceError(
             f"{iteration}: with expert_tensor_parallel_size {mesh.etp} its files do not hold all of the model: of "

@@ -187,6 +187,7 @@ def differences(one: Spec, other: Spec) -> list[str]:
 
 
 MOST_LAYERS = 10_000
+MOST_EXPERTS = 1_000_000
 MOST = 2**31
 """Larger sizes are no model: they would only exhaust memory."""
 
@@ -261,6 +262,11 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     return spec
 
 
+def some_layers(count: Any) -> range:
+    """So many layers, as far as that is a number of layers: `checked` refuses what is none."""
+    return range(count if type(count) is int and 0 < count <= MOST_LAYERS else 0)
+
+
 def _layers_of(value: Any, layers: int, where: str) -> tuple[int, ...] | None:
     """Some layers of a model, in their order, each once."""
     if value is None:
@@ -282,6 +288,8 @@ def _check_experts(spec: ModelSpec, where: str) -> None:
     if "router_normalized" in family_named(spec.family).keys and not isinstance(spec.router_normalized, bool):
         raise SourceError(f"{where} says router_normalized = {short(spec.router_normalized)}")
     experts, top_k, groups = spec.experts or 0, spec.top_k or 0, spec.router_groups or 1
+    if experts * spec.layers > MOST_EXPERTS:
+        raise SourceError(f"{where}: {experts} experts in each of {spec.layers} layers are no model")
     if top_k > experts or experts % groups or (spec.router_top_groups or 1) > groups:
         raise SourceError(
             f"{where}: {top_k} of {experts} experts in {spec.router_top_groups or 1} of {groups} groups make no router"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 from transformers import AutoConfig
 
-from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
+from formats import megatron_experts
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, VitruvianError
 from formats.families import FAMILIES
 from formats.hf_config import from_huggingface, to_huggingface
 from formats.huggingface import BUFFERS, model_slots
 from formats.megatron_args import LLAMA3_SCALING, Options, flags, from_megatron, namespace, to_megatron
 from formats.spec import differences, parse_settings
-from tests.models import IN_MEGATRON, LLAMA3, MODELS, SMALL
+from tests.models import EXPERTS, IN_MEGATRON, LLAMA3, MODELS, SMALL
 
 
 def config(name: str, **changes) -> dict:
@@ -286,3 +288,50 @@ def test_settings_that_make_no_sense_are_usage_errors(setting):
 def test_settings_are_json_or_none():
     parsed = parse_settings(["rope_theta=5e5", "tied=True", "rope_scaling=none", "sliding_window=None"])
     assert parsed == {"rope_theta": 5e5, "tied": True, "rope_scaling": None, "sliding_window": None}
+
+
+MANY = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2**40,
+    2**70,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    "8",
+    [],
+    [[1]],
+    [0, 1, 0, 1],
+    {},
+    (),
+]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_arguments_of_experts_of_any_type_are_read_or_refused(name):
+    args = to_megatron(from_huggingface(config(name), {}, "config.json"))
+    names = [*megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE, "num_layers"]
+    for key, value in product(names, MANY):
+        try:
+            spec = from_megatron(args | {key: value}, {}, None, "args")
+        except VitruvianError:
+            continue
+        assert len(list(spec.boxes(256))) < 1000
+        to_megatron(spec)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_config_of_experts_of_any_type_is_read_or_refused(name):
+    base = config(name)
+    keys = {key for keys in FAMILIES[base["model_type"]].keys.values() for key in keys.split() if key in base}
+    for key, value in product([*keys, *{"decoder_sparse_step", "max_window_layers"}.intersection(base)], MANY):
+        try:
+            spec = from_huggingface(base | {key: value}, {}, "config.json")
+            assert len(list(spec.boxes(256))) < 1000
+            to_huggingface(spec, base | {key: value})
+        except VitruvianError:
+            continue

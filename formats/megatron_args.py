@@ -76,7 +76,6 @@ MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (None,),
     "is_hybrid_model": (False,),
     "use_mup": (False,),
-    **megatron_experts.ONLY,
 }
 """Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
 
@@ -84,7 +83,7 @@ MORE_SETTINGS = (
     "group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "window_size",
     "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", "true_vocab_size",
     "padded_vocab_size", "bias_gelu_fusion", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    *megatron_experts.ARGS.values(), *megatron_experts.MORE,
+    *megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE,
 )  # fmt: skip
 """Arguments with a rule of their own, below."""
 
@@ -111,6 +110,7 @@ def from_megatron(
     rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
     plain = args.get("swiglu") is False
     only = {**MEGATRON_ONLY, **(PLAIN if plain else GATED)}
+    only |= {} if args.get("num_experts") is None else megatron_experts.ONLY
     require_only({**args, "position_embedding_type": "rope"} if rotary else args, only, where)
     values = found_in(args, MEGATRON)
     if not args.get("group_query_attention") or values["kv_heads"] is None:

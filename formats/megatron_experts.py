@@ -31,6 +31,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "moe_router_force_load_balancing": (False,),
     "moe_expert_capacity_factor": (None,),
     "moe_apply_probs_on_input": (False,),
+    "moe_extended_tp": (False,),
     "moe_latent_size": (None,),
 }
 """Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
@@ -62,11 +63,17 @@ def found(args: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tup
         raise UnsupportedError(f"{where}: moe_router_load_balancing_type = sinkhorn is not supported")
     settings: dict[str, Any] = {name: args.get(key) for name, key in ARGS.items()}
     settings["expert_ffn"] = settings["expert_ffn"] or values.get("ffn")
-    settings["router_normalized"] = score == "sigmoid" or not args.get("moe_router_pre_softmax")
+    single = settings["top_k"] == 1
+    settings["router_normalized"] = not (single if score == "sigmoid" else args.get("moe_router_pre_softmax"))
     scale = settings["router_scale"]
     settings["router_scale"] = 1.0 if scale is None else real(scale, "router_scale", where)
     if not settings["router_top_groups"]:
         settings |= {"router_groups": 1, "router_top_groups": 1}
+    elif not _ranks_by_two(settings["top_k"], settings["router_top_groups"]):
+        raise UnsupportedError(
+            f"{where}: moe_router_group_topk = {short(settings['router_top_groups'])} is not supported with "
+            f"moe_router_topk = {short(settings['top_k'])}, only half of it"
+        )
     settings["dense_layers"] = _dense(args.get("moe_layer_freq", 1), values.get("layers"), where)
     has = {
         "router": True,
@@ -75,6 +82,11 @@ def found(args: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tup
         "shared_router": args.get("moe_shared_expert_gate"),
     }
     return settings, frozenset(name for name, there in has.items() if there), score
+
+
+def _ranks_by_two(top_k: Any, groups: Any) -> bool:
+    """Whether Megatron ranks groups as transformers does: by their two best experts."""
+    return type(top_k) is int and type(groups) is int and groups > 0 and top_k // groups == 2
 
 
 def _dense(frequency: Any, layers: Any, where: str) -> tuple[int, ...]:
@@ -123,29 +135,32 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
     held = {name: only if getattr(spec, name) is None else getattr(spec, name) for name, only in EXPERTS.items()}
     sigmoid, normalized, grouped = family.router == "sigmoid", held["router_normalized"], held["router_groups"] > 1
     reasons = {
-        "of a sigmoid's scores its weights always add up to 1": sigmoid and not normalized,
-        "of a single expert it has no softmax": not sigmoid and normalized and spec.top_k == 1,
-        "of a single expert it has no sigmoid that is normalized": sigmoid and spec.top_k == 1,
+        "of a sigmoid's scores its weights always add up to 1": sigmoid and not normalized and spec.top_k != 1,
+        "of a single expert it has no weight that is normalized": normalized and spec.top_k == 1,
         f"it ranks groups by {spec.top_k} // {held['router_top_groups']} of their experts, this model by 2": (
-            grouped and (spec.top_k or 0) // held["router_top_groups"] != 2
+            grouped and not _ranks_by_two(spec.top_k, held["router_top_groups"])
         ),
     }
     for reason, holds in reasons.items():
         if holds:
             raise RefusedError(f"megatron-core cannot compute this {spec.family}: {reason}")
-    args = {key: held[name] for name, key in ARGS.items()} | {name: allowed[0] for name, allowed in ONLY.items()}
     sparse = spec.sparse_layers
-    return args | {
-        "moe_ffn_hidden_size": spec.expert_ffn or spec.ffn,
-        "moe_router_num_groups": held["router_groups"] if grouped else None,
-        "moe_router_group_topk": held["router_top_groups"] if grouped else None,
-        "moe_router_topk_scaling_factor": held["router_scale"] if held["router_scale"] != 1.0 else None,
-        "moe_router_score_function": family.router,
-        "moe_router_pre_softmax": not sigmoid and not normalized,
-        "moe_router_enable_expert_bias": "router_bias" in family.experts,
-        "moe_shared_expert_gate": "shared_router" in family.experts,
-        "moe_layer_freq": [int(layer in sparse) for layer in range(spec.layers)] if spec.mixed else 1,
-    }
+    only = {name: allowed[0] for name, allowed in ONLY.items()}
+    return (
+        {key: held[name] for name, key in ARGS.items()}
+        | only
+        | {
+            "moe_ffn_hidden_size": spec.expert_ffn or spec.ffn,
+            "moe_router_num_groups": held["router_groups"] if grouped else None,
+            "moe_router_group_topk": held["router_top_groups"] if grouped else None,
+            "moe_router_topk_scaling_factor": held["router_scale"] if held["router_scale"] != 1.0 else None,
+            "moe_router_score_function": family.router,
+            "moe_router_pre_softmax": not sigmoid and not normalized,
+            "moe_router_enable_expert_bias": "router_bias" in family.experts,
+            "moe_shared_expert_gate": "shared_router" in family.experts,
+            "moe_layer_freq": [int(layer in sparse) for layer in range(spec.layers)] if spec.mixed else 1,
+        }
+    )
 
 
 def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:

@@ -288,6 +288,8 @@ def _check_experts(spec: ModelSpec, where: str) -> None:
     if "router_normalized" in family_named(spec.family).keys and not isinstance(spec.router_normalized, bool):
         raise SourceError(f"{where} says router_normalized = {short(spec.router_normalized)}")
     experts, top_k, groups = spec.experts or 0, spec.top_k or 0, spec.router_groups or 1
+    if not spec.sparse_layers:
+        raise UnsupportedError(f"{where}: none of {spec.layers} layers has experts, that is no {spec.family}")
     if experts * spec.layers > MOST_EXPERTS:
         raise SourceError(f"{where}: {experts} experts in each of {spec.layers} layers are no model")
     if top_k > experts or experts % groups or (spec.router_top_groups or 1) > groups:

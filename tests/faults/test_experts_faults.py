@@ -111,11 +111,12 @@ def test_arguments_and_config_contradict_each_other(made, convert):
         ("mixtral", {}, ["--etp", 2, "--ep", 2], 5, "do not hold all of a model"),
         ("llama", {}, ["--ep", 2], 5, "a llama has no experts"),
         ("mixtral", {}, ["--format", "megatron-llm"], 5, "its MLP has no experts"),
-        ("mixtral", {"num_experts_per_tok": 1}, [], 5, "of a single expert it has no softmax"),
+        ("mixtral", {"num_experts_per_tok": 1}, [], 5, "of a single expert it has no weight that is normalized"),
         ("dots1", {"norm_topk_prob": False}, [], 5, "weights always add up to 1"),
         ("dots1-tied", {"num_experts_per_tok": 2}, [], 5, "it ranks groups by 2 // 2 of their experts"),
         ("dots1", {"max_window_layers": 2}, [], 4, "sliding_attention"),
         ("qwen2_moe", {"qkv_bias": False}, [], 4, "qkv_bias"),
+        ("qwen3_moe", {"decoder_sparse_step": 5}, [], 4, "none of 4 layers has experts"),
     ],
 )
 def test_what_megatron_cannot_hold_is_refused(model, convert, tmp_path, name, changes, words, code, reason):

@@ -14,14 +14,15 @@ from formats.spec import ModelSpec
 EXAMPLE = ModelSpec(
     family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256,
     max_positions=8192, norm_epsilon=1e-5, rope_theta=500000.0, rope_scaling=None, sliding_window=None, tied=False,
+    experts=8, expert_ffn=14336, shared_ffn=14336,
 )  # fmt: skip
-"""Llama-3 8B, drawn when no model is given."""
+"""Llama-3 8B, drawn when no model is given, with the experts of a Mixtral where a rule has some."""
 
 
 LEGEND = """\
 group  key/value group             head  query head within its group    dim  a head that nothing permutes
 half   half of a rotary head       pair  index within that half         ~    fill that belongs to no tensor
-/tp    an even split over tensor ranks"""
+/tp    an even split over tensor ranks; /etp and /ep those of experts"""
 """What the names in a pattern mean."""
 
 
@@ -58,7 +59,7 @@ def tables(format_name: str) -> dict[str, tuple[Rule, ...]]:
             "Megatron-LLM, converted": megatron_llm.CONVERTED,
         }
     if format_name == "megatron_dist":
-        return {"megatron_dist": megatron.MCORE, "megatron_dist, gate and up apart": megatron_dist.SPLIT}
+        return {"megatron_dist": megatron_dist.TABLE, "megatron_dist, gate and up apart": megatron_dist.SPLIT}
     if format_name == "neox":
         return {"neox (Llama)": neox.LLAMA, "neox (GPT-NeoX)": neox.GPT_NEOX}
     if format_name == "zero":
@@ -86,17 +87,15 @@ def draw(rule: Rule, spec: ModelSpec, tp: int) -> Iterator[str]:
     yield f"    {rule.pattern.text}"
     if rule.conditions:
         yield f"    {', '.join(sorted(rule.conditions))}"
-    axes = {span.axis for leaf in lower(rule.pattern, sizes, {"tp": (0, 1)}) for span in leaf.spans}
+    whole = dict.fromkeys(("tp", "etp", "ep"), (0, 1))
+    axes = {span.axis for leaf in lower(rule.pattern, sizes, whole) for span in leaf.spans}
     yield "    " + ", ".join(f"{axis} = {sizes[axis]}" for axis in sizes if axis in axes)
-    ranks = sorted({0, tp - 1}) if "tp" in rule.pattern.meshes else [0]
+    cut = not rule.pattern.meshes.isdisjoint({"tp", "etp"})
+    ranks = sorted({0, tp - 1}) if cut else [0]
     for rank in ranks:
-        mesh = {"tp": (rank, tp)}
+        mesh = {"tp": (rank, tp), "etp": (rank, tp), "ep": (0, 1)}
         try:
-            where = (
-                f" on tp rank {rank} of {tp}"
-                if "tp" in rule.pattern.meshes
-                else (f" on each of {tp} tp ranks" if tp > 1 else "")
-            )
+            where = f" on tp rank {rank} of {tp}" if cut else (f" on each of {tp} tp ranks" if tp > 1 else "")
             yield f"  shape {list(shape(rule.pattern, sizes, mesh))}{where}"
         except RefusedError as error:
             yield f"  refused for tp = {tp}: {error}"

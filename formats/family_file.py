@@ -53,13 +53,17 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "defaults": (dict,),
     "own": (dict,),
     "only_here": (str,),
+    "router": (str,),
+    "full_until": (list,),
 }
 """Field of a `Family`, and its type; `table` becomes its tensors. The first four have to be there."""
 REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*HUGGINGFACE, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
-ALLOWED = {"tied", "untied", "parallel", "serial", "optional"}
+OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
+ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS}
 """The conditions that mean something in a Hugging Face folder."""
+ROUTERS = ("softmax", "sigmoid")
 SILU = {"silu", "swish", "swiglu"}
 """What the activation of a gated MLP is called. Megatron has no other."""
 SIZES = {axis: 2 for axes in TENSORS.values() for axis in axes if axis != "layer"}
@@ -97,10 +101,11 @@ def load(path: Path) -> Family:
     for name in ("requires", "marks", "defaults", "own"):
         values[name] = {key: _plain(value, f"{path}: {name}.{key}") for key, value in values.get(name, {}).items()}
     family = Family(
-        **{name: value for name, value in values.items() if name not in ("table", "rope_theta", "drops")},
+        **{name: value for name, value in values.items() if name not in ("table", "rope_theta", "drops", "full_until")},
         tensors=tuple(_rules(values["table"], path)),
         drops=tuple(_drops(values.get("drops", []), path)),
         rope_theta=_theta(values["rope_theta"], path),
+        full_until=_full_until(values.get("full_until"), path),
         file=path,
     )
     _check_settings(family, path)
@@ -137,6 +142,15 @@ def _theta(value: float | str, path: Path) -> float | None:
     return float(value)
 
 
+def _full_until(value: list[Any] | None, path: Path) -> tuple[str, int] | None:
+    match value:
+        case None:
+            return None
+        case [str(key), int(layers)]:
+            return key, layers
+    raise UsageError(f"{path}: full_until = {short(value)} is no config key with a number of layers")
+
+
 def _drops(values: list[Any], path: Path) -> Iterator[str]:
     for value in values:
         try:
@@ -168,8 +182,11 @@ def _rule(line: str, where: str) -> Rule:
         known = ", ".join(f"{name} ({CONDITIONS[name]})" for name in sorted(ALLOWED))
         raise UsageError(f"{where}: there is no condition {short(min(names - ALLOWED))}", f"conditions: {known}")
     key = columns[0]
-    if re.search(r"[{}]", re.sub(r"\{[^{}|]*(?:\|[^{}|]*)+\}", "", key.replace("{layer}", "", 1))):
-        raise UsageError(f"{where}: {short(key)} has braces around something else than {{layer}} or {{one|other}}")
+    numbered = key.replace("{layer}", "", 1).replace("{expert}", "", 1)
+    if re.search(r"[{}]", re.sub(r"\{[^{}|]*(?:\|[^{}|]*)+\}", "", numbered)):
+        raise UsageError(
+            f"{where}: {short(key)} has braces around something else than {{layer}}, {{expert}} or {{one|other}}"
+        )
     if key.count("|") > MOST_SPELLINGS:
         raise UsageError(f"{where}: {short(key)} has too many spellings")
     if len(columns[1]) > MOST_CHARACTERS or columns[1].count("|") > MOST_BRANCHES:
@@ -195,6 +212,10 @@ def _check_rule(rule: Rule, where: str) -> None:
         held = [sorted(span.axis for span in leaf.spans) for leaf in leaves if leaf.tensor == tensor]
         first, *rest = TENSORS[tensor]
         axes = rest if first == "layer" else [first, *rest]
+        if rule.of_expert and "expert" in axes:
+            axes = [axis for axis in axes if axis != "expert"]
+        elif rule.of_expert:
+            raise UsageError(f"{where}: {tensor} is no tensor of one expert")
         if (first == "layer") is not ("{layer}" in rule.key):
             raise UsageError(f"{where}: {tensor} is a tensor of {'each layer' if first == 'layer' else 'the model'}")
         if held != [sorted(axes)]:
@@ -211,17 +232,20 @@ def _check_table(family: Family, path: Path) -> None:
     used = {name for rule in family.tensors for name in rule.conditions}
     if used & {"parallel", "serial"} and residuals == [set()]:
         raise UsageError(f"{path}: lines that are {used & {'parallel', 'serial'}} need the key parallel_residual")
-    for residual, head in product(residuals, ({"tied"}, {"untied"})):
-        here = [rule for rule in family.tensors if rule.conditions <= {*residual, *head, "optional"}]
+    if not family.experts and used & OF_EXPERTS:
+        raise UsageError(f"{path}: without a router no line can be {min(used & OF_EXPERTS)}")
+    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if family.experts else [set[str]()]
+    for residual, head, kind in product(residuals, ({"tied"}, {"untied"}), kinds):
+        here = [rule for rule in family.tensors if rule.conditions <= {*residual, *head, *kind, "optional"}]
         keys = [key for rule in here for key in rule.spellings]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
-            raise UsageError(f"{path}: its table has the key {twice[0]} twice ({', '.join({*residual, *head})})")
+            raise UsageError(f"{path}: its table has the key {twice[0]} twice ({', '.join({*residual, *head, *kind})})")
         names = [name for rule in here if "optional" not in rule.conditions for name in rule.pattern.tensors]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
-            raise UsageError(f"{path}: its table has {twice[0]} twice ({', '.join({*residual, *head})})")
-        lost = {"embedding", *model_tensors(here, {*residual, *head})} - set(names)
+            raise UsageError(f"{path}: its table has {twice[0]} twice ({', '.join({*residual, *head, *kind})})")
+        lost = {"embedding", *model_tensors(here, {*residual, *head, *kind})} - set(names)
         if lost:
             raise UsageError(f"{path}: its table has no {min(lost)}, or an optional one alone")
 
@@ -240,6 +264,10 @@ def _check_settings(family: Family, path: Path) -> None:
     for name, key in family.keys.items():
         if not isinstance(key, str) or (not key and name not in ("kv_heads", "head_dim")):
             raise UsageError(f"{path}: keys.{name} = {short(key)} is no key of a config")
+    if family.experts and not ({"experts", "top_k"} <= set(family.keys) and family.router in ROUTERS):
+        raise UsageError(
+            f"{path}: a mixture of experts needs keys.experts, keys.top_k and router = {' or '.join(ROUTERS)}"
+        )
     if "rotary_fraction" in family.keys and "rotary_fraction" not in family.defaults:
         raise UsageError(f"{path}: keys has rotary_fraction, and defaults has none")
     if "rotary_fraction" in family.keys and any(

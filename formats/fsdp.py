@@ -188,7 +188,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         spec, tensors, dropped = _read_flat(listing.flat, config, settings)
     else:
         spec, tensors, dropped = _read_tensors(path, listing, config, settings)
-    wanted = _native_slots(spec) if titan.FIRST in tensors else huggingface.model_slots(spec)
+    wanted = _native_slots(spec) if titan.FIRST in tensors else huggingface.model_slots(spec, tensors)
     drops = (*huggingface.drops(spec), *titan.DROPS)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     placed, more = match(wanted, {"": whole}, drops, path)
@@ -239,6 +239,11 @@ def _read_flat(
             f"FSDP1's LOCAL_STATE_DICT records no shapes, they can only be had from a family's table: {error}",
             "save again with SHARDED_STATE_DICT",
         ) from None
+    if spec.experts:
+        raise UnsupportedError(
+            "FSDP1's LOCAL_STATE_DICT records no shapes, and experts come fused or one by one",
+            "save again with SHARDED_STATE_DICT",
+        )
     shapes = {slot.keys[0]: slot.shape for slot in huggingface.model_slots(spec)}
     return spec, dumps.load_flat(files, shapes, spec.tied), []
 
@@ -339,13 +344,15 @@ def _require_rows(tensors: Mapping[str, Scattered], spec: Verbatim, where: Path)
 def write(root: Path, spec: Spec, dtypes: Mapping[tuple[str, int | None], str], ranks: int) -> Target:
     """Lay out a DCP folder that `dcp.load({"model": state_dict}, checkpoint_id=root)` reads on any number of ranks.
 
+    Experts are fused, as transformers 5 holds them in memory.
+
     Args:
         root: where the files are written.
         spec: the model.
         dtypes: the element type of each logical tensor.
         ranks: how many data files.
     """
-    held = dcp_writer.by_rows(huggingface.model_slots(spec), ranks)
+    held = dcp_writer.by_rows(huggingface.model_slots(spec, memory=True), ranks)
     paths = {one.name: (dcp_writer.CONTAINER, one.slot.keys[0]) for rank in held for one in rank}
     files, metadata = dcp_writer.layout(root, held, dtypes, paths)
     return Target(tuple(files), {dcp.METADATA: metadata}, {})

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from formats import hf_experts
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, Family, family_named, family_of, find_family
 from formats.spec import ModelSpec, Spec, Verbatim, checked
@@ -42,9 +43,11 @@ OF_NO_MODEL = (
 """Keys that say nothing about the computation, or are checked above."""
 
 
-def _keys(family: Family) -> dict[str, str]:
-    """The config key of each setting of a family, the rotary ones apart."""
-    return {name: key for name, key in {**HUGGINGFACE, **family.keys}.items() if key and name not in ROTARY}
+def _keys(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
+    """The config key of each setting of a family, as a config spells it; those with rules of their own apart."""
+    apart = (*ROTARY, *hf_experts.DERIVED)
+    keys = {name: key.split() for name, key in {**HUGGINGFACE, **family.keys}.items() if key and name not in apart}
+    return {name: next((key for key in spellings if key in config), spellings[0]) for name, spellings in keys.items()}
 
 
 def class_names(config: Mapping[str, Any]) -> Any:
@@ -129,8 +132,27 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
     )
     if others:
         raise UnsupportedError(f"{where}: layers of type {short(others[0])} are not supported for {family.name}")
+    _require_full(config, family, where)
+    for key in family.keys.values():
+        said = [f"{one} = {short(config[one])}" for one in key.split() if one in config]
+        if len({one.partition(" = ")[2] for one in said}) > 1:
+            raise SourceError(f"{where} contradicts itself: {' and '.join(said)}")
     values, notes = _values(config, family, where)
     return checked(values | {"notes": tuple(notes)} | dict(settings), where)
+
+
+def _require_full(config: Mapping[str, Any], family: Family, where: str) -> None:
+    """Every layer has full attention, in a family whose last ones may have a window; `layer_types` is checked apart.
+
+    Raises:
+        UnsupportedError: some have a window.
+    """
+    if family.full_until is None or config.get("layer_types") or config.get("sliding_window", 1) is None:
+        return
+    key, assumed = family.full_until
+    layers, full = config.get("num_hidden_layers"), config.get(key, assumed)
+    if type(layers) is int and not (type(full) is int and full >= layers):
+        raise UnsupportedError(f"{where}: {key} = {short(full)} of {layers} layers: a sliding window is not supported")
 
 
 def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict[str, Any], list[str]]:
@@ -144,19 +166,21 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
         return fallback
 
     values: dict[str, Any] = {"family": family.name}
-    values |= {name: config.get(key) for name, key in _keys(family).items()}
-    values |= {name: get(key, family.defaults[name]) for name, key in _keys(family).items() if name in family.defaults}
-    heads, hidden, groups = values["heads"], values["hidden"], _keys(family).get("kv_heads")
+    keys = _keys(family, config)
+    values |= {name: config.get(key) for name, key in keys.items()}
+    values |= {name: get(key, family.defaults[name]) for name, key in keys.items() if name in family.defaults}
+    values |= hf_experts.found(family.keys, config, values, where)
+    heads, hidden, groups = values["heads"], values["hidden"], keys.get("kv_heads")
     if groups is None:
         values["kv_heads"] = family.defaults.get("kv_heads", heads)
     elif family.mha or groups in config:
         values["kv_heads"] = get(groups, heads)
     if family.ffn_ratio and type(hidden) is int:
-        values["ffn"] = get(_keys(family)["ffn"], family.ffn_ratio * hidden)
+        values["ffn"] = get(keys["ffn"], family.ffn_ratio * hidden)
     if values.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads:
         values["head_dim"] = family.head_dim or hidden // heads
     if "tied" not in family.defaults:
-        values["tied"] = get(_keys(family)["tied"], False)
+        values["tied"] = get(keys["tied"], False)
     values["own"] = {key: config.get(key, default) for key, default in family.own.items()}
     if LOCAL in family.own and _layered(config):
         values["own"][LOCAL] = config["rope_parameters"]["sliding_attention"].get("rope_theta", family.own[LOCAL])
@@ -210,7 +234,8 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     known = {*HUGGINGFACE.values(), "rope_theta", "rope_scaling", "rope_parameters", *OF_NO_MODEL}
     family = find_family(config)
     if family:
-        known |= {*family.requires, *family.marks, *family.keys.values(), *family.own, family.window}
+        known |= {*family.requires, *family.marks, *" ".join(family.keys.values()).split(), *family.own, family.window}
+        known |= {hf_experts.LISTED, hf_experts.STEP} if "dense_layers" in family.keys else set()
     return sorted(set(config) - known)
 
 
@@ -238,12 +263,16 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
         fixed = {**family.requires, **family.marks}
         config = {"architectures": [family.architecture], "model_type": kind, **fixed, **own}
     known = _values(config, family, "the config")[0] if base else {}
-    keys = _keys(family)
-    names = (*keys, *ROTARY, "sliding_window")
+    keys = _keys(family, config)
+    derived = [name for name in hf_experts.DERIVED if name in family.keys]
+    names = (*keys, *derived, *ROTARY, "sliding_window")
     changed = {name for name in names if name not in known or known[name] != getattr(spec, name)}
     for name, key in keys.items():
         if name in changed:
             config[key] = getattr(spec, name)
+    for name in changed.intersection(derived):
+        width = spec.expert_ffn or spec.ffn
+        config |= hf_experts.spelled(family.keys, name, spec.dense_layers or (), spec.shared_ffn or 0, width)
     if family.window and "sliding_window" in changed:
         config[family.window] = spec.sliding_window
     if changed & set(ROTARY) and family.rope_theta is not None:

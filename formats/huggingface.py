@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -26,6 +26,8 @@ from formats.storage import DTYPES, Entry, Fragment, read_safetensors, row_major
 NAME = "huggingface"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+BUFFERS = frozenset({"router_bias"})
+"""What is no parameter of a model, though its files hold it."""
 MAX_JSON = 64 << 20
 FILE_NAME = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
 
@@ -73,7 +75,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         )
     found = read_files(path)
     spec = spec_of({key: fragment.shape for key, fragment in found.items()}, settings.config or path, settings)
-    placed, dropped = match(model_slots(spec), {"": found}, drops(spec), path)
+    placed, dropped = match(model_slots(spec, found), {"": found}, drops(spec), path)
     files = tuple(sorted({fragment.path for fragment in found.values()}))
     return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path)
 
@@ -120,12 +122,29 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], folder: Path, settings: Setti
         return verbatim.describe(config, shapes, settings.values, str(error))
 
 
-def model_slots(spec: Spec) -> list[Slot]:
-    """The physical tensors of a model under their Hugging Face keys, in its order."""
+def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -> list[Slot]:
+    """The physical tensors of a model under their Hugging Face keys, in its order.
+
+    Args:
+        spec: the model.
+        keys: those that were found: experts have the Hub's names, or those of transformers 5 in memory.
+        memory: whether to name them as in memory, whatever was found.
+    """
     if isinstance(spec, Verbatim):
         return list(verbatim.slots(spec))
-    table, layers = family_named(spec.family).tensors, enumerate(range(spec.layers))
-    return list(slots(table, spec.sizes(), tensors=spec.tensors, layers=layers, mesh={}, conditions=spec.conditions))
+    fused = memory or any(map(verbatim.FUSED.search, keys))
+    return list(
+        slots(
+            family_named(spec.family).tensors,
+            spec.sizes(),
+            tensors=spec.tensors,
+            layers=enumerate(range(spec.layers)),
+            mesh={},
+            conditions={*spec.conditions, "fused" if fused else "separate"},
+            sparse=spec.sparse_layers,
+            experts=list(enumerate(range(spec.experts or 0))),
+        )
+    )
 
 
 def drops(spec: Spec) -> tuple[str, ...]:
@@ -194,7 +213,8 @@ def write(
     else:
         groups, index = _shard(list(entries.values()), shard_size), None
     files = tuple(_file(root / name, group, by_key) for name, group in groups.items())
-    texts = {} if list(groups) == [SINGLE] else {INDEX: _index(groups, index)}
+    buffers = sum(prod(slot.shape) for slot in by_key.values() if BUFFERS.intersection(slot.rule.pattern.tensors))
+    texts = {} if list(groups) == [SINGLE] else {INDEX: _index(groups, index, buffers)}
     return Target(files, texts, {})
 
 
@@ -227,11 +247,14 @@ def _shard(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
     return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
 
 
-def _index(groups: Mapping[str, Sequence[Entry]], like: Mapping[str, Any] | None) -> bytes:
-    """The index of a folder; with the same metadata keys as another one, if it is to be reproduced."""
+def _index(groups: Mapping[str, Sequence[Entry]], like: Mapping[str, Any] | None, buffers: int) -> bytes:
+    """The index of a folder; with the same metadata keys as another one, if it is to be reproduced.
+
+    So many elements of it are no parameters.
+    """
     entries = list(chain.from_iterable(groups.values()))
     totals = {
-        "total_parameters": sum(prod(entry.shape) for entry in entries),
+        "total_parameters": sum(prod(entry.shape) for entry in entries) - buffers,
         "total_size": sum(prod(entry.shape) * DTYPES[entry.dtype] for entry in entries),
     }
     remembered = like.get("metadata") if like else None

@@ -5,15 +5,15 @@ A rule is a line: a key, a pattern, and the conditions under which it holds.
     decoder.layers.{layer}.mlp.linear_fc1.weight    (gate: ffn/tp | up: ffn/tp) hidden
     output_layer.weight                             (head: vocab | ~padding)/tp hidden     last
 
-Columns are separated by two or more spaces. `{layer}` is a coordinate that lives in the key; `{a|b}` are spellings, of
-which a reader takes the one that it finds and a writer the one that it is told. A rule holds when the model has every
-tensor that its pattern names, and the file is where its conditions want it to be.
+Columns are separated by two or more spaces. `{layer}` and `{expert}` are coordinates that live in the key; `{a|b}` are
+spellings, of which a reader takes the one that it finds and a writer the one that it is told. A rule holds when the
+model has every tensor that its pattern names, and the file is where its conditions want it to be.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby, product
@@ -36,14 +36,18 @@ CONDITIONS = {
     "gqa": "only when several heads share them",
     "grouped": "only when they share them in the order of GPT-NeoX before November 2024",
     "plain": "only when the MLP has no gate",
-    "fused": "only when gate and up are one matrix",
-    "separate": "only when they are two",
+    "dense": "only in layers with one MLP for all tokens",
+    "sparse": "only in layers with experts",
+    "fused": "only when gate and up, or all experts, are one matrix",
+    "separate": "only when each is its own",
     "copy": "a copy of a tensor that another file holds",
     "partial": "a summand: the tensor is the sum of what all ranks hold",
     "optional": "may be absent",
 }
 ALWAYS = {"copy", "partial", "optional"}
 """Conditions that say what a tensor is, not when it is there."""
+KINDS = {"dense", "sparse"}
+"""Conditions that hold in some layers of a model, and not in others."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,20 @@ class Rule:
 
     @cached_property
     def spellings(self) -> tuple[str, ...]:
-        """The key templates that a reader accepts, `{layer}` still in them."""
-        parts = re.split(r"\{([^{}]*\|[^{}]*)\}", self.key)
+        """The key templates that a reader accepts, `{layer}` and `{expert}` still in them."""
+        parts = re.split(r"\{((?:[^{}]|\{\w+\})*\|(?:[^{}]|\{\w+\})*)\}", self.key)
         choices = [[part] if i % 2 == 0 else part.split("|") for i, part in enumerate(parts)]
         return tuple("".join(choice) for choice in product(*choices))
+
+    @cached_property
+    def of_expert(self) -> bool:
+        """Whether the key names one expert."""
+        return "{expert}" in self.key
+
+    @cached_property
+    def splits(self) -> frozenset[str]:
+        """The mesh axes over which the tensor, or the experts of its key, are split."""
+        return self.pattern.meshes | ({"ep"} if self.of_expert else frozenset())
 
 
 def rules(table: str) -> tuple[Rule, ...]:
@@ -106,11 +120,14 @@ class Slot(NamedTuple):
     sizes: tuple[tuple[str, int], ...]
     layer: int | None
     replica: str
+    expert: int | None = None
 
     def leaves(self, strides: tuple[int, ...] | None = None, part: Cut | None = None) -> list[Leaf]:
         """What the physical tensor, or a part of it, holds, for strides in elements (row-major unless given)."""
         leaves = _lowered(self.rule.pattern, self.sizes, self.mesh, strides, part)
-        return [_in_order(leaf if self.layer is None else at(leaf, "layer", self.layer)) for leaf in leaves]
+        for axis, index in (("expert", self.expert), ("layer", self.layer)):
+            leaves = leaves if index is None else [at(leaf, axis, index) for leaf in leaves]
+        return [_in_order(leaf) for leaf in leaves]
 
 
 @lru_cache(maxsize=4096)
@@ -153,6 +170,9 @@ def slots(
     layers: Iterable[tuple[int, int]],
     mesh: Mesh,
     conditions: Iterable[str],
+    sparse: Collection[int] = (),
+    experts: Sequence[tuple[int, int]] = (),
+    expert_mesh: Mesh | None = None,
 ) -> Iterator[Slot]:
     """The physical tensors that a table puts into one file (or one pipeline chunk of it), in the order of its layers.
 
@@ -164,34 +184,49 @@ def slots(
         prefix: what stands before every key.
         layers: (number in the key, number in the model) of each layer that the file holds.
         mesh: the file's rank and the number of ranks on each mesh axis.
-        conditions: those that hold in this file.
+        conditions: those that hold in this file, whatever the layer.
+        sparse: the layers of the model that have experts.
+        experts: (number in the key, number in the model) of each expert that the file holds.
+        expert_mesh: the mesh of the tensors that are split over experts, where theirs is another one.
     """
-    known, here = set(tensors), set(conditions) | ALWAYS
+    known, here = set(tensors), set(conditions) | ALWAYS | KINDS
     numbers = list(layers)
-    frozen_sizes, frozen_mesh = tuple(sizes.items()), tuple(mesh.items())
     holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
+    frozen_sizes = tuple(sizes.items())
+    meshes = {False: tuple(mesh.items()), True: tuple((mesh if expert_mesh is None else expert_mesh).items())}
     for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key):
         members = list(group)
         for (local, layer), rule in product(numbers, members) if stacked else product([(0, 0)], members):
+            if stacked and rule.conditions & KINDS == {"dense" if layer in sparse else "sparse"}:
+                continue
+            own = meshes["ep" in rule.splits or "etp" in rule.splits]
             copies = ["copy"] if rule.conditions & {"copy", "optional"} else []
-            copies += [
-                f"{axis} rank {rank}" for axis, (rank, _) in mesh.items() if axis not in rule.pattern.meshes and rank
-            ]
-            yield Slot(
-                file,
-                tuple(prefix + spelling.replace("{layer}", str(local)) for spelling in rule.spellings),
-                _shape(rule.pattern, frozen_sizes, frozen_mesh),
-                rule,
-                frozen_mesh,
-                frozen_sizes,
-                layer if stacked else None,
-                ", ".join(copies),
-            )
+            copies += [f"{axis} rank {rank}" for axis, (rank, _) in own if axis not in rule.splits and rank]
+            for number, expert in experts if rule.of_expert else [(0, None)]:
+                names = {"{layer}": str(local), "{expert}": str(number)}
+                yield Slot(
+                    file,
+                    tuple(prefix + _filled(spelling, names) for spelling in rule.spellings),
+                    _shape(rule.pattern, frozen_sizes, own),
+                    rule,
+                    own,
+                    frozen_sizes,
+                    layer if stacked else None,
+                    ", ".join(copies),
+                    expert,
+                )
+
+
+def _filled(template: str, names: Mapping[str, str]) -> str:
+    """A key template with numbers in the places of its coordinates."""
+    for name, number in names.items():
+        template = template.replace(name, number)
+    return template
 
 
 def model_tensors(table: Sequence[Rule], conditions: Iterable[str]) -> tuple[str, ...]:
     """The logical tensors that a table defines, in its order."""
-    holds = set(conditions) | {"optional", "partial"}
+    holds = set(conditions) | {"optional", "partial", "separate"}
     names = [name for rule in table if rule.conditions <= holds for name in rule.pattern.tensors]
     return tuple(dict.fromkeys(names))
 

@@ -1,8 +1,9 @@
-"""Megatron's classic checkpoints (`--ckpt-format torch`): one torch.save file for each tensor and pipeline rank.
+"""Megatron's classic checkpoints (`--ckpt-format torch`): a torch.save file for each tensor, pipeline and expert rank.
 
     ROOT/latest_checkpointed_iteration.txt     an iteration, or `release`
     ROOT/iter_0000100/mp_rank_{tp:02d}/model_optim_rng.pt             one pipeline stage
     ROOT/iter_0000100/mp_rank_{tp:02d}_{pp:03d}/model_optim_rng.pt    several
+    ROOT/iter_0000100/mp_rank_{tp:02d}[_{pp:03d}]_{ep:03d}/...        experts on several ranks, each beside all the rest
 
 Facts: megatron-core 0.16.1 and megatron/training/checkpointing.py at 0.18 and d98e8a64; each line of the tables is
 proven by the tests that name it.
@@ -10,9 +11,12 @@ proven by the tests that name it.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,8 @@ from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dt
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.layout import Slot, match, rules, slots
-from formats.megatron_args import CORE, Options, flags, from_megatron, namespace
+from formats.megatron_args import CORE, DIST, Options, flags, from_megatron, namespace
+from formats.megatron_experts import Mesh, require_mesh
 from formats.megatron_shards import (
     DROPS,
     TRACKER,
@@ -31,6 +36,7 @@ from formats.megatron_shards import (
     folder_of,
     iteration_of,
     locate,
+    mesh_of,
     read_shards,
     state_of,
     tensors_of,
@@ -55,19 +61,36 @@ decoder.layers.{layer}.self_attention.q_layernorm.weight                        
 decoder.layers.{layer}.self_attention.k_layernorm.weight                                     key_norm: (half pair)
 decoder.layers.{layer}.self_attention.linear_proj.weight                                     output: hidden (group head dim)/tp
 decoder.layers.{layer}.self_attention.linear_proj.bias                                       output_bias: hidden
-decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_weight|pre_mlp_layernorm.weight}           post_norm: hidden
+decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_weight|pre_mlp_layernorm.weight}           post_norm: hidden    dense
 decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_bias|pre_mlp_layernorm.bias}               post_norm_bias: hidden
-decoder.layers.{layer}.mlp.linear_fc1.weight                                                 (gate: ffn/tp | up: ffn/tp) hidden
+decoder.layers.{layer}.pre_mlp_layernorm.weight                                              post_norm: hidden    sparse
+decoder.layers.{layer}.mlp.linear_fc1.weight                                                 (gate: ffn/tp | up: ffn/tp) hidden    dense
 decoder.layers.{layer}.mlp.linear_fc1.weight                                                 up: ffn/tp hidden    plain
 decoder.layers.{layer}.mlp.linear_fc1.bias                                                   up_bias: ffn/tp
-decoder.layers.{layer}.mlp.linear_fc2.weight                                                 down: hidden ffn/tp
+decoder.layers.{layer}.mlp.linear_fc2.weight                                                 down: hidden ffn/tp    dense
 decoder.layers.{layer}.mlp.linear_fc2.bias                                                   down_bias: hidden
+decoder.layers.{layer}.mlp.router.weight                                                     router: expert hidden    sparse
+decoder.layers.{layer}.mlp.router.expert_bias                                                router_bias: expert    sparse
+decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp) hidden    sparse separate
+decoder.layers.{layer}.mlp.experts.{linear_fc2.weight{expert}|local_experts.{expert}.linear_fc2.weight}  expert_down: hidden expert_ffn/etp    sparse separate
+decoder.layers.{layer}.mlp.experts.weight1                                                   (expert/ep hidden (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp))    sparse fused
+decoder.layers.{layer}.mlp.experts.weight2                                                   expert_down: (expert/ep expert_ffn/etp hidden)    sparse fused
+decoder.layers.{layer}.mlp.shared_experts.gate_weight                                        shared_router: () hidden    sparse
+decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight                                  (shared_gate: shared_ffn/tp | shared_up: shared_ffn/tp) hidden    sparse
+decoder.layers.{layer}.mlp.shared_experts.linear_fc2.weight                                  shared_down: hidden shared_ffn/tp    sparse
 decoder.final_layernorm.weight                                                               final_norm: hidden    last
 decoder.final_layernorm.bias                                                                 final_norm_bias: hidden    last
 output_layer.weight                                                                          (head: vocab | ~padding)/tp hidden    last
 output_layer.weight                                                                          (embedding: vocab | ~padding)/tp hidden    last tied copy
 """)
-"""megatron-core's GPTModel. Of two spellings the first is Transformer Engine's, the second that of the local layers."""
+"""megatron-core's GPTModel. Of two spellings the first is Transformer Engine's, the second that of the local layers.
+
+`weight1` and `weight2` are the experts of its grouped GEMM before Transformer Engine's: matrices by their shapes, and
+stacks of transposed experts by what they hold (transformer/moe/experts.py `GroupedMLP`, 0.16.1). They are only read.
+"""
+LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
+"""What tells the names of the local layers from those of Transformer Engine."""
+GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
 
 LEGACY = rules("""
 language_model.embedding.word_embeddings.weight                             (embedding: vocab | ~padding)/tp hidden    first
@@ -102,29 +125,31 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     shards = read_shards(iteration)
     first = shards[0]
     args = args_of(first.file)
-    tp, pp = max(shard.tp for shard in shards) + 1, max(shard.pp for shard in shards) + 1
-    check_grid(shards, tp, pp, args, iteration)
-    found, table, dialect = tensors_of(shards, pp), MCORE, CORE
+    mesh, pp = mesh_of(shards, args, iteration), max(shard.pp for shard in shards) + 1
+    check_grid(shards, mesh, pp, args, iteration)
+    found, table, dialect = _flattened(tensors_of(shards, mesh, pp)), MCORE, CORE
     keys = {key for tensors in found.values() for key in tensors}
     assets = assets_of(run, settings)
     if megatron_llm.wrote(keys, args):
         table, dialect = megatron_llm.table(keys), megatron_llm.NAME
     elif any(key.startswith("language_model.") for key in keys):
         table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
-    padded = _padded_vocab(found, tp)
+    padded = _padded_vocab(found, mesh.tp)
     spec = spec_of(args, dialect, assets, settings, iteration, first.file.path, padded)
     pipeline = _pipeline(args, pp, len(first.chunks), first.file.path)
     try:
         if dialect == megatron_llm.NAME:
-            megatron_llm.check_topology(spec, tp, pipeline)
-        wanted = _slots(spec, table, tp, pipeline, padded)
+            megatron_llm.check_topology(spec, mesh.tp, pipeline)
+        wanted = _slots(spec, table, mesh, pipeline, padded, fused=any(map(GROUPED.fullmatch, keys)))
     except (RefusedError, UnsupportedError) as error:
         kind = SourceError if isinstance(error, RefusedError) else UnsupportedError
         raise kind(f"{iteration}: {error}", error.hint) from None
     placed, dropped = match(wanted, found, DROPS, iteration)
-    topology = {"tp": tp, "pp": pp} | ({"vpp": pipeline.virtual} if pipeline.virtual > 1 else {})
+    topology = {"tp": mesh.tp, "pp": pp} | ({"vpp": pipeline.virtual} if pipeline.virtual > 1 else {})
+    topology |= {"ep": mesh.ep} if mesh.ep > 1 else {}
+    topology |= {"etp": mesh.etp} if mesh.etp != mesh.tp else {}
     files = tuple(shard.file.path for shard in shards)
-    norm = "local" if any(key.endswith("pre_mlp_layernorm.weight") for key in keys) else "te"
+    norm = "local" if any(LOCAL.fullmatch(key) for key in keys) else "te"
     extra = {
         "args": args,
         "iteration": iteration_of(first.file),
@@ -133,6 +158,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "state": state_of(shards),
         "padded_vocab": padded,
         "norm": norm,
+        "experts": "local" if any(".local_experts." in key for key in keys) else "te",
         "dialect": dialect,
         "added_tokens": megatron_llm.added_tokens(args),
     }
@@ -186,12 +212,27 @@ def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path:
     """
     if any(key.startswith("language_model.transformer.") or key.endswith(".final_layernorm.weight") for key in keys):
         raise UnsupportedError(f"{path}: its names are those of Megatron-LM before 2023-09, which had no RMSNorm")
+    if args.get("num_experts") is not None:
+        raise UnsupportedError(f"{path}: experts of Megatron-LM's own models (SwitchMLP) are not supported")
     if args.get("rotary_base") not in (None, 10000) and "rope_theta" not in settings.values:
         raise RefusedError(
             f"{path}: args say rotary_base {args['rotary_base']}, but Megatron-LM's own models ignored it and used 10000",
             "--set rope_theta=10000, or the other value if your fork heeded it",
         )
     return args | {"rotary_base": 10000}
+
+
+def _flattened(found: Mapping[str, Mapping[str, Fragment]]) -> dict[str, dict[str, Fragment]]:
+    """The tensors, with those of `GROUPED` as the elements that they are, one behind the other."""
+    return {
+        file: {
+            key: fragment._replace(shape=(prod(fragment.shape),), strides=(1,))
+            if GROUPED.fullmatch(key) and fragment.row_major and len(fragment.shape) == 2
+            else fragment
+            for key, fragment in tensors.items()
+        }
+        for file, tensors in found.items()
+    }
 
 
 def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
@@ -243,24 +284,28 @@ def _require_tp(spec: ModelSpec, tp: int) -> None:
         )
 
 
-def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, padded_vocab: int) -> list[Slot]:
-    """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`."""
-    _require_tp(spec, tp)
+def _slots(
+    spec: ModelSpec, table: Iterable[Any], mesh: Mesh, pipeline: Pipeline, padded_vocab: int, *, fused: bool = False
+) -> list[Slot]:
+    """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`. `fused` experts are those of `GROUPED`."""
+    _require_tp(spec, mesh.tp)
+    require_mesh(mesh, spec, classic=True)
     found: list[Slot] = []
     for chunk in chunks(pipeline, spec.layers):
-        conditions = set(spec.conditions)
+        conditions = {*spec.conditions, "fused" if fused else "separate"}
         conditions |= {"first"} if chunk.first else set()
         conditions |= {"last"} if chunk.last else set()
         here = [rule for rule in table if not (chunk.first and "copy" in rule.conditions)]
-        for rank in range(tp):
+        for rank, tp, ep in mesh.files():
             found += slots(
                 here,
                 spec.sizes(padded_vocab),
                 tensors=spec.tensors,
-                file=f"{folder_of(rank, chunk.stage, pipeline.stages)} {_chunk_key(chunk.virtual, pipeline)}",
+                file=f"{folder_of(tp, chunk.stage, ep, pipeline.stages, mesh)} {_chunk_key(chunk.virtual, pipeline)}",
                 layers=enumerate(chunk.layers),
-                mesh={"tp": (rank, tp)},
                 conditions=conditions,
+                sparse=spec.sparse_layers,
+                **mesh.of(rank, spec.experts or 0),
             )
     return found
 
@@ -293,13 +338,13 @@ def write(
     spelled = megatron_llm.namespace if llm else namespace
     merged = spelled(spec, dtypes.values(), options, padded, args or {}, iteration)
     by_file: dict[str, list[Slot]] = {}
-    for slot in _slots(spec, TABLES[options.dialect], options.tp, pipeline, padded):
+    for slot in _slots(spec, TABLES[options.dialect], options.mesh, pipeline, padded):
         by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
     files = []
-    for rank in range(options.tp * options.pp):
-        name = folder_of(rank % options.tp, rank // options.tp, options.pp)
+    for stage, (rank, tp, ep) in product(range(options.pp), options.mesh.files()):
+        name = folder_of(tp, stage, ep, options.pp, options.mesh)
         path = root / folder / name / "model_optim_rng.pt"
-        head = {"args": Namespace({**merged, "rank": rank}), "checkpoint_version": 3.0}
+        head = {"args": Namespace({**merged, "rank": stage * options.mesh.ranks + rank}), "checkpoint_version": 3.0}
         head["iteration"] = merged["iteration"]
         files.append(_file(path, head, by_file[name], dtypes, options))
     texts = {
@@ -321,6 +366,7 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
     if options.dialect == megatron_llm.NAME:
         megatron_llm.check_spec(spec)
         megatron_llm.check_topology(spec, options.tp, options.pipeline)
+    require_mesh(options.mesh, spec, classic=options.dialect != DIST)
     if options.vpp > 1 and options.pp == 1:
         raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
     _require_tp(spec, options.tp)
@@ -338,7 +384,8 @@ def _file(
     chunk_of: dict[str, tuple[str, str]] = {}
     held: list[Held] = []
     for slot in wanted:
-        chunk, key = slot.file.partition(" ")[2], slot.keys[0] if options.norm == "te" else slot.keys[-1]
+        names = options.norm if slot.expert is None else options.experts or options.norm
+        chunk, key = slot.file.partition(" ")[2], slot.keys[0] if names == "te" else slot.keys[-1]
         chunk_of[f"{chunk} {key}"] = chunk, key
         held.append((f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)))
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from formats import megatron_experts
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, Facts, family_named
 from formats.pickles import DTYPES, Dtype, keeps
@@ -74,7 +75,6 @@ MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla",),
     "no_rope_freq": (None,),
     "window_attn_skip_freq": (None,),
-    "num_experts": (None,),
     "mtp_num_layers": (None, 0),
     "linear_attention_freq": (None,),
     "experimental_attention_variant": (None,),
@@ -88,6 +88,7 @@ MORE_SETTINGS = (
     "group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "window_size",
     "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", "true_vocab_size",
     "padded_vocab_size", "bias_gelu_fusion", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    *megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE,
 )  # fmt: skip
 """Arguments with a rule of their own, below."""
 
@@ -114,6 +115,7 @@ def from_megatron(
     rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
     plain = args.get("swiglu") is False
     only = {**MEGATRON_ONLY, **(PLAIN if plain else GATED)}
+    only |= {} if args.get("num_experts") is None else megatron_experts.ONLY
     require_only({**args, "position_embedding_type": "rope"} if rotary else args, only, where)
     values = found_in(args, MEGATRON)
     if not args.get("group_query_attention") or values["kv_heads"] is None:
@@ -136,7 +138,10 @@ def from_megatron(
             raise UnsupportedError(f"{where}: bias_gelu_fusion = {short(fused)} is neither true nor false")
         usual = base.activation if base else "gelu_new" if learned else None
         values["activation"] = usual if usual in names else names[0]
-    facts = Facts(bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")), plain=plain, learned=learned)
+    experts, tensors, router = megatron_experts.found(args, values, where)
+    values |= experts
+    qkv_bias, qk_norm = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
+    facts = Facts(qkv_bias, qk_norm, plain=plain, learned=learned, experts=tensors, router=router)
     return agreed(values, facts, settings, base, where)
 
 
@@ -186,6 +191,8 @@ def agreed(
     fraction = 1.0 if values.get("rotary_fraction") is None else values["rotary_fraction"]
     facts = facts._replace(window=values["sliding_window"] is not None, partial=fraction != 1.0)
     values["family"] = _family(facts, base, where)
+    if facts.experts:
+        values = megatron_experts.chosen(values, base, where)
     choice = "rotary_fraction" in {*family_named(values["family"]).keys, *settings}
     values["rotary_fraction"] = fraction if choice else None
     notes = [*values.get("notes", ())]
@@ -246,8 +253,8 @@ def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
         )
     if not fitting:
         raise UnsupportedError(
-            f"{where}: no known family has this combination of biases, query/key norms, sliding window and partial "
-            "rotary embedding, or learned positions"
+            f"{where}: no known family has this combination of biases, query/key norms, sliding window, partial "
+            "rotary embedding or learned positions, and experts"
         )
     return fitting[0]
 
@@ -268,6 +275,7 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
             raise RefusedError(f"Megatron has no activation {spec.activation}, only {' and '.join(GELU)}")
         args["bias_gelu_fusion"] = GELU[spec.activation]
     theta = 10000 if spec.rope_theta is None else spec.rope_theta  # a default that learned positions do not heed
+    args |= megatron_experts.arguments(spec)
     args |= {
         "position_embedding_type": "rope" if spec.rope_theta is not None else "learned_absolute",
         "rotary_base": int(theta) if theta == int(theta) else theta,
@@ -314,6 +322,9 @@ class Options:
         pp: pipeline parallel size.
         vpp: virtual pipeline chunks of each stage.
         norm: the names of the norms: `te` (Transformer Engine) or `local`.
+        ep: over how many ranks experts are spread.
+        etp: tensor parallel size of an expert; None for `tp`.
+        experts: the names of the experts: `te` (its grouped layers) or `local` (one by one); None for those of `norm`.
         vocab_multiple: the padded vocabulary is the next multiple of this times tp.
         dialect: `megatron-core`, `torch_dist`, or `megatron-llm`.
         first_layers: layers of the first stage, where it has not as many as the others.
@@ -330,11 +341,19 @@ class Options:
     first_layers: int | None = None
     last_layers: int | None = None
     layout: str | None = None
+    ep: int = 1
+    etp: int | None = None
+    experts: str | None = None
 
     @property
     def pipeline(self) -> Pipeline:
         """How the layers are cut."""
         return Pipeline(self.pp, self.vpp, self.first_layers, self.last_layers, layout=self.layout)
+
+    @property
+    def mesh(self) -> megatron_experts.Mesh:
+        """How the tensors of a pipeline stage are cut."""
+        return megatron_experts.Mesh(self.tp, self.ep, self.etp or self.tp)
 
 
 def main_dtype(dtypes: Iterable[str]) -> str:
@@ -358,7 +377,7 @@ def namespace(
         "tokenizer_type": None,
         "tokenizer_model": None,
     } | kept
-    return base | to_megatron(spec) | {
+    return base | to_megatron(spec) | megatron_experts.sizes(spec, options.mesh, options.experts or options.norm) | {
         "seq_length": kept.get("seq_length", spec.max_positions),
         "transformer_impl": "transformer_engine" if options.norm == "te" else "local",
         "tensor_model_parallel_size": options.tp,
@@ -370,10 +389,9 @@ def namespace(
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
         "pipeline_model_parallel_layout": options.layout,
-        "expert_model_parallel_size": 1,
         "context_parallel_size": 1,
-        "data_parallel_size": 1,
-        "world_size": options.tp * options.pp,
+        "data_parallel_size": options.mesh.ranks // options.tp,
+        "world_size": options.mesh.ranks * options.pp,
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": options.vocab_multiple,
         "params_dtype": Dtype(torch_name),
@@ -416,6 +434,7 @@ def flags(args: Mapping[str, Any]) -> str:
         flags.append("--no-bias-gelu-fusion")
     if args["window_size"]:
         flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
+    flags += megatron_experts.flags(args)
     flags += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
     flags += ["--no-load-optim", "--no-load-rng"] if args["iteration"] else []  # a release loads neither
     return "--use-checkpoint-args\n" + "\n".join(flags) + "\n"

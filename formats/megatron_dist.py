@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from formats.huggingface import read_json
 from formats.layout import Cut, Rule, Slot, match, rules, slots
 from formats.megatron import FLAGS, MCORE, assets_of, spec_of, topology_of, vocab_multiple
 from formats.megatron_args import DIST, Options, flags, namespace
+from formats.megatron_experts import Mesh
 from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate
 from formats.pattern import splits
 from formats.pickles import Namespace
@@ -49,16 +51,32 @@ ABOUT = {
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 OPTIMIZER = "optimizer."
-FUSED = "mlp.linear_fc1.weight"
+GATED = "linear_fc1.weight"
+
+STACKED = rules("""
+decoder.layers.{layer}.{pre_mlp_layernorm.weight|mlp.linear_fc1.layer_norm_weight}    post_norm: hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight    expert/ep (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp) hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc2.weight    expert_down: expert/ep hidden expert_ffn/etp    sparse
+""")
+"""Experts, stacked, and the norm before them as Transformer Engine and as the local layers call it."""
+APART = re.compile(r".*(?:\.mlp\.experts\.|\{layer\}\.pre_mlp_layernorm\.).*")
+TABLE = (*(rule for rule in MCORE if not APART.fullmatch(rule.key)), *STACKED)
+"""The tensors of a model, each layer by itself: all but those of `STACKED` are as in a classic checkpoint."""
 
 SPLIT = rules("""
-decoder.layers.{layer}.mlp.linear_fc1.weight_w    gate: ffn hidden
-decoder.layers.{layer}.mlp.linear_fc1.weight_v    up: ffn hidden
+decoder.layers.{layer}.mlp.linear_fc1.weight_w    gate: ffn hidden    dense
+decoder.layers.{layer}.mlp.linear_fc1.weight_v    up: ffn hidden    dense
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight_w    expert_gate: expert_ffn hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight_v    expert_up: expert_ffn hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc2.weight      expert_down: hidden expert_ffn    sparse
+decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_w    shared_gate: shared_ffn hidden    sparse
+decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_v    shared_up: shared_ffn hidden    sparse
 """)
-"""What `singleton_local_shards` makes of linear_fc1 (transformer/mlp.py:300); all else is as in `megatron.MCORE`."""
+"""What `singleton_local_shards` makes of linear_fc1 (transformer/mlp.py:300) and of experts; all else is in `TABLE`."""
 
-STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-"""The modules of each layer whose `_extra_state` a strict load asks for, empty as it is."""
+STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
+"""The modules of each layer whose `_extra_state` a strict load asks for, empty as it is; more of them depend on it."""
+LINEAR = ("linear_fc1", "linear_fc2")
 TE_STATES = ("self_attention.core_attention",)
 """Transformer Engine's attention has one for megatron-core up to 0.14 (transformer_engine.py:1436 at 0.16.1)."""
 TE_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
@@ -104,6 +122,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "padded_vocab": padded,
         "dialect": DIST,
         "norm": "local" if args.get("transformer_impl") == "local" else "te",
+        "experts": "local" if args.get("moe_grouped_gemm") is False else None,
     }
     return Checkpoint(
         run,
@@ -164,9 +183,9 @@ def _layers(folder: Path, name: str, tensor: Scattered) -> Iterator[tuple[str, S
 
 def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
     """The layout of a checkpoint with these keys."""
-    table = [rule for rule in MCORE if "copy" not in rule.conditions or rule.key in keys]
-    if any(key.endswith(f"{FUSED}_w") for key in keys):
-        table = [rule for rule in table if not rule.key.endswith(FUSED)] + [*SPLIT]
+    table = [rule for rule in TABLE if "copy" not in rule.conditions or rule.key in keys]
+    if any(key.endswith(f"{GATED}_w") for key in keys):
+        table = [rule for rule in table if not rule.key.endswith(GATED) and "ep" not in rule.splits] + [*SPLIT]
     return tuple(table)
 
 
@@ -174,8 +193,17 @@ def _slots(spec: ModelSpec, table: Sequence[Rule], padded: int) -> list[Slot]:
     """Every tensor of the model as one rank holds it, each layer by itself."""
     conditions = {*spec.conditions, "first", "last"}
     layers = enumerate(range(spec.layers))
-    sizes, mesh = spec.sizes(padded), {"tp": (0, 1)}
-    return list(slots(table, sizes, tensors=spec.tensors, layers=layers, mesh=mesh, conditions=conditions))
+    return list(
+        slots(
+            table,
+            spec.sizes(padded),
+            tensors=spec.tensors,
+            layers=layers,
+            conditions=conditions,
+            sparse=spec.sparse_layers,
+            **Mesh().of(0, spec.experts or 0),
+        )
+    )
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -190,7 +218,7 @@ def write(
     args: Mapping[str, Any] | None = None,
     iteration: int | None = None,
 ) -> Target:
-    """Lay out a run folder with one checkpoint, whose layers are stacked.
+    """Lay out a run folder with one checkpoint, whose layers are stacked, or numbered where some have experts.
 
     It loads in any topology. It is cut for the one that was asked for, whose ranks read nothing but their own parts.
     The arguments are those of `megatron.write`.
@@ -198,11 +226,11 @@ def write(
     pipeline, padded = topology_of(spec, options)
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     parts = chunks(pipeline, spec.layers)
-    ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.tp * options.pp)]
+    ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
     for slot in _slots(spec, _table({}), padded):
         stage = _stage(slot, parts)
-        for rank, cut in _cuts(slot, options.tp):
-            ranks[stage * options.tp + rank].append(_stored(slot, cut, spec.layers))
+        for rank, cut in _cuts(slot, options.mesh):
+            ranks[stage * options.mesh.ranks + rank].append(_stored(slot, cut, spec, options.norm))
     states = dict.fromkeys(_states(spec, options.norm), packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=states)
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
@@ -229,37 +257,46 @@ def _stage(slot: Slot, parts: Sequence[Chunk]) -> int:
     return parts[0 if "first" in slot.rule.conditions else -1].stage
 
 
-def _cuts(slot: Slot, tp: int) -> Iterator[tuple[int, Cut]]:
-    """(tensor rank, its part) of a tensor; a rank has two parts of gate and up."""
-    whole = tuple((0, n) for n in slot.shape)
-    runs = [splits(term) for term in slot.rule.pattern.dims]
-    if not any(runs):
-        yield 0, Cut(whole)
-        return
-    dim = next(number for number, count in enumerate(runs) if count)
-    count = runs[dim] * tp
-    if slot.shape[dim] % count:
-        raise RefusedError(f"{slot.shape[dim]} rows of {slot.keys[0]} do not divide over tp = {tp}")
-    step = slot.shape[dim] // count
-    for number in range(count):
-        yield number % tp, Cut((*whole[:dim], (number * step, (number + 1) * step), *whole[dim + 1 :]))
+def _cuts(slot: Slot, mesh: Mesh) -> Iterator[tuple[int, Cut]]:
+    """(rank of the stage, its part) of a tensor; a rank has two parts of gate and up."""
+    sizes = {"tp": mesh.tp, "ep": mesh.ep, "etp": mesh.etp}
+    choices: list[list[tuple[str, int, tuple[int, int]]]] = []
+    for rows, term in zip(slot.shape, slot.rule.pattern.dims, strict=True):
+        runs = splits(term)
+        axis, ranks = (runs[0], sizes[runs[0]]) if runs else ("", 1)
+        count = max(len(runs), 1) * ranks
+        if rows % count:
+            raise RefusedError(f"{rows} rows of {slot.keys[0]} do not divide over {axis} = {ranks}")
+        step = rows // count
+        choices.append([(axis, number % ranks, (number * step, (number + 1) * step)) for number in range(count)])
+    for choice in product(*choices):
+        at = {axis: rank for axis, rank, _ in choice}
+        yield at.get("tp", 0) + at.get("ep", 0) * mesh.etp + at.get("etp", 0), Cut(tuple(box for _, _, box in choice))
 
 
-def _stored(slot: Slot, cut: Cut, layers: int) -> dcp_writer.Stored:
-    """A part under the name of its stack."""
-    key = slot.keys[0]
-    if slot.layer is None:
+def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.Stored:
+    """A part under the name of its stack, or of its layer where layers differ."""
+    key = slot.keys[-1 if norm == "local" and "sparse" in slot.rule.conditions else 0]
+    if slot.layer is None or spec.mixed:
         return dcp_writer.Stored(slot, cut, key, slot.shape, cut.ranges)
     name = key.replace(f"{LAYERS}{slot.layer}.", LAYERS)
     box = ((slot.layer, slot.layer + 1), *cut.ranges)
-    return dcp_writer.Stored(slot, cut, name, (layers, *slot.shape), box)
+    return dcp_writer.Stored(slot, cut, name, (spec.layers, *slot.shape), box)
 
 
 def _states(spec: ModelSpec, norm: str) -> Iterator[str]:
     """The names of the `_extra_state` entries that megatron-core asks for, of local or Transformer Engine's layers."""
-    modules = [*STATES, *(TE_STATES if norm == "te" else ())]
-    modules += TE_NORMS if norm == "te" and family_named(spec.family).qk_norm else ()
-    for module in modules:
-        yield from (f"{LAYERS}{module}._extra_state/shard_{layer}_{spec.layers}" for layer in range(spec.layers))
-    if norm == "te":
+    te, family = norm == "te", family_named(spec.family)
+    every = [*STATES, *(TE_STATES if te else ()), *(TE_NORMS if te and family.qk_norm else ())]
+    sparse = ["pre_mlp_layernorm"] if te else []
+    sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_up" in family.experts else []
+    for layer in range(spec.layers):
+        place, number = (f"{LAYERS}{layer}.", "0_1") if spec.mixed else (LAYERS, f"{layer}_{spec.layers}")
+        experts = layer in spec.sparse_layers
+        for module in [*every, *(sparse if experts else [f"mlp.{name}" for name in LINEAR])]:
+            yield f"{place}{module}._extra_state/shard_{number}"
+        for name, expert in product(LINEAR, range(spec.experts or 0)) if experts else ():
+            shard = f"{expert}_{spec.experts}" if spec.mixed else f"{layer}.{expert}_{spec.layers}.{spec.experts}"
+            yield f"{place}mlp.experts.experts.{name}._extra_state/shard_{shard}"
+    if te:
         yield "decoder.final_layernorm._extra_state/shard_0_1"

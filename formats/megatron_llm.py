@@ -222,6 +222,7 @@ def lacks(family: Family) -> str:
         ),
         "it has no norms on query and key": family.qk_norm,
         "its positions are rotary": family.rope_theta is None,
+        "its MLP has no experts": bool(family.experts),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -11,6 +11,7 @@ from typing import Any
 from formats import megatron_llm
 from formats.errors import SourceError, UnsupportedError, short
 from formats.megatron_args import MEGATRON, MEGATRON_ONLY, MORE_SETTINGS
+from formats.megatron_experts import Mesh
 from formats.pickles import Namespace, TensorRef
 from formats.storage import Fragment
 from formats.torchfile import TorchFile, read_torch
@@ -29,6 +30,7 @@ STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
 OPTIMIZER = "optim.pt"
 """Alone in a folder mp_rank_TP[_PP]_DP: what Megatron of 2023 kept of its distributed optimizer on a data rank."""
 
+MOST_RANKS = 100_000
 MAX_DEPTH, MAX_KEYS = 6, 1_000_000
 """Maps inside each other in a state dict (Megatron-LM's own models have 4), and tensors in a file."""
 
@@ -42,6 +44,7 @@ class Shard:
 
     tp: int
     pp: int
+    ep: int
     file: TorchFile
 
     @property
@@ -91,22 +94,44 @@ def read_shards(iteration: Path) -> list[Shard]:
         names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]
         if not names and (folder / OPTIMIZER).is_file():
             continue
-        match_ = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", folder.name)
+        match_ = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?", folder.name)
         if match_ is None:
-            raise UnsupportedError(
-                f"{folder}: its name is not that of a tensor and pipeline rank (expert ranks are not supported)"
-            )
+            raise UnsupportedError(f"{folder}: its name is not that of a tensor, pipeline and expert rank")
         if not names:
             raise SourceError(f"{folder} holds no model_optim_rng.pt")
         file = read_torch(folder / names[0])
-        if not isinstance(file.value, dict) or not Shard(0, 0, file).chunks:
+        if not isinstance(file.value, dict) or not Shard(0, 0, 0, file).chunks:
             raise SourceError(f"{file.path} holds no `model`")
-        if not all(isinstance(state, dict) for _, state in Shard(0, 0, file).chunks):
+        if not all(isinstance(state, dict) for _, state in Shard(0, 0, 0, file).chunks):
             raise SourceError(f"{file.path}: its `model` is no map of tensors")
-        shards.append(Shard(int(match_[1]), int(match_[2] or 0), file))
+        pp, ep = int(match_[2] or 0), int(match_[3] or 0)
+        if match_[2] and not match_[3] and _one_stage_of_experts(file):
+            pp, ep = 0, pp
+        shards.append(Shard(int(match_[1]), pp, ep, file))
     if not shards:
         raise SourceError(f"{iteration} holds no mp_rank folder with a model")
     return shards
+
+
+def _one_stage_of_experts(file: TorchFile) -> bool:
+    """Whether the one number behind a tensor rank is an expert rank: a name does not tell it from a pipeline rank."""
+    args = args_of(file)
+    stages, spread = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
+    return stages in (None, 1) and type(spread) is int and spread > 1
+
+
+def mesh_of(shards: Sequence[Shard], args: Mapping[str, Any], iteration: Path) -> Mesh:
+    """How tensors and experts are cut over the files of a stage.
+
+    Raises:
+        SourceError: `args` say what cannot be.
+    """
+    tp, ep = max(shard.tp for shard in shards) + 1, max(shard.ep for shard in shards) + 1
+    etp = args.get("expert_tensor_parallel_size")
+    etp = tp if etp is None or args.get("num_experts") is None else etp
+    if type(etp) is not int or not 0 < etp <= MOST_RANKS:
+        raise SourceError(f"{iteration}: args say expert_tensor_parallel_size = {short(etp)}")
+    return Mesh(tp, ep, etp)
 
 
 def args_of(file: TorchFile) -> dict[str, Any]:
@@ -127,19 +152,26 @@ def args_of(file: TorchFile) -> dict[str, Any]:
     return vars(args)
 
 
-def check_grid(shards: list[Shard], tp: int, pp: int, args: Mapping[str, Any], iteration: Path) -> None:
+def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any], iteration: Path) -> None:
     """Every rank once, as `args` say, of one iteration and one model, and none under another's name."""
-    for axis, size in (("tensor", tp), ("pipeline", pp)):
+    for axis, size in (("tensor", mesh.tp), ("pipeline", pp), ("expert", mesh.ep)):
         claimed = args.get(f"{axis}_model_parallel_size", size)
-        if claimed != size:
+        if claimed != size and not (axis == "expert" and claimed is None and size == 1):
             raise SourceError(f"{iteration}: args say {axis} parallel size {short(claimed)}, {size} ranks are there")
-    if args.get("expert_model_parallel_size", 1) not in (None, 1):
-        raise UnsupportedError(f"{iteration}: expert parallel checkpoints are not supported")
-    present = [(shard.tp, shard.pp) for shard in shards]
-    missing = [folder_of(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in present]
-    if missing or len(present) != tp * pp:
+    if mesh.ranks * pp > MOST_RANKS:
+        raise SourceError(f"{iteration} claims {mesh.ranks * pp} ranks")
+    if not mesh.in_files:
+        raise SourceError(
+            f"{iteration}: with expert_tensor_parallel_size {mesh.etp} its files do not hold all of the model: of "
+            f"ranks with the same numbers out of {mesh.tp} tensor and {mesh.ep} expert ranks only one wrote its own",
+            "torch_dist holds all of it",
+        )
+    present = {(shard.tp, shard.pp, shard.ep) for shard in shards}
+    wanted = [(tp, stage, ep) for stage in range(pp) for _, tp, ep in mesh.files()]
+    missing = [folder_of(*rank, pp, mesh) for rank in wanted if rank not in present]
+    if missing or len(shards) != len(wanted):
         names = ", ".join(missing[:8]) or "some are there twice"
-        raise SourceError(f"{iteration}: of {tp * pp} ranks {len(missing)} are missing: {names}")
+        raise SourceError(f"{iteration}: of {len(wanted)} ranks {len(missing)} are missing: {names}")
     first = shards[0].file
     for shard in shards[1:]:
         if short(shard.file.value.get("iteration")) != short(first.value.get("iteration")):
@@ -152,30 +184,32 @@ def check_grid(shards: list[Shard], tp: int, pp: int, args: Mapping[str, Any], i
                     f"{shard.file.path} says {name} = {short(other.get(name))}, {first.path} {short(args.get(name))}: "
                     "they are of different models"
                 )
-    _check_writers(shards, tp, pp, args)
+    _check_writers(shards, mesh, pp, args)
 
 
-def _check_writers(shards: list[Shard], tp: int, pp: int, args: Mapping[str, Any]) -> None:
+def _check_writers(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]) -> None:
     """Each file was written by the rank that its folder names, as far as `args` tell."""
     written = [args_of(shard.file).get("rank") for shard in shards]
     ranks = [rank for rank in written if type(rank) is int]
     if len(ranks) < len(shards) or not any(ranks):
         return  # some converters write rank 0 into every file
     world = args.get("world_size")
-    share = world // pp if isinstance(world, int) and world % pp == 0 and world >= tp * pp else 0
+    share = world // pp if isinstance(world, int) and world % pp == 0 and world >= mesh.ranks * pp else 0
     for shard, rank in zip(shards, ranks, strict=True):
-        if rank % tp != shard.tp or (share and rank // share != shard.pp):
+        inner = rank % share if share else rank
+        wrong_expert = mesh.ep > 1 and share and inner // mesh.etp % mesh.ep != shard.ep
+        if rank % mesh.tp != shard.tp or wrong_expert or (share and rank // share != shard.pp):
             raise SourceError(
                 f"{shard.file.path} was written by rank {short(rank)}, which belongs elsewhere: files are mixed up"
             )
 
 
-def tensors_of(shards: Iterable[Shard], pp: int) -> dict[str, dict[str, Fragment]]:
+def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[str, dict[str, Fragment]]:
     """The tensors of each chunk of each file, by dotted key."""
     found: dict[str, dict[str, Fragment]] = {}
     for shard in shards:
         for name, state in shard.chunks:
-            tensors = found[f"{folder_of(shard.tp, shard.pp, pp)} {name}"] = {}
+            tensors = found[f"{folder_of(shard.tp, shard.pp, shard.ep, pp, mesh)} {name}"] = {}
             for path, ref in _flat(state, shard.file.path):
                 key = path.replace(" ", ".")
                 if key in tensors:
@@ -224,6 +258,6 @@ def state_of(shards: Sequence[Shard]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def folder_of(tp: int, pp: int, stages: int) -> str:
+def folder_of(tp: int, pp: int, ep: int, stages: int, mesh: Mesh) -> str:
     """The name of a rank's folder."""
-    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if stages > 1 else "")
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if stages > 1 else "") + (f"_{ep:03d}" if mesh.ep > 1 else "")

@@ -417,16 +417,16 @@ def shape(pattern: Pattern, sizes: Sizes, mesh: Mesh) -> tuple[int, ...]:
     return tuple(_lower(term, sizes, mesh)[0] for term in pattern.dims)
 
 
-def splits(term: Term) -> int:
-    """How many evenly split runs one physical dimension consists of: two where gate and up are each cut by itself."""
+def splits(term: Term) -> tuple[str, ...]:
+    """The mesh axis of each evenly split run of a physical dimension: two where gate and up are each cut by itself."""
     match term:
         case Split():
-            return 1
+            return (term.mesh,)
         case Product(terms):
-            return sum(map(splits, terms))
+            return tuple(axis for inner in terms for axis in splits(inner))
         case Sum(branches):
-            return sum(splits(body) for _, body in branches)
-    return 0
+            return tuple(axis for _, body in branches for axis in splits(body))
+    return ()
 
 
 def rows(pattern: Pattern, dim: int, sizes: Sizes, mesh: Mesh) -> list[Leaf]:

@@ -12,14 +12,26 @@ from typing import Any
 
 from formats.errors import SourceError, UnsupportedError, UsageError, short
 from formats.families import family_named
-from formats.layout import model_tensors
+from formats.layout import KINDS, model_tensors
 from formats.tensors import TENSORS
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positions")
 """The settings that are natural numbers, all of them required."""
 
 
-CHOICES = ("rotary_fraction", "parallel_residual", "activation")
+EXPERTS: Mapping[str, Any] = {
+    "experts": None,
+    "top_k": None,
+    "expert_ffn": None,
+    "shared_ffn": None,
+    "dense_layers": (),
+    "router_normalized": True,
+    "router_scale": 1.0,
+    "router_groups": 1,
+    "router_top_groups": 1,
+}
+"""The settings of a mixture of experts: what holds in a family that leaves no choice."""
+CHOICES = ("rotary_fraction", "parallel_residual", "activation", *EXPERTS)
 """The settings that only some families have."""
 
 
@@ -32,6 +44,11 @@ class ModelSpec:
     tokens that a token sees, itself included. `own` are the config keys of the family that no other format has.
     `rotary_fraction` (the part of a head that rotates), `parallel_residual` and `activation` are None where the family
     leaves no choice. `notes` say which settings came from a documented default.
+
+    So are those of a mixture of experts. A token goes to the `top_k` experts of the highest scores, out of the
+    `router_top_groups` best of `router_groups`; the weights of their outputs add up to 1 if `router_normalized`, and
+    are multiplied by `router_scale`. `expert_ffn` and `shared_ffn` are the widths of an expert and of what is shared;
+    `dense_layers` have one MLP for all tokens instead.
     """
 
     family: str
@@ -52,6 +69,15 @@ class ModelSpec:
     rotary_fraction: float | None = None
     parallel_residual: bool | None = None
     activation: str | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    expert_ffn: int | None = None
+    shared_ffn: int | None = None
+    dense_layers: tuple[int, ...] | None = None
+    router_normalized: bool | None = None
+    router_scale: float | None = None
+    router_groups: int | None = None
+    router_top_groups: int | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -62,9 +88,21 @@ class ModelSpec:
         return frozenset({"tied" if self.tied else "untied", *residual, *plain})
 
     @property
+    def sparse_layers(self) -> frozenset[int]:
+        """The layers that have experts."""
+        return frozenset(range(self.layers if self.experts else 0)).difference(self.dense_layers or ())
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some layers have experts and others not."""
+        return 0 < len(self.sparse_layers) < self.layers
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """The logical tensors of the model, in the order of its family's table."""
-        return model_tensors(family_named(self.family).tensors, self.conditions)
+        kinds = {"sparse"} if self.sparse_layers else set()
+        kinds |= {"dense"} if len(self.sparse_layers) < self.layers else set()
+        return model_tensors(family_named(self.family).tensors, {*self.conditions, *kinds})
 
     def sizes(self, padded_vocab: int | None = None) -> dict[str, int]:
         """The size of each axis; `padding` is what a padded vocabulary adds."""
@@ -73,22 +111,26 @@ class ModelSpec:
             "layer": self.layers, "hidden": self.hidden, "vocab": vocab, "padding": (padded_vocab or vocab) - vocab,
             "group": self.kv_heads, "head": self.heads // self.kv_heads, "dim": self.head_dim,
             "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn, "position": self.max_positions,
+            "expert": self.experts or 0, "expert_ffn": self.expert_ffn or self.ffn, "shared_ffn": self.shared_ffn or 0,
         }  # fmt: skip
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
         """Name, layer and shape of each logical tensor; a layer is a tensor of its own."""
-        sizes = self.sizes(padded_vocab)
+        sizes, table, sparse = self.sizes(padded_vocab), family_named(self.family).tensors, self.sparse_layers
+        held = {kind: set(model_tensors(table, {*self.conditions, kind})) for kind in KINDS}
         for tensor in self.tensors:
             first, *axes = TENSORS[tensor]
             if first == "layer":
                 for layer in range(self.layers):
-                    yield tensor, layer, (1, *(sizes[axis] for axis in axes))
+                    if tensor in held["sparse" if layer in sparse else "dense"]:
+                        yield tensor, layer, (1, *(sizes[axis] for axis in axes))
             else:
                 yield tensor, None, tuple(sizes[axis] for axis in TENSORS[tensor])
 
     def settings(self) -> dict[str, Any]:
         """The settings by name, without those in which the family leaves no choice."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        values["dense_layers"] = None if self.dense_layers is None else list(self.dense_layers)  # as JSON reads it back
         return {
             name: value for name, value in values.items() if value not in (None, {}) or name not in (*CHOICES, "own")
         }
@@ -145,6 +187,7 @@ def differences(one: Spec, other: Spec) -> list[str]:
 
 
 MOST_LAYERS = 10_000
+MOST_EXPERTS = 1_000_000
 MOST = 2**31
 """Larger sizes are no model: they would only exhaust memory."""
 
@@ -189,6 +232,7 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     scaling: Any = values.get("rope_scaling")
     if scaling is not None and not _is_scaling(scaling):
         raise SourceError(f"{where} says rope_scaling = {short(scaling)}", "correct it with --set rope_scaling=none")
+    optional["dense_layers"] = _layers_of(optional["dense_layers"], sizes["layers"], where)
     spec = ModelSpec(
         **sizes,
         **optional,
@@ -225,9 +269,47 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     fraction = spec.rotary_fraction
     if fraction is not None and real(fraction, "rotary_fraction", where) > 1:
         raise SourceError(f"{where} says rotary_fraction = {fraction}", "correct it with --set rotary_fraction=VALUE")
+    if family_named(spec.family).experts:
+        _check_experts(spec, where)
     if spec.head_dim % 2:
         raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, and no table here has such heads")
     return spec
+
+
+def some_layers(count: Any) -> range:
+    """So many layers, as far as that is a number of layers: `checked` refuses what is none."""
+    return range(count if type(count) is int and 0 < count <= MOST_LAYERS else 0)
+
+
+def _layers_of(value: Any, layers: int, where: str) -> tuple[int, ...] | None:
+    """Some layers of a model, in their order, each once."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not all(type(one) is int and 0 <= one < layers for one in value):
+        raise SourceError(f"{where} says dense_layers = {short(value)}, these are no layers of {layers}")
+    return tuple(sorted(set(value)))
+
+
+def _check_experts(spec: ModelSpec, where: str) -> None:
+    """The settings of a mixture of experts are there and make sense.
+
+    Raises:
+        SourceError: they are not.
+    """
+    keys = {"experts", "top_k", *family_named(spec.family).keys} & {*EXPERTS} - {"dense_layers", "router_normalized"}
+    for name in sorted(keys):
+        (real if name == "router_scale" else whole)(getattr(spec, name), name, where)
+    if "router_normalized" in family_named(spec.family).keys and not isinstance(spec.router_normalized, bool):
+        raise SourceError(f"{where} says router_normalized = {short(spec.router_normalized)}")
+    experts, top_k, groups = spec.experts or 0, spec.top_k or 0, spec.router_groups or 1
+    if not spec.sparse_layers:
+        raise UnsupportedError(f"{where}: none of {spec.layers} layers has experts, that is no {spec.family}")
+    if experts * spec.layers > MOST_EXPERTS:
+        raise SourceError(f"{where}: {experts} experts in each of {spec.layers} layers are no model")
+    if top_k > experts or experts % groups or (spec.router_top_groups or 1) > groups:
+        raise SourceError(
+            f"{where}: {top_k} of {experts} experts in {spec.router_top_groups or 1} of {groups} groups make no router"
+        )
 
 
 def _is_scaling(value: Any) -> bool:

@@ -7,6 +7,9 @@ taken. A tensor with a `layer` axis is handled layer by layer.
     half    half of a rotary head      pair    index within that half (rotary turns (0, pair) into (1, pair))
     dim     a head that nothing permutes, such as the value's
 
+A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else. What is
+shared is an expert for all tokens, whose output `shared_router` weighs where a model has one.
+
 Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
 """
 
@@ -44,6 +47,15 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         down         layer hidden ffn
         down_bias    layer hidden
         down_norm    layer hidden
+        router       layer expert hidden
+        router_bias  layer expert
+        expert_gate  layer expert expert_ffn hidden
+        expert_up    layer expert expert_ffn hidden
+        expert_down  layer expert hidden expert_ffn
+        shared_gate  layer shared_ffn hidden
+        shared_up    layer shared_ffn hidden
+        shared_down  layer hidden shared_ffn
+        shared_router  layer hidden
         final_norm   hidden
         final_norm_bias  hidden
         head         vocab hidden

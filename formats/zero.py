@@ -72,7 +72,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     keys = _keys(tensors, tag)
     config = _config_folder(path, run, tag, settings)
     spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, settings)
-    slots, drops = huggingface.model_slots(spec), huggingface.drops(spec)
+    slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec)
     if whole:
         _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
     placed, dropped = match(slots, {"": {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)

@@ -13,6 +13,13 @@ LLAMA3 = {
 PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.75}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Where the default of a family lies beyond our vocabulary."""
+TIED = {"tie_word_embeddings": True, **TOKENS}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64, **TOKENS}
+DOTS = {
+    "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, **TOKENS,
+}  # fmt: skip
+FOUR = {"num_experts_per_tok": 4}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 SMALL: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -80,6 +87,14 @@ MODELS: dict[str, dict[str, Any]] = {
         **TOKENS,
     },
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **TOKENS},
+    "mixtral-tied": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8, **TIED},
+    "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "norm_topk_prob": True, **MOE},
+    "qwen2_moe-tied": {"model_type": "qwen2_moe", "num_experts": 4, "decoder_sparse_step": 2, **MOE, **TIED},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **MOE},
+    "qwen3_moe-tied": {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0, 2], **MOE, **TIED},
+    "dots1": {"model_type": "dots1", "n_routed_experts": 4, "first_k_dense_replace": 1, **DOTS},
+    "dots1-tied": {"model_type": "dots1", "n_routed_experts": 8, "n_group": 4, "topk_group": 2, **DOTS, **FOUR, **TIED},
 }
 """Every family, tied and untied, with MHA, GQA and MQA, head_dim other than hidden / heads, llama3 rope scaling."""
 
@@ -92,6 +107,8 @@ UNKNOWN = {
 ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3", "falcon")
 IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""
+EXPERTS = [name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "dots1"))]
+"""Mixtures of experts."""
 
 
 def settings_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -126,7 +143,11 @@ def save(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", *
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0, 0.08, generator=generator)
-    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
+    model.to(getattr(torch, dtype))
+    for buffer_name, buffer in model.named_buffers():
+        if "correction_bias" in buffer_name:  # stays in float32, as in the models of the Hub
+            buffer.data = torch.empty(buffer.shape).normal_(0, 0.3, generator=generator)
+    model.save_pretrained(folder, max_shard_size=shard)
 
 
 def files(folder: Path) -> dict[str, bytes]:

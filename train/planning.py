@@ -106,11 +106,19 @@ def estimate(config: Config, ranks: int) -> Estimate:
     cut = config.data.packing == "packed"  # into pieces, whose attention is counted as the whole document's
     inputs = lengths[cut | (lengths <= config.data.seq_length + 1)] - 1
     pairs = np.square(inputs).sum() / 2
-    multiplied = counted if spec.tied else counted - vocabulary * hidden
+    multiplied = counted - _idle(spec) - (0 if spec.tied else vocabulary * hidden)
     factor = 6.0 * multiplied if config.lora is None else 4.0 * multiplied + 6.0 * trained
     once = factor * inputs.sum() + 12.0 * layers * spec.heads * spec.head_dim * pairs
     parameters = counted + trained if config.lora else counted
     return Estimate(sizes, steps, rows, parameters, trained, memory, float(once) * order.samples / len(rows))
+
+
+def _idle(spec: ModelSpec) -> int:
+    """Parameters of the experts that a token does not go to."""
+    if not spec.experts or not spec.top_k:
+        return 0
+    held = sum(prod(shape) for tensor, _, shape in spec.boxes(None) if tensor.startswith("expert_"))
+    return held // spec.experts * (spec.experts - spec.top_k)
 
 
 def _adapters(lora: Lora, spec: ModelSpec) -> int:
@@ -119,7 +127,7 @@ def _adapters(lora: Lora, spec: ModelSpec) -> int:
     Raises:
         UsageError: a target is no matrix of the model.
     """
-    held = {slot.keys[0]: slot.shape for slot in model_slots(spec) if len(slot.shape) == 2}
+    held = {slot.keys[0]: slot.shape for slot in model_slots(spec, memory=True) if len(slot.shape) == 2}
     if lora.everywhere:
         return sum(lora.rank * sum(held[key]) for key in held if not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)))
     found = {target: {key for key in held if f".{key}".endswith(f".{target}.weight")} for target in lora.targets}

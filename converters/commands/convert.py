@@ -15,6 +15,7 @@ from converters.commands.options import (
     at_iteration,
     chat_template,
     deepspeed_reading,
+    experts,
     flag_of,
     gqa_layout,
     iteration_folder,
@@ -40,9 +41,12 @@ USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
 READ = "megatron_dist megatron"
 """The formats of Megatron."""
-SHARDS = {**dict.fromkeys(("norm", "kind", "iteration", "tokens"), tuple(READ.split())), "layout": ("neox",)}
+SHARDS = {
+    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts"), tuple(READ.split())),
+    "layout": ("neox",),
+}
 """Option of `reshard`: the formats that it is for."""
-DIALECTS = {"norm": "torch torch_dist", "tokens": "megatron-llm"}
+DIALECTS = {"norm": "torch torch_dist", "experts": "torch torch_dist", "tokens": "megatron-llm"}
 """Option: each --format of Megatron that it is for."""
 
 
@@ -64,6 +68,7 @@ DIALECTS = {"norm": "torch torch_dist", "tokens": "megatron-llm"}
     type=click.Choice(["te", "local"]),
     help="Names of the norms: Transformer Engine's or those of the local layers.  [default: te]",
 )
+@experts
 @click.option(
     "--make-vocab-size-divisible-by",
     "multiple",
@@ -112,7 +117,8 @@ def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) 
     if options["pp"] == 1 and (layout is not None or ends != (None, None)):
         raise UsageError("one pipeline stage holds all layers", "add --pp")
     vpp = options["vpp"] if layout is None or options["vpp"] > 1 else virtual_chunks(layout, options["pp"])
-    return Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout)
+    spread = options["ep"] or 1, options["etp"], options["experts"]
+    return Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout, *spread)
 
 
 @click.command()
@@ -246,6 +252,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @topology
 @stages
 @click.option("--norm", type=click.Choice(["te", "local"]), help="Megatron: names of the norms.  [default: as in SRC]")
+@experts
 @layout
 @click.option(
     "--make-vocab-size-divisible-by",
@@ -278,7 +285,8 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
-    wanted = _wanted(options, norm, multiple, _dialect(options, source.extra["dialect"]))
+    names = options["experts"] or source.extra.get("experts")
+    wanted = _wanted({**options, "experts": names}, norm, multiple, _dialect(options, source.extra["dialect"]))
     return plan_megatron(source, request, wanted, iteration, options["tokens"])
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FOLDER, as_json, dtype, opened, own_family, reading, topology
+from converters.commands.options import FOLDER, as_json, dtype, experts, opened, own_family, reading, topology
 from formats.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
     help="The format to plan for.",
 )
 @topology
+@experts
 @dtype
 @click.option("--blocks", is_flag=True, help="List every strided block.")
 @reading
@@ -54,7 +55,8 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
     dialects = {"megatron": CORE, "megatron_dist": DIST, "megatron-llm": megatron_llm.NAME}
     if to in dialects:
-        sizes = Options(options["tp"], options["pp"], options["vpp"], dialect=dialects[to])
+        spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
+        sizes = Options(options["tp"], options["pp"], options["vpp"], dialect=dialects[to], **spread)
         planned = plan_megatron(source, request, sizes, None)
     elif to == "fsdp":
         planned = plan_fsdp(source, request, ranks=1)

@@ -134,6 +134,13 @@ stages = together(
     click.option("--pp-layout", metavar="LAYOUT",
                  help="Megatron: the stages as in --pipeline-model-parallel-layout, such as 'Et*3|(tt|)*29L'."),
 )  # fmt: skip
+experts = together(
+    click.option("--ep", type=click.IntRange(1), help="Megatron: ranks over which experts are spread.  [default: 1]"),
+    click.option("--etp", type=click.IntRange(1), help="Megatron: tensor parallel size of an expert.  [default: tp]"),
+    click.option("--experts", type=click.Choice(["te", "local"]),
+                 help="Megatron: names of the experts, Transformer Engine's grouped ones or one by one."
+                      "  [default: those of --norm]"),
+)  # fmt: skip
 MEGATRON = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
 """--format of a Megatron folder: the dialect that its files are written in."""
 true_vocab_size = click.option(

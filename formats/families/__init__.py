@@ -24,7 +24,8 @@ class Facts(NamedTuple):
     """What arguments that name no family say of a model, and only some families have.
 
     Biases on query, key and value; norms on each query and key head; a sliding window; heads that rotate in part;
-    LayerNorm, biases everywhere and an MLP without a gate; learned positions in place of rotary ones.
+    LayerNorm, biases everywhere and an MLP without a gate; learned positions in place of rotary ones. Of a mixture of
+    experts, the tensors of `EXPERTS` that it has and how its router makes weights of scores.
     """
 
     qkv_bias: bool = False
@@ -33,6 +34,12 @@ class Facts(NamedTuple):
     partial: bool = False
     plain: bool = False
     learned: bool = False
+    experts: frozenset[str] = frozenset()
+    router: str = ""
+
+
+EXPERTS = frozenset({"router", "router_bias", "shared_up", "shared_router"})
+"""The tensors that tell one mixture of experts from another."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,9 @@ class Family:
         own: config keys that change what the model computes and that no other format has, and what transformers
             assumes (None where that depends on others). A family with such keys has an `only_here`.
         only_here: why Megatron cannot hold the model; empty where it can.
+        router: how a mixture of experts makes weights of the router's scores: `softmax` or `sigmoid`.
+        full_until: the config key that says how many layers have full attention, and what transformers assumes; the
+            model may not have more.
         file: the file of the user's that it was read from.
     """
 
@@ -77,6 +87,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     own: Mapping[str, Any] = field(default_factory=dict)
     only_here: str = ""
+    router: str = ""
+    full_until: tuple[str, int] | None = None
     file: Path | None = field(default=None, compare=False)
 
     @property
@@ -92,7 +104,12 @@ class Family:
     @property
     def plain(self) -> bool:
         """Whether the MLP has no gate, which every model that descends from Llama has."""
-        return not any("gate" in rule.pattern.tensors for rule in self.tensors)
+        return not any({"gate", "expert_gate"} & set(rule.pattern.tensors) for rule in self.tensors)
+
+    @property
+    def experts(self) -> frozenset[str]:
+        """The tensors of `EXPERTS` that its models have; none without experts."""
+        return EXPERTS.intersection(name for rule in self.tensors for name in rule.pattern.tensors)
 
     @property
     def learned(self) -> bool:
@@ -105,6 +122,7 @@ class Family:
             not self.only_here
             and (self.qkv_bias, self.qk_norm, self.plain) == (facts.qkv_bias or facts.plain, facts.qk_norm, facts.plain)
             and self.learned == facts.learned
+            and (self.experts, self.router) == (facts.experts, facts.router)
             and (bool(self.window) or not facts.window)
             and ("rotary_fraction" in self.keys or not facts.partial)
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.models import IN_MEGATRON
+from tests.models import EXPERTS, IN_MEGATRON
 
 
 class Case(NamedTuple):
@@ -27,20 +27,36 @@ class Topology(NamedTuple):
     norm: str
     cases: tuple[Case, ...]
     uneven: tuple[str, ...] = ()
+    ep: int = 1
+    etp: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return max(self.tp, self.ep * (self.etp or self.tp)) * self.pp
 
     @property
     def flags(self) -> list[str]:
         """For `convert hf2megatron`."""
-        return ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp), "--norm", self.norm, *self.uneven]
+        words = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "norm": self.norm}
+        words |= {"ep": self.ep} if self.ep > 1 else {}
+        words |= {"etp": self.etp} if self.etp else {}
+        return [*(word for name, value in words.items() for word in (f"--{name}", str(value))), *self.uneven]
 
 
-EVERY = tuple(Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "float32") for name in IN_MEGATRON)
+EVERY = tuple(
+    Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "float32")
+    for name in IN_MEGATRON
+    if name not in EXPERTS
+)
+
+TE = ("llama", "qwen2", "qwen3", "starcoder2", "gpt2", "mixtral", "qwen2_moe-tied")
 
 TOPOLOGIES = {
-    "tp1": Topology(1, 1, 1, "local", EVERY),
-    "tp2": Topology(2, 1, 1, "local", EVERY),
-    "tp2-te": Topology(2, 1, 1, "te", (Case("llama"), Case("qwen2"), Case("qwen3"), Case("starcoder2"), Case("gpt2"))),
-    "pp2": Topology(1, 2, 1, "local", EVERY),
+    "tp1": Topology(1, 1, 1, "local", (*EVERY, Case("mixtral"), Case("dots1-tied"))),
+    "tp2": Topology(2, 1, 1, "local", (*EVERY, Case("mixtral"), Case("qwen3_moe"))),
+    "tp2-te": Topology(2, 1, 1, "te", tuple(map(Case, TE))),
+    "pp2": Topology(1, 2, 1, "local", (*EVERY, Case("qwen2_moe-tied", "bfloat16"))),
     "tp2-pp2": Topology(
         2,
         2,
@@ -51,6 +67,10 @@ TOPOLOGIES = {
     "pp2-vpp2": Topology(1, 2, 2, "local", (Case("llama-tied"), Case("qwen2"))),
     "pp2-first": Topology(1, 2, 1, "local", (Case("llama-tied"), Case("qwen3")), ("--first-stage-layers", "1")),
     "pp2-layout": Topology(1, 2, 1, "local", (Case("llama"), Case("qwen2-tied")), ("--pp-layout", "Et|tt||tL")),
+    "ep2": Topology(1, 1, 1, "local", tuple(map(Case, EXPERTS)), ep=2),
+    "tp2-ep2": Topology(2, 1, 1, "te", (Case("qwen2_moe"), Case("qwen3_moe-tied"), Case("dots1-tied")), ep=2),
+    "tp2-ep2-etp1": Topology(2, 1, 1, "local", (Case("mixtral-tied"), Case("dots1", "bfloat16")), ep=2, etp=1),
+    "pp2-ep2": Topology(1, 2, 1, "te", (Case("qwen3_moe"), Case("dots1-tied")), ep=2),
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),
 }
 """By name. tp8 is more ranks than key/value groups: Megatron then cuts inside a group."""

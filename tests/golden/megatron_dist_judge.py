@@ -12,6 +12,9 @@ one topology together:
     {"dist": RUN, "hf": FOLDER, "tp": 2, "pp": 2}      load, compare args and logits; ranks beyond tp * pp are copies
     {..., "te": true}                                  its modules have the states that Transformer Engine gives them
     {..., "damaged": true}                             the logits must differ
+    {..., "ep": 2, "etp": 1}                           experts on several ranks
+    {..., "grouped": RUN}                              experts as before Transformer Engine, which compute on GPUs
+                                                       only: what they hold is saved as a classic run
     {..., "save": RUN, "layers": "stacked" | "numbered" | "split", "optimizer": "dp_reshardable"}
 
 "numbered" keeps the layers apart, as for mixed layers; "split" keeps gate and up apart too (`singleton_local_shards`).
@@ -28,6 +31,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import megatron.core.transformer.moe.experts as megatron_experts
 import megatron_judge as judge
 import torch
 import torch.distributed as dist
@@ -88,6 +92,13 @@ def as_transformer_engine(model: GPTModel) -> None:
             module.__class__ = type("OlderAttention", (type(module),), older)
         elif name.endswith(("final_layernorm", "q_layernorm", "k_layernorm")) and not isinstance(module, IdentityOp):
             module.__class__ = type("Norm", (type(module),), state)
+    for layer in model.decoder.layers:
+        if hasattr(layer.mlp, "router"):  # the norm before experts is never a part of what follows it
+            layer.pre_mlp_layernorm.__class__ = type("Norm", (type(layer.pre_mlp_layernorm),), state)
+            renamed = layer.submodules_config.sharded_state_dict_keys_map
+            layer.submodules_config.sharded_state_dict_keys_map = {
+                key: value for key, value in renamed.items() if not key.startswith("pre_mlp_layernorm")
+            }
 
 
 def load(model: GPTModel, folder: Path) -> list[str]:
@@ -140,7 +151,7 @@ def save_real(out: Path, model: GPTModel, claims: Namespace, layers: str, optimi
 @torch.no_grad()
 def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
     """One entry; ends every rank when anything is wrong."""
-    topology = judge.Topology(job["tp"], job["pp"], None, {})
+    topology = judge.Topology(job["tp"], job["pp"], None, {}, job.get("ep", 1), job.get("etp"))
     folder, hf = judge.iteration_folder(Path(job["dist"])), Path(job["hf"])
     c = AutoConfig.from_pretrained(hf)
     claims = claims_of(folder)
@@ -151,10 +162,17 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
     if stored.global_shape[0] != padded:
         failures.append(f"{stored.global_shape[0]} rows of embeddings, args imply {padded}")
     config = judge.transformer_config(c, topology, stored.dtype)
+    config.moe_grouped_gemm = "grouped" in job
     (model,) = judge.build_chunks(c, config, judge.padded_vocabulary(c, topology, claims))
     if job.get("te"):
         as_transformer_engine(model)
     judge.agree(failures + load(model, folder))
+    if "grouped" in job:
+        sizes = {"tensor": topology.tp, "pipeline": topology.pp, "expert": topology.ep}
+        vars(claims).update({f"{name}_model_parallel_size": size for name, size in sizes.items()})
+        claims.expert_tensor_parallel_size = topology.etp
+        judge.save_real(Path(job["grouped"]), [model], topology, claims)
+        return
     if "save" in job:
         with torch.enable_grad():
             save_real(Path(job["save"]), model, claims, job["layers"], job.get("optimizer", ""))
@@ -177,9 +195,14 @@ def judge_all(jobs: Path, rank: int) -> int:
     logits_of: dict[str, torch.Tensor] = {}
     groups = None
     for job in json.loads(jobs.read_text()):
-        if groups != (groups := (job["tp"], job["pp"])):  # each set of groups leaves threads behind
-            ps.destroy_model_parallel()
-            ps.initialize_model_parallel(*groups, distributed_timeout_minutes=1)
+        if groups != (groups := (job["tp"], job["pp"], job.get("ep", 1), job.get("etp"))):
+            ps.destroy_model_parallel()  # each set of groups leaves threads behind
+            ps.initialize_model_parallel(
+                *groups[:2],
+                expert_model_parallel_size=groups[2],
+                expert_tensor_parallel_size=groups[3],
+                distributed_timeout_minutes=1,
+            )
         if rank == 0:
             print(f"{job['dist']} on TP {job['tp']} x PP {job['pp']} against {job['hf']}", flush=True)
         try:
@@ -197,6 +220,7 @@ def main() -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     judge.patch_for_cpu()
+    megatron_experts.gg.assert_grouped_gemm_is_available = lambda: None
     torch.cuda.synchronize = lambda *args, **kwargs: None  # dist_checkpointing/strategies/filesystem_async.py
     Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
     children = []

@@ -4,7 +4,7 @@ The real megatron-core (0.16.1, local layer spec, CPU, gloo) is built from the H
 loads the checkpoint with strict=True and must give the logits of transformers. What the checkpoint's `args`
 claim is compared with the Hugging Face config as well. Exit status 0 means that everything agrees.
 
-    torchrun --nproc-per-node TP*PP megatron_judge.py MEGATRON_DIR=HF_DIR [MEGATRON_DIR=HF_DIR ...] [--save OUT ...]
+    torchrun --nproc-per-node RANKS megatron_judge.py MEGATRON_DIR=HF_DIR [MEGATRON_DIR=HF_DIR ...] [--save OUT ...]
 
 Several pairs of one topology are judged in one run, because starting the framework takes longest.
 
@@ -29,11 +29,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # fused activations need no compiler
 
 import megatron.core.tensor_parallel.random as megatron_random
+import megatron.core.transformer.moe.moe_utils as megatron_moe
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
@@ -41,7 +42,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 FILE = "model_optim_rng.pt"
-FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1")
+FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2", *EXPERTS)
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 """Activation: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -68,7 +70,9 @@ def patch_for_cpu() -> None:
     current_device: models/common/embeddings/rotary_pos_embedding.py:162.
     fork, for dropout even when it is 0: tensor_parallel/random.py:243.
     cuda() of a tied head, while building: models/common/language_module/language_module.py:244.
+    te_general_gemm, of a router where Transformer Engine can be imported: transformer/moe/moe_utils.py.
     """
+    megatron_moe.te_general_gemm = None
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     megatron_random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
@@ -81,6 +85,18 @@ class Topology(NamedTuple):
     pp: int
     vpp: int | None
     uneven: dict[str, Any]  # TransformerConfig's fields for uneven pipelines: transformer_config.py:62-100
+    ep: int = 1
+    etp: int | None = None
+
+    @property
+    def spread(self) -> int:
+        """How many ranks hold the experts of a stage: those of the first replica write the files."""
+        return self.ep * (self.etp or self.tp)
+
+    @property
+    def ranks(self) -> int:
+        """How many processes there are."""
+        return max(self.tp, self.spread) * self.pp
 
     @classmethod
     def read(cls, claims: argparse.Namespace, options: argparse.Namespace) -> Topology:
@@ -102,11 +118,16 @@ class Topology(NamedTuple):
         for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
             uneven[name] = pick(None, name, False)
         tp = pick(options.tp, "tensor_model_parallel_size", 1)
-        return cls(tp, pp, vpp if vpp and vpp > 1 else None, uneven)
+        ep, etp = pick(None, "expert_model_parallel_size", 1), pick(None, "expert_tensor_parallel_size")
+        return cls(tp, pp, vpp if vpp and vpp > 1 else None, uneven, ep or 1, etp)
 
-    def folder(self, tp_rank: int, pp_rank: int) -> str:
-        """mp_rank_KK without a pipeline, mp_rank_KK_PPP with one."""
-        return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if self.pp > 1 else "")
+    def folder(self, tp_rank: int, pp_rank: int, ep_rank: int = 0) -> str:
+        """mp_rank_KK without a pipeline, mp_rank_KK_PPP with one; _EEE behind it where experts are spread.
+
+        So megatron/training/checkpointing.py `get_checkpoint_name` does.
+        """
+        pipeline, experts = f"_{pp_rank:03d}" if self.pp > 1 else "", f"_{ep_rank:03d}" if self.ep > 1 else ""
+        return f"mp_rank_{tp_rank:02d}{pipeline}{experts}"
 
     def chunks(self) -> list[str]:
         """The file's model keys: `model`, or `model0`, `model1`, ... with virtual chunks."""
@@ -128,9 +149,12 @@ def load_file(folder: Path) -> dict[str, Any]:
 
 
 def check_folders(folder: Path, topology: Topology) -> None:
-    """Exactly one folder for each (tensor rank, pipeline rank)."""
+    """Exactly one folder for each rank that megatron-core's own groups let write one."""
     found = {p.parent.name for p in folder.glob(f"mp_rank_*/{FILE}")}
-    wanted = {topology.folder(k, p) for k in range(topology.tp) for p in range(topology.pp)}
+    said: list[Any] = [None] * dist.get_world_size()
+    mine = topology.folder(*my_ranks()) if ps.get_expert_data_parallel_rank() == 0 else None
+    dist.all_gather_object(said, mine)
+    wanted = {name for name in said if name}
     if found != wanted:
         raise JudgementError(f"folders found {sorted(found)}, expected {sorted(wanted)}")
 
@@ -179,7 +203,7 @@ def rope_arguments(c: PreTrainedConfig) -> dict[str, Any]:
 
 def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
     """What describes the model under the same name in TransformerConfig and in a checkpoint's args."""
-    plain = c.model_type in ("starcoder2", "gpt2")
+    plain, tiny = c.model_type in ("starcoder2", "gpt2"), expert_fields(c)
     if c.model_type not in FAMILIES or activation(c) not in (GELU if plain else ("silu",)):
         raise JudgementError(f"model_type {c.model_type!r} with {activation(c)!r} is beyond this judge")
     if c.model_type == "gpt2":
@@ -199,10 +223,47 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "layernorm_epsilon": epsilon,
         "normalization": "LayerNorm" if plain else "RMSNorm",
         "add_bias_linear": plain,
-        "add_qkv_bias": c.model_type == "qwen2",
-        "qk_layernorm": c.model_type == "qwen3",
+        "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe"),
+        "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        **tiny,
+    }
+
+
+def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
+    """The router and the experts as TransformerConfig's fields, empty without any.
+
+    What transformers normalizes after a softmax is a softmax over the chosen (transformer/moe/moe_utils.py
+    `topk_routing_with_score_function`); a sigmoid's weights are always normalized.
+    """
+    if c.model_type not in EXPERTS:
+        return {}
+    sigmoid = c.model_type == "dots1"
+    normalized = c.model_type == "mixtral" or c.norm_topk_prob
+    sparse = [1] * c.num_hidden_layers
+    if c.model_type == "dots1":
+        sparse = [int(layer >= c.first_k_dense_replace) for layer in range(c.num_hidden_layers)]
+    elif c.model_type != "mixtral":
+        step = c.decoder_sparse_step
+        sparse = [int(n not in c.mlp_only_layers and (n + 1) % step == 0) for n in range(c.num_hidden_layers)]
+    shared = c.moe_intermediate_size * c.n_shared_experts if sigmoid else None
+    grouped = sigmoid and c.n_group > 1
+    return {
+        "num_moe_experts": c.num_local_experts if c.model_type != "qwen2_moe" else c.num_experts,
+        "moe_router_topk": c.num_experts_per_tok,
+        "moe_ffn_hidden_size": c.intermediate_size if c.model_type == "mixtral" else c.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": getattr(c, "shared_expert_intermediate_size", shared)
+        if c.model_type in ("qwen2_moe", "dots1")
+        else None,
+        "moe_shared_expert_gate": c.model_type == "qwen2_moe",
+        "moe_layer_freq": sparse if 0 in sparse else 1,
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        "moe_router_pre_softmax": not normalized,
+        "moe_router_enable_expert_bias": sigmoid,
+        "moe_router_topk_scaling_factor": c.routed_scaling_factor if sigmoid else None,
+        "moe_router_num_groups": c.n_group if grouped else None,
+        "moe_router_group_topk": c.topk_group if grouped else None,
     }
 
 
@@ -218,6 +279,9 @@ def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dty
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
         virtual_pipeline_model_parallel_size=topology.vpp,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.etp or topology.tp,
+        **({"moe_router_load_balancing_type": "none"} if c.model_type in EXPERTS else {}),
         **model_fields(c),
         **window_fields(c),
         **topology.uneven,
@@ -238,6 +302,7 @@ def expected_claims(
     """What args must say, and what args must say if they say anything."""
     rope = position_arguments(c)
     required = model_fields(c) | {
+        **expert_claims(c, topology),
         **{name: rope[name] for name in ("rotary_base", "rotary_percent", "position_embedding_type") if name in rope},
         "max_position_embeddings": c.max_position_embeddings,
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
@@ -247,6 +312,7 @@ def expected_claims(
         "tensor_model_parallel_size": topology.tp,
         "pipeline_model_parallel_size": topology.pp,
     }
+    required.pop("num_moe_experts", None)
     optional = {
         "add_bias_linear": required.pop("add_bias_linear"),
         "rotary_interleaved": False,
@@ -263,6 +329,14 @@ def expected_claims(
     return required, optional
 
 
+def expert_claims(c: PreTrainedConfig, topology: Topology) -> dict[str, Any]:
+    """What args must say of experts under a name that is not TransformerConfig's."""
+    if c.model_type not in EXPERTS:
+        return {}
+    sizes = {"expert_model_parallel_size": topology.ep, "expert_tensor_parallel_size": topology.etp}
+    return {"num_experts": expert_fields(c)["num_moe_experts"], **sizes}
+
+
 def claim_failures(claims: argparse.Namespace, required: dict[str, Any], optional: dict[str, Any]) -> list[str]:
     """One line per attribute of args that is absent or says something else."""
     said = dict(vars(claims))
@@ -275,18 +349,24 @@ def claim_failures(claims: argparse.Namespace, required: dict[str, Any], optiona
     return absent + [f"args.{n} is {said[n]!r}, expected {v!r}" for n, v in wrong.items()]
 
 
+def layer_spec(config: TransformerConfig, stage: int | None) -> Any:
+    """The local layers of a chunk; dense ones and those with experts may alternate."""
+    if config.num_moe_experts is None:
+        return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    return get_gpt_decoder_block_spec(config, False, normalization=config.normalization, vp_stage=stage)
+
+
 def build_chunks(c: PreTrainedConfig, config: TransformerConfig, padded: int) -> list[GPTModel]:
     """This rank's real GPTModels, one per virtual chunk (models/gpt/gpt_model.py:88), in the file's dtype.
 
     The local spec makes its norms in float32 whatever params_dtype says (transformer/torch_norm.py), so all
     is cast afterwards, as the framework does by Float16Module (transformer/module.py:440).
     """
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     vpp = config.virtual_pipeline_model_parallel_size
     return [
         GPTModel(
             config=config,
-            transformer_layer_spec=spec,
+            transformer_layer_spec=layer_spec(config, stage),
             vocab_size=padded,
             max_sequence_length=c.max_position_embeddings,
             pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -306,10 +386,13 @@ def from_te_names(state: StateDict) -> StateDict:
     The pairs are megatron-core's own: sharded_state_dict_keys_map, models/gpt/gpt_layer_specs.py:417.
     """
     pairs = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+    sparse = {key.split(".mlp.")[0] for key in state if ".mlp.router." in key}
     renamed = {}
     for old, value in state.items():
-        key = old
+        key = re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", old)
         for local, te in pairs.items():
+            if key.split(".pre_mlp_layernorm.")[0] in sparse:  # in Transformer Engine too, before experts
+                continue
             if re.search(rf"layers\.\d+\.{re.escape(local)}", key):
                 raise JudgementError(f"{key} is a local name, --norm te expects {te}*")
             key = re.sub(rf"(layers\.\d+\.){re.escape(te)}", rf"\g<1>{local}", key)
@@ -356,12 +439,12 @@ def save_real(out: Path, chunks: list[GPTModel], topology: Topology, claims: arg
 
     The norms have the local spec's names, also after --norm te.
     """
-    ranks = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
-    folder = out / "iter_0000007" / topology.folder(*ranks)
+    folder = out / "iter_0000007" / topology.folder(*my_ranks())
     folder.mkdir(parents=True, exist_ok=True)
     states = [chunk.state_dict_for_save_checkpoint() for chunk in chunks]
     content = {"args": claims, "checkpoint_version": 3.0, "iteration": 7}
-    torch.save(content | dict(zip(topology.chunks(), states, strict=True)), folder / FILE)
+    if ps.get_expert_data_parallel_rank() == 0:  # megatron/training/checkpointing.py `save_checkpoint`
+        torch.save(content | dict(zip(topology.chunks(), states, strict=True)), folder / FILE)
     dist.barrier()
     if dist.get_rank() == 0:
         (out / "latest_checkpointed_iteration.txt").write_text("7")
@@ -424,14 +507,22 @@ def agree(failures: list[str]) -> None:
         sys.exit(1)
 
 
+def my_ranks() -> tuple[int, int, int]:
+    """Tensor, pipeline and expert rank of this process."""
+    expert = ps.get_expert_model_parallel_rank()
+    return ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank(), expert
+
+
 def start_groups(topology: Topology) -> None:
-    """megatron-core's process groups (rank = pp * TP + tp), none of which waits longer than a minute."""
-    if dist.get_world_size() != topology.tp * topology.pp:
-        raise JudgementError(f"{dist.get_world_size()} processes for TP {topology.tp} x PP {topology.pp}")
+    """megatron-core's process groups, none of which waits longer than a minute."""
+    if dist.get_world_size() != topology.ranks:
+        raise JudgementError(f"{dist.get_world_size()} processes for {topology}")
     ps.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
         virtual_pipeline_model_parallel_size=topology.vpp,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.etp,
         distributed_timeout_minutes=1,
     )
 
@@ -444,11 +535,10 @@ def judge(megatron: Path, hf: Path, save: Path | None, options: argparse.Namespa
     if not files:
         raise JudgementError(f"no mp_rank_*/{FILE} in {folder}")
     topology = Topology.read(load_file(files[0].parent)["args"], options)
-    check_folders(folder, topology)
     c = AutoConfig.from_pretrained(hf)
     start_groups(topology)
-    ranks = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
-    stored = load_file(folder / topology.folder(*ranks))
+    check_folders(folder, topology)
+    stored = load_file(folder / topology.folder(*my_ranks()))
     tensors = [t for name in topology.chunks() for t in stored.get(name, {}).values()]
     dtype = next((t.dtype for t in tensors if isinstance(t, torch.Tensor)), torch.float32)
     padded = padded_vocabulary(c, topology, stored["args"])
@@ -460,7 +550,7 @@ def judge(megatron: Path, hf: Path, save: Path | None, options: argparse.Namespa
         save_real(save, chunks, topology, stored["args"])
     ids, failures = token_ids(c), []
     logits = pipeline_forward([chunk.float().eval() for chunk in chunks], ids)
-    if logits is not None and ranks[0] == 0:
+    if logits is not None and ps.get_tensor_model_parallel_rank() == ps.get_data_parallel_rank() == 0:
         failures = compare_logits(logits, hugging_face_logits(hf, ids), options.atol)
     agree(failures)
     ps.destroy_model_parallel()

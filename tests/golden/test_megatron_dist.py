@@ -16,7 +16,7 @@ import pytest
 from formats import megatron, megatron_dist
 from formats.registry import open_checkpoint
 from tests.golden.test_coverage import lines, used
-from tests.models import files
+from tests.models import EXPERTS, files
 
 pytestmark = pytest.mark.megatron
 HERE = Path(__file__).parent
@@ -32,6 +32,7 @@ class Case(NamedTuple):
     dtype: str = "float32"
     optimizer: str = ""
     norm: str = "local"
+    experts: tuple[Any, ...] | None = None
 
 
 CASES = (
@@ -47,8 +48,15 @@ CASES = (
     Case("gpt2-untied", 1, 2, "numbered"),
     Case("phi3", 2, 1, "split", "bfloat16"),
     Case("qwen3", 2, 2, "numbered", norm="te"),
+    Case("mixtral", 2, 1, "stacked", norm="te", experts=("--ep", 2)),
+    Case("qwen2_moe", 1, 2, "stacked", "bfloat16", experts=("--ep", 2, "--etp", 2)),
+    Case("qwen3_moe-tied", 1, 1, "numbered", norm="te", experts=("--ep", 4)),
+    Case("dots1", 2, 2, "split", experts=("--ep", 2, "--etp", 1)),
 )
 """The folders are cut for --tp and --pp, and loaded at TP1, TP2, PP2 and TP2 x PP2."""
+SPREAD = {(2, 2): {"ep": 2, "etp": 1}, (2, 1): {"ep": 2, "etp": 2}, (1, 2): {"ep": 1, "etp": 2}, (1, 1): {"ep": 4}}
+"""How experts are spread then, over all four ranks."""
+GROUPED = ("mixtral", "dots1")
 
 
 def judge(jobs: list[dict[str, Any]], folder: Path, seconds: int = 280) -> subprocess.CompletedProcess[str]:
@@ -63,6 +71,7 @@ def judge(jobs: list[dict[str, Any]], folder: Path, seconds: int = 280) -> subpr
 def write(convert, source: Path, out: Path, case: Case) -> None:
     """The folder of a case. The vocabulary is padded to 224 rows at TP1, to 256 at TP2."""
     words = ["--tp", case.tp, "--pp", case.pp, "--norm", case.norm, "--make-vocab-size-divisible-by", 32]
+    words += case.experts or ()
     ran = convert("hf2megatron", source, out, "--format", "torch_dist", *words)
     assert ran.code == 0, ran.err
 
@@ -88,17 +97,27 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, tmp_path)
     for number, (case, source) in enumerate(zip(CASES, sources, strict=True)):
         write(convert, source, tmp_path / f"m{number}", case)
     jobs: list[dict[str, Any]] = []
-    for (tp, pp), (number, case) in product(((2, 2), (2, 1), (1, 2), (1, 1)), enumerate(CASES)):
+    for (tp, pp), (number, case) in product(SPREAD, enumerate(CASES)):
         one = {"dist": str(tmp_path / f"m{number}"), "hf": str(sources[number]), "te": case.norm == "te"}
+        one |= SPREAD[tp, pp] if case.model in EXPERTS else {}
         save = {"save": str(tmp_path / f"s{number}"), "layers": case.layers, "optimizer": case.optimizer}
         jobs.append({"tp": tp, "pp": pp, **one, **(save if tp * pp == 4 else {})})
     for what in ("gate", "layer"):
         write(convert, sources[0], tmp_path / what, CASES[0])
         damaged(tmp_path / what, what)
         jobs.append({"dist": str(tmp_path / what), "hf": str(sources[0]), "tp": 1, "pp": 1, "damaged": True})
+    grouped = [number for number, case in enumerate(CASES) if case.model in GROUPED]
+    for number in grouped:
+        one = {"dist": str(tmp_path / f"m{number}"), "hf": str(sources[number]), "te": CASES[number].norm == "te"}
+        jobs.append({**one, "tp": 2, "pp": 2, "ep": 2, "etp": 1, "grouped": str(tmp_path / f"g{number}")})
     ran = judge(jobs, tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
-    assert ran.stdout.count("max abs logit difference") == len(jobs)
+    assert ran.stdout.count("max abs logit difference") == len(jobs) - len(grouped)
+    for number in grouped:
+        back = tmp_path / f"grouped{number}"
+        assert any(megatron.GROUPED.fullmatch(key) for key, _ in used(tmp_path / f"g{number}"))
+        assert convert("megatron2hf", tmp_path / f"g{number}", back, "--config", sources[number]).code == 0
+        assert files(back) == files(sources[number])
     seen = set()
     for number, (case, source) in enumerate(zip(CASES, sources, strict=True)):
         saved, back = tmp_path / f"s{number}", tmp_path / f"back{number}"
@@ -109,6 +128,7 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, tmp_path)
         assert convert("verify", saved).code == 0, "its own checksums"
         assert convert("megatron2hf", saved, back, "--config", source).code == 0
         assert files(back) == files(source), f"what megatron-core wrote of {case} came back changed"
-    copies = lines(rule for rule in megatron.MCORE if "copy" in rule.conditions)
-    local = {line for line in lines(megatron.MCORE) if re.search(r"\.(input|pre_mlp)_layernorm\.", line[0])}
-    assert seen == (lines(megatron.MCORE) | lines(megatron_dist.SPLIT)) - copies - local
+    copies = lines(rule for rule in megatron_dist.TABLE if "copy" in rule.conditions)
+    norms = {line for line in lines(megatron.MCORE) if re.search(r"\.(input|pre_mlp)_layernorm\.", line[0])}
+    local = norms - lines(megatron_dist.STACKED)
+    assert seen == (lines(megatron_dist.TABLE) | lines(megatron_dist.SPLIT)) - copies - local

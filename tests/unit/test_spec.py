@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from itertools import product
 
 import pytest
 from transformers import AutoConfig
 
-from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
+from formats import megatron_experts
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, VitruvianError
 from formats.families import FAMILIES
 from formats.hf_config import from_huggingface, to_huggingface
-from formats.huggingface import model_slots
+from formats.huggingface import BUFFERS, model_slots
 from formats.megatron_args import LLAMA3_SCALING, Options, flags, from_megatron, namespace, to_megatron
 from formats.spec import differences, parse_settings
-from tests.models import IN_MEGATRON, LLAMA3, MODELS, settings_of
+from tests.models import EXPERTS, IN_MEGATRON, LLAMA3, MODELS, settings_of
 
 
 def config(name: str, **changes) -> dict:
@@ -68,9 +71,10 @@ def test_the_order_of_a_table_is_that_of_the_parameters(name):
     settings = config(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-    slots = model_slots(from_huggingface(settings, {}, "one"))
+    slots = model_slots(from_huggingface(settings, {}, "one"), memory=True)
+    parameters = [slot for slot in slots if not slot.replica and not BUFFERS & {*slot.rule.pattern.tensors}]
     names = [key for key, _ in model.named_parameters()]
-    assert [(set(slot.keys) & set(names) or {""}).pop() for slot in slots if not slot.replica] == names
+    assert [(set(slot.keys) & set(names) or {""}).pop() for slot in parameters] == names
 
 
 @pytest.mark.parametrize("name", IN_MEGATRON)
@@ -183,9 +187,16 @@ def test_what_has_no_layout_is_refused(changes, reason):
         ({"add_bias_linear": True}, "add_bias_linear"),
         ({"normalization": "LayerNorm"}, "normalization"),
         ({"layernorm_zero_centered_gamma": True}, "zero_centered"),
-        ({"num_experts": 8}, "num_experts"),
         ({"position_embedding_type": "none"}, "position_embedding_type"),
         ({"position_embedding_type": "learned_absolute"}, "no known family has .* learned positions"),
+        ({"num_experts": 8, "moe_router_topk": 2, "moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor"),
+        ({"num_experts": 8, "moe_router_topk": 2, "moe_router_pre_softmax": True}, "router_normalized = False"),
+        ({"num_experts": 8, "moe_router_topk": 2, "moe_router_topk_scaling_factor": 2.0}, "router_scale = 2.0"),
+        ({"num_experts": 8, "moe_router_topk": 2, "moe_layer_freq": 2}, r"dense_layers = \[1, 3\]"),
+        ({"num_experts": 8, "moe_router_topk": 2, "moe_layer_freq": "([0]*2)"}, "says nothing about 4 layers"),
+        ({"num_experts": 8, "moe_router_topk": 2, "moe_router_load_balancing_type": ["sinkhorn"]}, "sinkhorn"),
+        ({"num_experts": 8, "moe_router_topk": 2, "moe_router_score_function": "sigmoid"}, "no known family"),
+        ({"num_experts": 8, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 64}, "no known family"),
         ({"add_qkv_bias": True, "qk_layernorm": True}, "no known family"),
     ],
 )
@@ -282,3 +293,65 @@ def test_settings_that_make_no_sense_are_usage_errors(setting):
 def test_settings_are_json_or_none():
     parsed = parse_settings(["rope_theta=5e5", "tied=True", "rope_scaling=none", "sliding_window=None"])
     assert parsed == {"rope_theta": 5e5, "tied": True, "rope_scaling": None, "sliding_window": None}
+
+
+MANY = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2**40,
+    2**70,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    "8",
+    [],
+    [[1]],
+    [0, 1, 0, 1],
+    {},
+    (),
+]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_arguments_of_experts_of_any_type_are_read_or_refused(name):
+    args = to_megatron(from_huggingface(config(name), {}, "config.json"))
+    names = [*megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE, "num_layers"]
+    for key, value in product(names, MANY):
+        try:
+            spec = from_megatron(args | {key: value}, {}, None, "args")
+        except VitruvianError:
+            continue
+        assert len(list(spec.boxes(256))) < 1000
+        to_megatron(spec)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_config_of_experts_of_any_type_is_read_or_refused(name):
+    base = config(name)
+    keys = {key for keys in FAMILIES[base["model_type"]].keys.values() for key in keys.split() if key in base}
+    for key, value in product([*keys, *{"decoder_sparse_step", "max_window_layers"}.intersection(base)], MANY):
+        with suppress(VitruvianError):
+            spec = from_huggingface(base | {key: value}, {}, "config.json")
+            assert len(list(spec.boxes(256))) < 1000
+            to_huggingface(spec, base | {key: value})
+
+
+def test_groups_that_transformers_ranks_otherwise_are_refused():
+    args = to_megatron(from_huggingface(config("dots1-tied"), {}, "config.json"))
+    assert (args["moe_router_num_groups"], args["moe_router_group_topk"], args["moe_router_topk"]) == (4, 2, 4)
+    for top_k in (2, 6):
+        with pytest.raises(UnsupportedError, match="moe_router_group_topk = 2 is not supported"):
+            from_megatron(args | {"moe_router_topk": top_k}, {}, None, "args")
+
+
+def test_the_weight_of_a_single_expert_after_a_sigmoid_is_its_score():
+    """megatron-core normalizes none there, nor does transformers without norm_topk_prob."""
+    changes = {"num_experts_per_tok": 1, "norm_topk_prob": False}
+    spec = from_huggingface(config("dots1", **changes), {}, "config.json")
+    assert from_megatron(to_megatron(spec), {}, None, "args").router_normalized is False
+    with pytest.raises(RefusedError, match="of a single expert"):
+        to_megatron(from_huggingface(config("dots1", num_experts_per_tok=1), {}, "config.json"))

@@ -1,0 +1,82 @@
+"""Settings of a mixture of experts that transformers spells in more than one config key.
+
+Facts: transformers 5.23.0, models/qwen2_moe/modeling_qwen2_moe.py (which layers are sparse) and
+models/dots1/modeling_dots1.py (the first ones are dense; the shared experts are one MLP, as wide as all of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import RefusedError, SourceError, short
+from formats.spec import some_layers
+
+FIRST, LISTED, STEP = "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step"
+COUNTED = "n_shared_experts"
+DERIVED = ("dense_layers", "shared_ffn")
+"""The settings with rules of their own here."""
+
+
+def found(keys: Mapping[str, str], config: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings of `DERIVED` that a family has.
+
+    Args:
+        keys: the config keys of each setting, the first of them in `DERIVED` telling the rule.
+        config: the parsed config.json.
+        values: the settings with a key of their own.
+        where: what to call the file in an error.
+
+    Raises:
+        SourceError: the config says what makes no sense.
+    """
+    settings: dict[str, Any] = {}
+    if keys.get("dense_layers") == FIRST:
+        settings["dense_layers"] = tuple(range(_count(config, FIRST, 0, where)))
+    elif "dense_layers" in keys:
+        step, listed = _count(config, STEP, 1, where), config.get(LISTED) or []
+        if not isinstance(listed, list) or not all(type(one) is int for one in listed):
+            raise SourceError(f"{where} says {LISTED} = {short(listed)}, it should be a list of layers")
+        dense, layers = set(listed), some_layers(values["layers"])
+        settings["dense_layers"] = tuple(n for n in layers if n in dense or (n + 1) % max(step, 1))
+    if keys.get("shared_ffn") == COUNTED:
+        width = values["expert_ffn"]
+        settings["shared_ffn"] = _count(config, COUNTED, 0, where) * (width if type(width) is int else 0) or None
+    elif "shared_ffn" in keys:
+        settings["shared_ffn"] = config.get(keys["shared_ffn"])
+    return settings
+
+
+def _count(config: Mapping[str, Any], key: str, fallback: int, where: str) -> int:
+    value = config.get(key)
+    if value is None:
+        return fallback
+    if type(value) is not int or not 0 <= value < 1_000_000:
+        raise SourceError(f"{where} says {key} = {short(value)}, it should be a small whole number")
+    return value
+
+
+def spelled(keys: Mapping[str, str], name: str, dense: tuple[int, ...], shared: int, width: int) -> dict[str, Any]:
+    """The config keys of one setting of `DERIVED`.
+
+    Args:
+        keys: the config keys of the family.
+        name: the setting.
+        dense: the layers without experts.
+        shared: the width of what is shared.
+        width: the width of an expert.
+
+    Raises:
+        RefusedError: the family cannot say it.
+    """
+    if name == "shared_ffn" and keys[name] != COUNTED:
+        return {keys[name]: shared}
+    if name == "shared_ffn":
+        if shared % width:
+            raise RefusedError(f"what is shared is {shared} wide, which is no multiple of an expert's {width}")
+        return {COUNTED: shared // width}
+    if keys[name] != FIRST:
+        return {LISTED: list(dense), STEP: 1}
+    if dense != tuple(range(len(dense))):
+        raise RefusedError(f"the layers without experts are {list(dense)}, the family has them only in front")
+    return {FIRST: len(dense)}

@@ -1,0 +1,252 @@
+"""The arguments of Megatron's mixtures of experts, and the ranks that hold their parts.
+
+Facts: megatron-core 0.16.1, transformer/moe/moe_utils.py `topk_routing_with_score_function` (weights of the chosen),
+`group_limited_topk` (groups), transformer/transformer_config.py (what it refuses), parallel_state.py (the order of
+ranks); megatron/training/checkpointing.py at 0.18 (which ranks write a file).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from formats.errors import RefusedError, UnsupportedError, short
+from formats.families import family_named
+from formats.spec import EXPERTS, ModelSpec, real, some_layers
+
+ARGS = {
+    "experts": "num_experts",
+    "top_k": "moe_router_topk",
+    "expert_ffn": "moe_ffn_hidden_size",
+    "shared_ffn": "moe_shared_expert_intermediate_size",
+    "router_scale": "moe_router_topk_scaling_factor",
+    "router_groups": "moe_router_num_groups",
+    "router_top_groups": "moe_router_group_topk",
+}
+"""Setting: argument."""
+
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "moe_router_topk_limited_devices": (None,),
+    "moe_router_force_load_balancing": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_extended_tp": (False,),
+    "moe_latent_size": (None,),
+}
+"""Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
+
+MORE = (
+    "moe_layer_freq", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate", "moe_router_load_balancing_type", "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)  # fmt: skip
+"""Arguments with a rule of their own."""
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def found(args: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], frozenset[str], str]:
+    """What args say of experts: the settings, the tensors by which families are told apart, and the router's function.
+
+    Raises:
+        UnsupportedError: the router computes what no family here does.
+    """
+    if args.get("num_experts") is None:
+        return {}, frozenset(), ""
+    score = args.get("moe_router_score_function") or "softmax"
+    balancing = args.get("moe_router_load_balancing_type")
+    if score not in ("softmax", "sigmoid"):
+        raise UnsupportedError(f"{where}: moe_router_score_function = {short(score)} is not supported")
+    if balancing == "sinkhorn" or (isinstance(balancing, list) and "sinkhorn" in balancing):
+        raise UnsupportedError(f"{where}: moe_router_load_balancing_type = sinkhorn is not supported")
+    settings: dict[str, Any] = {name: args.get(key) for name, key in ARGS.items()}
+    settings["expert_ffn"] = settings["expert_ffn"] or values.get("ffn")
+    single = settings["top_k"] == 1
+    settings["router_normalized"] = not (single if score == "sigmoid" else args.get("moe_router_pre_softmax"))
+    scale = settings["router_scale"]
+    settings["router_scale"] = 1.0 if scale is None else real(scale, "router_scale", where)
+    if not settings["router_top_groups"]:
+        settings |= {"router_groups": 1, "router_top_groups": 1}
+    elif not _ranks_by_two(settings["top_k"], settings["router_top_groups"]):
+        raise UnsupportedError(
+            f"{where}: moe_router_group_topk = {short(settings['router_top_groups'])} is not supported with "
+            f"moe_router_topk = {short(settings['top_k'])}, only half of it"
+        )
+    settings["dense_layers"] = _dense(args.get("moe_layer_freq", 1), values.get("layers"), where)
+    has = {
+        "router": True,
+        "router_bias": args.get("moe_router_enable_expert_bias"),
+        "shared_up": settings["shared_ffn"] is not None,
+        "shared_router": args.get("moe_shared_expert_gate"),
+    }
+    return settings, frozenset(name for name, there in has.items() if there), score
+
+
+def _ranks_by_two(top_k: Any, groups: Any) -> bool:
+    """Whether Megatron ranks groups as transformers does: by their two best experts."""
+    return type(top_k) is int and type(groups) is int and groups > 0 and top_k // groups == 2
+
+
+def _dense(frequency: Any, layers: Any, where: str) -> tuple[int, ...]:
+    """The layers without experts (models/gpt/gpt_layer_specs.py `get_gpt_decoder_layer_specs`)."""
+    match frequency:
+        case int() if frequency > 0:
+            return tuple(layer for layer in some_layers(layers) if layer % frequency)
+        case list() if len(frequency) == layers and all(type(one) is int and one in (0, 1) for one in frequency):
+            return tuple(layer for layer, one in enumerate(frequency) if not one)
+    raise UnsupportedError(f"{where}: moe_layer_freq = {short(frequency)} says nothing about {short(layers)} layers")
+
+
+def chosen(values: Mapping[str, Any], base: ModelSpec | None, where: str) -> dict[str, Any]:
+    """The settings as their family has them: None where it leaves no choice.
+
+    Without a dense layer `ffn` is the width of nothing, and Megatron may say anything: it is that of the config.
+
+    Raises:
+        UnsupportedError: it leaves no choice, and computes something else.
+    """
+    family, settings = values["family"], dict(values)
+    keys = family_named(family).keys
+    if "expert_ffn" not in keys:
+        settings["ffn"] = settings["expert_ffn"]
+    elif base and not settings["dense_layers"]:
+        settings["ffn"] = base.ffn
+    for name, only in EXPERTS.items():
+        if name in keys:
+            continue
+        if only is not None and settings[name] != only:
+            said = short(settings[name])
+            raise UnsupportedError(f"{where}: {name} = {said} is not supported for {family}, only {only}")
+        settings[name] = None
+    return settings
+
+
+def arguments(spec: ModelSpec) -> dict[str, Any]:
+    """The arguments of a model's experts; those of a model without any say so.
+
+    Raises:
+        RefusedError: Megatron has no such router.
+    """
+    if not spec.experts:
+        return {"num_experts": None}
+    family = family_named(spec.family)
+    held = {name: only if getattr(spec, name) is None else getattr(spec, name) for name, only in EXPERTS.items()}
+    sigmoid, normalized, grouped = family.router == "sigmoid", held["router_normalized"], held["router_groups"] > 1
+    reasons = {
+        "of a sigmoid's scores its weights always add up to 1": sigmoid and not normalized and spec.top_k != 1,
+        "of a single expert it has no weight that is normalized": normalized and spec.top_k == 1,
+        f"it ranks groups by {spec.top_k} // {held['router_top_groups']} of their experts, this model by 2": (
+            grouped and not _ranks_by_two(spec.top_k, held["router_top_groups"])
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise RefusedError(f"megatron-core cannot compute this {spec.family}: {reason}")
+    sparse = spec.sparse_layers
+    only = {name: allowed[0] for name, allowed in ONLY.items()}
+    return (
+        {key: held[name] for name, key in ARGS.items()}
+        | only
+        | {
+            "moe_ffn_hidden_size": spec.expert_ffn or spec.ffn,
+            "moe_router_num_groups": held["router_groups"] if grouped else None,
+            "moe_router_group_topk": held["router_top_groups"] if grouped else None,
+            "moe_router_topk_scaling_factor": held["router_scale"] if held["router_scale"] != 1.0 else None,
+            "moe_router_score_function": family.router,
+            "moe_router_pre_softmax": not sigmoid and not normalized,
+            "moe_router_enable_expert_bias": "router_bias" in family.experts,
+            "moe_shared_expert_gate": "shared_router" in family.experts,
+            "moe_layer_freq": [int(layer in sparse) for layer in range(spec.layers)] if spec.mixed else 1,
+        }
+    )
+
+
+def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
+    """The arguments that say how experts lie in a checkpoint; `names` are those of Options."""
+    if not spec.experts:
+        return {"expert_model_parallel_size": 1}
+    return {
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "moe_grouped_gemm": names == "te",
+        "moe_use_legacy_grouped_gemm": False,
+    }
+
+
+def flags(args: Mapping[str, Any]) -> list[str]:
+    """The flags that Megatron does not take from a checkpoint."""
+    if args["num_experts"] is None:
+        return []
+    found = [
+        f"--expert-model-parallel-size {args['expert_model_parallel_size']}",
+        f"--expert-tensor-parallel-size {args['expert_tensor_parallel_size']}",
+    ]
+    if args["moe_router_num_groups"]:
+        groups = args["moe_router_num_groups"], args["moe_router_group_topk"]
+        found.append("--moe-router-num-groups {} --moe-router-group-topk {}".format(*groups))
+    return found + (["--moe-shared-expert-gate"] if args["moe_shared_expert_gate"] else [])
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How the tensors of one pipeline stage are cut: dense ones over `tp`, experts over `ep` and each over `etp`."""
+
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks a stage needs."""
+        return max(self.tp, self.ep * self.etp)
+
+    @property
+    def in_files(self) -> bool:
+        """Whether the files of the classic format hold all of a model, each part under a name of its own."""
+        return not (self.tp % self.etp or self.ep * self.etp % self.tp)
+
+    def files(self) -> Iterator[tuple[int, int, int]]:
+        """(rank, tensor rank, expert rank) of each file of a stage: the first ranks that hold all experts write one."""
+        return ((rank, rank % self.tp, rank // self.etp % self.ep) for rank in range(self.ep * self.etp))
+
+    def of(self, rank: int, experts: int) -> dict[str, Any]:
+        """What `layout.slots` has to know of a rank.
+
+        Args:
+            rank: that of the stage.
+            experts: how many the model has.
+        """
+        number, share = rank // self.etp % self.ep, experts // self.ep
+        copy = "ep" if self.tp == self.etp else "copy"
+        return {
+            "mesh": {"tp": (rank % self.tp, self.tp), copy: (rank // self.tp, -(-self.ranks // self.tp))},
+            "experts": list(enumerate(range(number * share, (number + 1) * share))),
+            "expert_mesh": {"ep": (number, self.ep), "etp": (rank % self.etp, self.etp)},
+        }
+
+
+def require_mesh(mesh: Mesh, spec: ModelSpec, *, classic: bool) -> None:
+    """Experts divide over ranks, and in a classic checkpoint each part has a file.
+
+    Raises:
+        RefusedError: they do not, or the files of Megatron would not hold all of the model.
+    """
+    if not spec.experts and (mesh.ep, mesh.etp) != (1, mesh.tp):
+        raise RefusedError(f"a {spec.family} has no experts to spread over ep = {mesh.ep} and etp = {mesh.etp}")
+    if spec.experts and spec.experts % mesh.ep:
+        raise RefusedError(f"{spec.experts} experts do not divide over ep = {mesh.ep}")
+    if mesh.ranks % mesh.tp or mesh.ranks % (mesh.ep * mesh.etp):
+        raise RefusedError(
+            f"tp = {mesh.tp} does not go with ep = {mesh.ep} x etp = {mesh.etp}: one must divide the other"
+        )
+    if classic and not mesh.in_files:
+        raise RefusedError(
+            f"with tp = {mesh.tp}, ep = {mesh.ep} and etp = {mesh.etp} the files of Megatron's classic format do not "
+            "hold all of a model",
+            "etp must divide tp, and tp must divide ep * etp; torch_dist holds any",
+        )

@@ -1,0 +1,163 @@
+"""Mixtures of experts with something missing, mixed up, or that the other side cannot say: all of it is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.faults.dcp_tools import refused
+from tests.models import files
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+    """A run with two expert ranks."""
+    from converters.convert import Request, plan_megatron
+    from converters.convert import run as execute
+    from formats.megatron_args import Options
+    from formats.registry import open_checkpoint
+
+    out = tmp_path_factory.mktemp("experts") / "run"
+    request = Request(out, quiet=True)
+    execute(plan_megatron(open_checkpoint(model("mixtral")), request, Options(ep=2), None), request)
+    return out
+
+
+@pytest.fixture
+def made(run, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def change(path: Path, edit) -> None:
+    """Edit the state dict and the args of a rank's file."""
+    import torch
+
+    stored = torch.load(path, weights_only=False)
+    edit(stored["model"], stored["args"])
+    torch.save(stored, path)
+
+
+def file_of(run: Path, rank: int) -> Path:
+    """The file of an expert rank."""
+    return run / f"release/mp_rank_00_{rank:03d}/model_optim_rng.pt"
+
+
+EXPERT = "decoder.layers.2.mlp.experts.linear_fc1.weight1"
+ROUTER = "decoder.layers.2.mlp.router.weight"
+
+
+def test_a_missing_expert_rank_is_noticed(made, convert):
+    shutil.rmtree(made / "release/mp_rank_00_001")
+    refused(convert("digest", made), 3, "args say expert parallel size 2, 1 ranks are there")
+
+
+def test_a_missing_expert_and_one_too_many_are_noticed(made, convert):
+    change(file_of(made, 1), lambda state, args: state.pop(EXPERT))
+    refused(convert("digest", made), 3, "1 tensors are missing", EXPERT, "mp_rank_00_001")
+    change(file_of(made, 1), lambda state, args: state.update({EXPERT: state[f"{EXPERT[:-1]}0"]}))
+    change(file_of(made, 0), lambda state, args: state.update({f"{EXPERT}7": state[EXPERT]}))
+    refused(convert("digest", made), 3, "no place in this model", f"{EXPERT}7")
+
+
+def test_expert_ranks_in_each_others_place_are_noticed(made, convert):
+    one, two = (file_of(made, rank).parent for rank in (0, 1))
+    for source, target in ((one, made / "x"), (two, one), (made / "x", two)):
+        source.rename(target)
+    refused(convert("digest", made), 3, "was written by rank 1", "files are mixed up")
+
+
+def test_copies_of_a_router_that_differ_are_noticed(made, convert):
+    change(file_of(made, 1), lambda state, args: state[ROUTER][0].add_(1))
+    refused(convert("digest", made), 6, "router.2 differs between its copies", "ep rank 1")
+
+
+@pytest.mark.parametrize(
+    ("claims", "code", "parts"),
+    [
+        ({"moe_router_topk": 9}, 3, ["9 of 4 experts"]),
+        ({"moe_router_topk": None}, 3, ["does not say top_k"]),
+        ({"num_experts": 6}, 3, ["has shape [4, 64], but the configuration implies [6, 64]"]),
+        ({"num_experts": 5}, 3, ["5 experts do not divide over ep = 2"]),
+        ({"moe_layer_freq": 0}, 4, ["moe_layer_freq = 0"]),
+        ({"moe_router_pre_softmax": True}, 4, ["router_normalized = False is not supported for mixtral"]),
+        ({"moe_expert_capacity_factor": 1.0}, 4, ["moe_expert_capacity_factor = 1.0"]),
+        ({"expert_tensor_parallel_size": 2}, 3, ["do not hold all of the model"]),
+        ({"expert_tensor_parallel_size": "x"}, 3, ["expert_tensor_parallel_size = 'x'"]),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, 4, ["no known family"]),
+    ],
+)
+def test_arguments_that_fit_no_model_are_refused(made, convert, claims, code, parts):
+    shutil.rmtree(made / "huggingface")
+    for rank in (0, 1):
+        change(file_of(made, rank), lambda state, args: vars(args).update(claims))
+    refused(convert("digest", made, "--vocab-size", 211), code, *parts)
+
+
+def test_arguments_and_config_contradict_each_other(made, convert):
+    for rank in (0, 1):
+        change(file_of(made, rank), lambda state, args: setattr(args, "moe_router_topk", 1))
+    refused(convert("digest", made), 5, "top_k: 1 | 2")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words", "code", "reason"),
+    [
+        ("mixtral", {}, ["--ep", 3], 5, "4 experts do not divide over ep = 3"),
+        ("mixtral", {}, ["--tp", 2, "--etp", 1], 5, "do not hold all of a model"),
+        ("mixtral", {}, ["--etp", 2, "--ep", 2], 5, "do not hold all of a model"),
+        ("llama", {}, ["--ep", 2], 5, "a llama has no experts"),
+        ("mixtral", {}, ["--format", "megatron-llm"], 5, "its MLP has no experts"),
+        ("mixtral", {"num_experts_per_tok": 1}, [], 5, "of a single expert it has no weight that is normalized"),
+        ("dots1", {"norm_topk_prob": False}, [], 5, "weights always add up to 1"),
+        ("dots1-tied", {"num_experts_per_tok": 2}, [], 5, "it ranks groups by 2 // 2 of their experts"),
+        ("dots1", {"max_window_layers": 2}, [], 4, "sliding_attention"),
+        ("qwen2_moe", {"qkv_bias": False}, [], 4, "qkv_bias"),
+        ("qwen3_moe", {"decoder_sparse_step": 5}, [], 4, "none of 4 layers has experts"),
+    ],
+)
+def test_what_megatron_cannot_hold_is_refused(model, convert, tmp_path, name, changes, words, code, reason):
+    refused(convert("hf2megatron", model(name, **changes), tmp_path / "out", *words), code, reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "parts"),
+    [
+        ("qwen3_moe", {"num_experts": 8}, ["num_local_experts = 4 and num_experts = 8", "num_experts = 8"]),
+        ("qwen3_moe", {"mlp_only_layers": "0"}, ["mlp_only_layers"]),
+        ("qwen3_moe", {"decoder_sparse_step": "x"}, ["decoder_sparse_step"]),
+        ("qwen3_moe", {"norm_topk_prob": "x"}, ["router_normalized"]),
+        ("dots1", {"n_group": 3}, ["4 experts in 1 of 3 groups"]),
+        ("dots1", {"n_shared_experts": None}, ["does not say shared_ffn"]),
+        ("mixtral", {"num_local_experts": 3}, ["[4, 64]", "[3, 64]"]),
+        ("mixtral", {"num_local_experts": 1e9}, ["experts"]),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(model, convert, tmp_path, name, changes, parts):
+    folder = Path(shutil.copytree(model(name), tmp_path / "hf"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    ran = convert("digest", folder)
+    assert ran.code == 3
+    assert any(part in ran.err for part in parts), ran.err
+
+
+def test_layers_with_a_window_behind_the_full_ones_are_refused(model, convert, tmp_path):
+    folder = Path(shutil.copytree(model("dots1"), tmp_path / "hf"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["layer_types"]
+    (folder / "config.json").write_text(json.dumps(config | {"max_window_layers": 3}))
+    assert "max_window_layers = 3 of 4 layers" in convert("inspect", folder).out
+    refused(convert("hf2megatron", folder, tmp_path / "m"), 4, "max_window_layers = 3 of 4 layers")
+
+
+def test_the_width_of_no_layer_is_that_of_the_config(model, convert, tmp_path):
+    """Without a dense layer Megatron may say any --ffn-hidden-size."""
+    source, out = model("qwen3_moe"), tmp_path / "m"
+    assert convert("hf2megatron", source, out).code == 0
+    change(out / "release/mp_rank_00/model_optim_rng.pt", lambda state, args: setattr(args, "ffn_hidden_size", 48))
+    assert convert("megatron2hf", out, tmp_path / "back").code == 0
+    assert files(tmp_path / "back") == files(source)

@@ -1,0 +1,51 @@
+"""Mixtures of experts: every file comes back byte for byte, from the names of the Hub and from those in memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.dcp_tools import save
+from tests.models import EXPERTS, files
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_names_in_memory_become_those_of_the_hub(model, convert, tmp_path, name):
+    """What transformers holds in memory is fused; what it writes is not. Our FSDP folder loads into the model."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from transformers import AutoModelForCausalLM
+
+    source = model(name, "bfloat16")
+    state = AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict()
+    folder = save(tmp_path / "memory", {"model": state})
+    ran = convert("fsdp2hf", folder, tmp_path / "back", "--config", source)
+    assert ran.code == 0, ran.err
+    assert "under its own name" not in ran.err
+    weights = "model.safetensors"
+    assert (tmp_path / "back" / weights).read_bytes() == (source / weights).read_bytes()
+    ran = convert("hf2fsdp", source, tmp_path / "fsdp", "--ranks", 3)
+    assert ran.code == 0, ran.err
+    empty = {
+        key: torch.zeros_like(value) for key, value in state.items() if key != "lm_head.weight" or "tied" not in name
+    }
+    dcp.load({"model": empty}, checkpoint_id=tmp_path / "fsdp", no_dist=True)
+    assert all(torch.equal(value, state[key]) for key, value in empty.items())
+    assert convert("fsdp2hf", tmp_path / "fsdp", tmp_path / "again").code == 0
+    assert files(tmp_path / "again") == files(source)
+    digests = {convert("digest", one, *config).out.split()[0] for one, config in (
+        (source, []), (folder, ["--config", source]), (tmp_path / "fsdp", []))}  # fmt: skip
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_every_family_comes_back_from_expert_ranks(model, convert, tmp_path, name):
+    source = model(name, "bfloat16", shard="100KB")
+    topologies = ["--tp 1", "--tp 2 --pp 2 --ep 2 --norm local", "--ep 4 --experts local", "--tp 2 --ep 2 --etp 1"]
+    for number, one in enumerate(topologies):
+        first, second, back = (tmp_path / f"{number} {step}" for step in ("one", "two", "back"))
+        ran = convert("hf2megatron", source, first, *one.split())
+        assert ran.code == 0, ran.err
+        ran = convert("reshard", first, second, *topologies[number - 1].split())
+        assert ran.code == 0, ran.err
+        assert convert("megatron2hf", second, back).code == 0
+        assert files(back) == files(source)

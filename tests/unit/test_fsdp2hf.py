@@ -58,6 +58,13 @@ def test_a_push_is_checked_before_the_conversion(run_folder, convert, tmp_path):
     assert not out.exists()
 
 
+def test_a_part_pushes_nothing(run_folder, convert, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    words = ["fsdp2hf", run_folder / "checkpoint-7", tmp_path / "out", "--push", "acme/m"]
+    assert convert(*words, "--part", "1/2").code == 0
+    assert not (tmp_path / "out").exists()
+
+
 def test_either_side_may_lack_a_config(run_folder, model, convert, tmp_path):
     """A DCP folder without a config is compared with the Hugging Face folder that has one."""
     bare = tmp_path / "bare"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from formats.errors import SourceError, UnsupportedError
-from train.attention import BACKENDS, forward_words, register
+from train.attention import forward_words, named
 from train.rows import IGNORED, Flat
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -41,7 +41,7 @@ class Trainee(nn.Module):
         super().__init__()
         self.model, self.backend, self.kernels = model, backend, kernels
         head = model.get_output_embeddings()
-        head.forward = _with_loss(head.forward)
+        head.forward = _with_loss(head.forward, model.config)
 
     def forward(
         self,
@@ -61,13 +61,25 @@ class Trainee(nn.Module):
         return loss
 
 
-def _with_loss(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A head that gives the sum of losses, if it gets labels, and logits otherwise."""
+def adjusted(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """What a model makes of the logits of its head: granite divides them, gemma2 caps them (transformers 5.23.0).
+
+    `selfcheck.py` refuses models that make something else of them.
+    """
+    scale, cap = getattr(config, "logits_scaling", 1.0), getattr(config, "final_logit_softcapping", None)
+    logits = logits if scale == 1.0 else logits / scale
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _with_loss(head: Callable[[torch.Tensor], torch.Tensor], config: Any) -> Callable[..., torch.Tensor]:
+    """A head that gives the sum of losses, if it gets labels, and its own logits otherwise."""
 
     def forward(
         hidden: torch.Tensor, labels: torch.Tensor | None = None, predicted: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return head(hidden) if labels is None else summed_loss(hidden, labels, head, predicted)
+        if labels is None:
+            return head(hidden)
+        return summed_loss(hidden, labels, lambda states: adjusted(head(states).float(), config), predicted)
 
     return forward
 
@@ -112,11 +124,9 @@ def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    if backend == "varlen":
-        register()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            made, dtype=dtype, attn_implementation=BACKENDS[backend]
+            made, dtype=dtype, attn_implementation=named(backend)
         )
     model.config.use_cache = False
     return model

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.errors import RefusedError
-from train.attention import require_masks, resolve, self_check
+from train.attention import resolve
 from train.batching import Order, Sizes, batch_sizes, make_order
 from train.checkpoint import Progress, check_same, newest, read_progress, require_places
 from train.config import Config
@@ -19,6 +19,7 @@ from train.engines import ENGINES
 from train.model import DTYPES
 from train.rows import Rows, open_rows
 from train.schedule import check_schedule
+from train.selfcheck import require_masks, self_check
 from train.source import folder_of
 
 
@@ -75,8 +76,9 @@ def choose_attention(config: Config, world: World) -> tuple[Any, str, float]:
 
     made: Any = AutoConfig.from_pretrained(config.model.path)
     require_masks(made)
-    backend = resolve(config.model.attention, world.device)
-    return made, backend, self_check(made, world.device, backend, DTYPES[config.model.dtype])
+    dtype = DTYPES[config.model.dtype]
+    backend = resolve(config.model.attention, made, world.device, dtype)
+    return made, backend, self_check(made, world.device, backend, dtype)
 
 
 def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:

@@ -59,6 +59,8 @@ def require_same(folder, device, dtype):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_losses_and_gradients(model, family, dtype):
     pytest.importorskip("liger_kernel", reason="liger_kernel is not installed")
-    device = torch.device("cuda")
-    assert kernels.resolve("auto", device, family) == "liger"
-    require_same(model(family, vocab_size=253), device, dtype)
+    from transformers import AutoConfig
+
+    device, folder = torch.device("cuda"), model(family, vocab_size=253)
+    assert kernels.resolve("auto", AutoConfig.from_pretrained(folder), device) == "liger"
+    require_same(folder, device, dtype)

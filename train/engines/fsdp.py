@@ -36,7 +36,7 @@ def sharded(config: Config, made: Any, world: World, backend: str) -> Any:
     """
     dtype = DTYPES[config.model.dtype]
     model = make(made, backend, dtype if config.lora else torch.float32)
-    found = kernels.resolve(config.model.kernels, world.device, made.model_type)
+    found = kernels.resolve(config.model.kernels, made, world.device)
     if found == "liger":
         kernels.replace(model)
     if config.lora is not None:

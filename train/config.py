@@ -234,9 +234,11 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
         raise UsageError(f"{path} is no list of settings")
     if "lora" in held and held["lora"] is None:
         raise UsageError(f"{path}: lora is empty", "lora: {} takes the defaults; without it all weights are trained")
-    tree, notes = translated({name: value for name, value in held.items() if value is not None}, str(path))
-    for name, value in _words(overrides):
+    tree, translations = translated({name: value for name, value in held.items() if value is not None}, str(path))
+    words = dict(_words(overrides))
+    for name, value in words.items():
         _put(tree, name, value)
+    notes = [told + _overridden(ours, words) for ours, told in translations]
     try:
         config = Config(**tree)
     except ValidationError as error:
@@ -245,6 +247,12 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
     if "zero_quantized_gradients" in config.parallel.deepspeed.get("zero_optimization", {}):
         notes.append(f"zero_quantized_gradients (qgZ) is known to work on {QUANTIZED} nodes")
     return config, notes
+
+
+def _overridden(name: str, words: Mapping[str, Any]) -> str:
+    """What the command line says instead of a setting, or of settings in it."""
+    said = [f"--{word} {value}" for word, value in words.items() if name and f"{word}.".startswith(f"{name}.")]
+    return f"; but {', '.join(said)}" if said else ""
 
 
 def _check_engine(config: Config) -> None:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from formats.errors import UsageError
+from formats.errors import OutputError, UsageError, VitruvianError
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,22 @@ class World:
         found: list[float] = held.tolist()
         return found
 
-    def told(self, value: Any) -> Any:
-        """What the first rank has, on all of them."""
-        box = [value]
+    def told(self, find: Callable[[], Any]) -> Any:
+        """What the first rank finds out, on all of them.
+
+        Raises:
+            VitruvianError, OSError: it fails, and says so; the others end with its exit code.
+        """
+        box: list[Any] = [None, None]
+        failure: VitruvianError | OSError | None = None
+        if self.first:
+            try:
+                box[0] = find()
+            except (VitruvianError, OSError) as error:
+                failure, box[1] = error, getattr(error, "exit_code", OutputError.exit_code)
         dist.broadcast_object_list(box, 0, group=self.numbers)
+        if box[1] is not None:
+            raise failure or SystemExit(box[1])
         return box[0]
 
     def wait(self) -> None:
@@ -125,8 +137,9 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     if ranks % replicas:
         raise UsageError(f"{ranks} ranks cannot be {replicas} replicas of equal shards")
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
+    device = torch.device("cpu")
+    if cuda:  # Slurm may show each task its own GPU only, which is number 0 then
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=minutes)
     with _on_stderr():

@@ -47,7 +47,8 @@ def resolve(wanted: str, config: Any, device: torch.device) -> str:
 def replace(model: Any) -> None:
     """Let a model compute with liger's kernels, by the call that transformers makes (5.23.0 integrations/liger.py).
 
-    Which of them are right for a model, liger 0.8.5 says by its defaults: some have no rotary kernel. It is made for a process with one model: others of its type that are made later have these kernels too.
+    Which of them are right for a model, liger 0.8.5 says by its defaults: some have no rotary kernel. It is made for a
+    process with one model: others of its type that are made later have these kernels too.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

@@ -18,15 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from formats.errors import SourceError, UnsupportedError
 from train.attention import forward_words, named
-from train.rows import IGNORED, Flat
+from train.rows import CHUNK, IGNORED, Flat
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FILED: Mapping[str, Mapping[str, str]] = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 """Model type: names in memory that are others in its files (transformers 5.23.0 conversion_mapping.py)."""
 ADAPTERS = (".lora_A.", ".lora_B.")
 """In the names of tensors that peft adds to a model (peft 0.21.2 tuners/lora/layer.py)."""
-CHUNK = 2048
-"""Tokens whose logits are held at a time: a vocabulary of 131,072 takes 1 GiB for them in float32."""
 
 
 class Trainee(nn.Module):

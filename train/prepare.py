@@ -57,11 +57,10 @@ def prepare(config: Config, world: World) -> Prepared:
     check_schedule(config, total)
     kind = ENGINES[config.engine][2]
     fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, order.samples, kind)
-    start, progress = world.told(_start(config, fresh) if world.first else None)
+    start, progress = world.told(lambda: _start(config, fresh))
     if progress.step < total:
-        if world.first:
-            require_places(config.save.path, progress, total)
-        path = world.told(folder_of(config) if world.first else None)
+        world.told(lambda: require_places(config.save.path, progress, total))
+        path = world.told(lambda: folder_of(config))
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     return Prepared(config, rows, sizes, order, total, progress, start)
 

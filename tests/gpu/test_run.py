@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.gpu.test_attention import WIDE
 from tests.train.conftest import data, forks, run, settings  # noqa: F401
 
 torch = pytest.importorskip("torch")
@@ -11,9 +12,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(params=["fsdp", "transformers"])
-def config(settings, request):  # noqa: F811
+def config(settings, model, request):  # noqa: F811
     """Eight steps in bf16."""
-    return settings(engine=request.param, model={"dtype": "bf16"})
+    return settings(engine=request.param, model={"dtype": "bf16", "path": str(model("llama", vocab_size=253, **WIDE))})
 
 
 def test_a_gpu_trains_as_a_cpu_does(config, run, monkeypatch):  # noqa: F811

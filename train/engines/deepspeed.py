@@ -93,8 +93,8 @@ class Zero:
 
     def read(self, folder: Path) -> None:
         """See `Engine`: bit for bit; with other ranks or another stage, by way of a universal checkpoint."""
-        other = self.world.told(self._other(folder) if self.world.first else None)
-        run = self.world.told(_universal(folder) if self.world.first else None) if other else folder.parent
+        other = self.world.told(lambda: self._other(folder))
+        run = self.world.told(lambda: _universal(folder)) if other else folder.parent
         optimizer = self.trainee.optimizer
         ours = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         self.trainee.load_universal_checkpoint = lambda: other  # asked where checkpoints are loaded alone

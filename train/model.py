@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from formats.errors import SourceError, UnsupportedError
 from train.attention import forward_words, named
 from train.rows import CHUNK, IGNORED, Flat
+from train.source import MAKE
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FILED: Mapping[str, Mapping[str, str]] = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
@@ -260,6 +261,5 @@ def _files(path: Path) -> list[str]:
         held: Mapping[str, str] = json.loads(index.read_bytes())["weight_map"]
         return sorted(set(held.values()))
     if not (path / "model.safetensors").is_file():
-        hint = "make one of another checkpoint: convert fsdp2hf, megatron2hf or neox2hf CHECKPOINT FOLDER"
-        raise SourceError(f"{path} has no model.safetensors", hint)
+        raise SourceError(f"{path} has no model.safetensors", MAKE)
     return ["model.safetensors"]

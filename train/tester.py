@@ -26,7 +26,7 @@ from train.metrics import open_judge
 from train.model import fill
 from train.prepare import choose_attention
 from train.rows import Rows, open_rows
-from train.source import is_folder
+from train.source import MAKE, is_folder
 
 METADATA = ".metadata"
 """What DCP leaves. A folder that was converted from a checkpoint has its note, but not this."""
@@ -66,7 +66,7 @@ def find(save: Path, wanted: str) -> Place:
     if not is_folder(path):
         raise SourceError(
             f"{path} is neither a checkpoint that FSDP2 wrote here nor a Hugging Face folder",
-            "make one: convert fsdp2hf, zero2hf, megatron2hf or neox2hf CHECKPOINT FOLDER",
+            MAKE,
         )
     return Place(path, None)
 

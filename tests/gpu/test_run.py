@@ -11,6 +11,10 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
+NEAR = 1e-2
+"""Of losses of two trainings in bf16 whose sums have another order: 0.004 on CPUs. Without the moments it is 0.07."""
+
+
 @pytest.fixture(params=["fsdp", "transformers"])
 def config(settings, model, request):  # noqa: F811
     """Eight steps in bf16."""
@@ -32,5 +36,5 @@ def test_an_interrupted_training_goes_on(config, run):  # noqa: F811
     assert run(config, "--steps.exit_interval", 3).code == 75
     again = run(config)
     assert again.code == 0, again.out
-    assert again.series("loss") == pytest.approx(whole.series("loss"), abs=1e-3)
+    assert again.series("loss") == pytest.approx(whole.series("loss"), abs=NEAR)
     assert again.series("trained_tokens") == whole.series("trained_tokens")

@@ -57,6 +57,26 @@ def test_the_users_file_is_understood(tmp_path):
     assert batch_sizes(config.batch, 64) == Sizes(3, 1, 64)
 
 
+def test_a_file_stands_upon_its_base(tmp_path):
+    (tmp_path / "common.yml").write_text(NEOX)
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long/four.yml").write_text("base: ../common.yml\nsave: {path: /four}\nsteps: {train_iters: 5348}\n")
+    (tmp_path / "long/hot.yml").write_text("base: four.yml\noptim: {lr: 2.0e-5}\npack_impl: packed\n")
+    config, notes = load_config(tmp_path / "long/hot.yml", ["--seed", "7"])
+    assert (str(config.save.path), config.save.every, config.steps.train_iters) == ("/four", 100, 5348)
+    assert (config.optim.lr, config.optim.clip, config.seed, config.data.packing) == (2e-5, 1.0, 7, "packed")
+    assert {"checkpoint_factor -> save.every: 100", "pack_impl -> data.packing: packed"} <= set(notes)
+    assert not [note for note in notes if "train_iters" in note or "k_bin" in note]
+    for base, message in (
+        ("long/hot.yml", "is a file that it is the base of"),
+        ("[a.yml]", "base is"),
+        ("n.yml", "n.yml: No"),
+    ):
+        (tmp_path / "common.yml").write_text(f"base: {base}\n")
+        with pytest.raises(UsageError, match=message):
+            load_config(tmp_path / "long/hot.yml")
+
+
 def test_notes_say_what_has_an_effect(tmp_path):
     told = NEOX + '"zero_optimization": {"stage": 1}\n"fp16": {"enabled": true}\n'
     config, notes = load_config(write(tmp_path, told), ["--data.packing", "bfd", "--optim.lr=1e-5"])

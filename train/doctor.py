@@ -20,6 +20,7 @@ from converters.report import size
 from formats.errors import UnsupportedError, VerificationError
 from train.attention import BACKENDS, resolve
 from train.distributed import World
+from train.model import open_config
 from train.selfcheck import self_check
 from train.speed import peak_of
 
@@ -80,10 +81,10 @@ def _device(device: torch.device) -> str:
 
 
 def _config(model: Path | None) -> Any:
+    if model is not None:
+        return open_config(model)
     from transformers import AutoConfig
 
-    if model is not None:
-        return AutoConfig.from_pretrained(model)
     return AutoConfig.for_model(
         "llama", vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,

@@ -113,6 +113,21 @@ def summed_loss(
     return total
 
 
+def open_config(path: Path) -> Any:
+    """The configuration of a model in a Hugging Face folder, of transformers.
+
+    Raises:
+        SourceError: transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        told = " ".join(str(error).split())[:200]
+        raise SourceError(f"transformers cannot read {path / 'config.json'}: {told}") from error
+
+
 def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of transformers without memory.
 

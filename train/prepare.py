@@ -16,7 +16,7 @@ from train.checkpoint import Progress, check_same, newest, read_progress, requir
 from train.config import Config
 from train.distributed import World
 from train.engines import ENGINES
-from train.model import DTYPES
+from train.model import DTYPES, open_config
 from train.rows import Rows, open_rows
 from train.schedule import check_schedule
 from train.selfcheck import require_masks, self_check
@@ -71,9 +71,7 @@ def choose_attention(config: Config, world: World) -> tuple[Any, str, float]:
     Raises:
         VitruvianError: its layers cannot keep documents apart, or the attention does not.
     """
-    from transformers import AutoConfig
-
-    made: Any = AutoConfig.from_pretrained(config.model.path)
+    made = open_config(config.model.path)
     require_masks(made)
     dtype = DTYPES[config.model.dtype]
     backend = resolve(config.model.attention, made, world.device, dtype)

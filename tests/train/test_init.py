@@ -90,6 +90,11 @@ def test_the_doctor_looks_at_this_machine(train):
     assert "attention flash   the attention flash does not compute llama in float32 on cpu here" in found.out
 
 
+def test_the_doctor_wants_a_model(train, tmp_path):
+    found = train("doctor", tmp_path / "none")
+    assert (found.code, "none/config.json: " in found.err) == (3, True), found.err
+
+
 @pytest.mark.distributed
 def test_the_doctor_adds_up_ranks(forks):
     code, out = forks(["doctor", "--json"], 3)

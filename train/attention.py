@@ -39,7 +39,8 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
     """
     rocm = torch.version.hip is not None
     half = device.type == "cuda" and dtype != torch.float32
-    capped = getattr(config, "attn_logit_softcapping", None) is not None  # gemma2; sdpa and varlen leave it out
+    # sdpa and varlen know no cap; transformers 5.23.0 has no sdpa for gemma2, with a cap or not
+    capped = config.model_type == "gemma2" or getattr(config, "attn_logit_softcapping", None) is not None
     has = {
         "flash": half and find_spec("flash_attn") is not None,
         "varlen": half and not capped and find_spec("torch.nn.attention.varlen") is not None,

@@ -7,7 +7,6 @@ gloo two of them in one group abort or hang, so each has its own.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -92,10 +91,8 @@ def environment(held: Mapping[str, str]) -> dict[str, str]:
             "MASTER_ADDR": held.get("MASTER_ADDR") or _first_host(held.get("SLURM_JOB_NODELIST", "")),
             "MASTER_PORT": held.get("MASTER_PORT") or str(port),
         }
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # port 0: whichever is free
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _first_host(nodes: str) -> str:

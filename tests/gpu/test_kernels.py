@@ -13,10 +13,6 @@ from train import kernels
 from train.model import Trainee
 from train.rows import Flat
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the kernels of liger are made for one"),
-]
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 """Largest difference of a gradient, relative to its norm: bf16 alone gives 0.04 between sdpa and eager on CPUs."""
 

@@ -46,6 +46,7 @@ test-hpc: $(VENV)/.test  ## jobs on a real Slurm, an image by a real Apptainer, 
 	$(BIN)/python -m pytest --verbose -rs tests/hpc
 
 test-gpu: $(VENV)/.test  ## on a machine with a GPU: attention, trainings, speed beside TRL
+	$(PIP) --editable '.[liger]'
 	$(PIP) --no-deps trl==1.16.0
 	$(BIN)/python -m pytest --verbose -m gpu tests/gpu
 	$(BIN)/python -m tests.bench.gpu

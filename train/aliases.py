@@ -7,7 +7,7 @@ checkpoint does too, or how GPT-NeoX does its work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from formats.errors import UsageError
@@ -60,46 +60,48 @@ IGNORED = frozenset({
 """Without effect: documents of a row are always kept apart, and the settings here always win over a checkpoint's."""
 
 
-def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[str]]:
+def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """A tree of ours out of a file that may have keys of GPT-NeoX.
 
     Returns:
-        The tree, and a line for each key that was translated or has no effect.
+        The tree; and for each key that was translated or has no effect the setting that it became, or nothing, and a
+        line that says so.
 
     Raises:
         UsageError: two keys say different things, or one cannot be translated.
     """
     tree: dict[str, Any] = {}
-    notes: list[str] = []
+    notes: list[tuple[str, str]] = []
     said: dict[str, tuple[str, Any]] = {}
     for key, value in held.items():
         name = str(key).replace("-", "_")
-        if isinstance(value, dict) and name not in ("optimizer",):
-            if name in IGNORED:
-                notes.append(f"{key}: no effect")
-            else:
-                for ours, given in _leaves(value, f"{name}."):
-                    _say(tree, said, ours, ours, given, path)
-                tree.setdefault(name, {})
-        elif name == "optimizer":
+        if name == "optimizer":
             for ours, given in _optimizer(value, path).items():
                 _say(tree, said, str(key), ours, given, path)
-            notes.append("optimizer -> optim")
+            notes.append(("optim", "optimizer -> optim"))
+        elif name == "zero_optimization" and isinstance(value, dict) and value.get("stage") in (1, 2, 3):
+            stage = value["stage"]
+            _say(tree, said, f"{key}.stage", "parallel.zero_stage", stage, path)
+            told = (
+                f"{key}.stage -> parallel.zero_stage: {stage}, if --engine deepspeed trains; fsdp shards all as 3 does"
+            )
+            notes.append(("parallel.zero_stage", told))
+        elif name == "fp16" and isinstance(value, dict) and value.get("enabled") and value.get("type") != "bfloat16":
+            notes.append(("", f"{key}: no effect, nothing is trained in float16: the computation is in model.dtype"))
+        elif name in IGNORED:
+            notes.append(("", f"{key}: no effect"))
+        elif isinstance(value, dict):
+            for ours, given in value.items():
+                _say(tree, said, f"{name}.{ours}", f"{name}.{ours}", given, path)
+            tree.setdefault(name, {})
         elif name in ALIASES or name in VALUES:
             ours, given = (ALIASES[name], value) if name in ALIASES else VALUES[name](value)
             _say(tree, said, str(key), ours, given, path)
             if ours != name:
-                notes.append(f"{key} -> {ours}: {given}")
-        elif name in IGNORED:
-            notes.append(f"{key}: no effect")
+                notes.append((ours, f"{key} -> {ours}: {given}"))
         else:
             tree[name] = value
     return tree, notes
-
-
-def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """The settings of a section by their dotted names; a value may be a map itself."""
-    return ((f"{prefix}{name}", value) for name, value in section.items())
 
 
 def _say(tree: dict[str, Any], said: dict[str, tuple[str, Any]], key: str, ours: str, value: Any, path: str) -> None:

@@ -108,6 +108,11 @@ def make_order(rows: int, seed: int, steps: Steps, size: int) -> tuple[Order, in
     return Order(rows, seed, samples), math.ceil(samples / size)
 
 
+def seed_of(*parts: int) -> int:
+    """The seed of something that is told apart by some numbers."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
 def shares(values: Sequence[int]) -> list[int]:
     """First place of each of several parts that lie behind each other, and the end."""
     return [0, *np.cumsum(values).tolist()]

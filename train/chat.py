@@ -15,9 +15,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, UsageErr
 from train.data.encode import TemplateEncoder, probed
 from train.data.records import Malformed, Record
 from train.data.vocabulary import Fast
-
-HINTS = {"fsdp": "fsdp2hf", "neox": "neox2hf", "zero": "zero2hf", "megatron": "megatron2hf"}
-"""Format of a training's checkpoint: the command that makes a Hugging Face folder of it."""
+from train.source import TO_FOLDER
 
 
 class Sampling(NamedTuple):
@@ -147,7 +145,7 @@ def _require_model(folder: Path) -> None:
     kind = open_checkpoint(folder).format
     raise UsageError(
         f"{folder} is a checkpoint of the format {kind}, no Hugging Face folder",
-        f"convert {HINTS[kind]} {folder} OUT",
+        f"convert {TO_FOLDER[kind]} {folder} OUT",
     )
 
 

@@ -27,7 +27,7 @@ from formats.errors import OutputError, RefusedError, SourceError
 from train.distributed import World
 from train.engines import Engine
 
-LATEST, NOTE, PREFIX = "latest", ".progress", "global_step"
+LATEST, NOTE, PREFIX, PARTIAL = "latest", ".progress", "global_step", ".partial"
 BESIDE = (".json", ".jinja", ".model", ".txt")
 """Small files of a model's folder that go into each checkpoint,"""
 NOT_BESIDE = (".index.json", "vitruvian.json")
@@ -147,6 +147,14 @@ def check_same(held: Progress, now: Progress, path: Path) -> None:
         )
 
 
+def reason(error: BaseException) -> str:
+    """What went wrong with a checkpoint, in a line: torch gathers failures of ranks, each with a traceback."""
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = min(error.failures.items(), key=lambda one: one[0])
+        return f"rank {rank} says {reason(error)}"
+    return " ".join(str(error).split())[:200]
+
+
 class Saver:
     """Writes checkpoints in the background, one at a time."""
 
@@ -162,11 +170,8 @@ class Saver:
     def start(self, engine: Engine, progress: Progress) -> None:
         """Begin to write what an engine holds; training may go on."""
         self.finish()
-        staging = self.save / (progress.name + ".partial")
-        if self.world.first:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-        self.world.wait()
+        staging = self.save / (progress.name + PARTIAL)
+        self.world.told(lambda: self._clear(staging))
         self.running = progress, engine.write(staging)
 
     def finish(self) -> None:
@@ -178,25 +183,28 @@ class Saver:
             try:
                 held.result()
             except (OSError, RuntimeError, CheckpointException) as error:
-                told = " ".join(str(error).split())[-200:]
                 raise OutputError(
-                    f"{self.save / progress.name} could not be written: {told}", "is the disk full? df"
-                ) from None
+                    f"{self.save / progress.name} could not be written: {reason(error)}", "is the disk full? df"
+                ) from error
         self.running = None
         self.world.wait()
-        if self.world.first:
-            self._publish(progress)
-        self.world.wait()
+        self.world.told(lambda: self._publish(progress))
+
+    def _clear(self, staging: Path) -> None:
+        """Make an empty folder, and delete what kills have left behind of others."""
+        for path in self.save.glob(f"{PREFIX}*{PARTIAL}"):
+            shutil.rmtree(path)
+        staging.mkdir(parents=True)
 
     def _publish(self, progress: Progress) -> None:
-        staging, place = self.save / (progress.name + ".partial"), self.save / progress.name
+        staging, place = self.save / (progress.name + PARTIAL), self.save / progress.name
         for path in sorted(self.source.iterdir()):
             if path.suffix in BESIDE and path.is_file() and not path.name.endswith(NOT_BESIDE):
-                shutil.copyfile(path, staging / path.name)
+                write_file(staging / path.name, path.read_bytes())
         write_file(staging / NOTE, (json.dumps(asdict(progress), indent=1) + "\n").encode())
         sync_folder(staging)
         if place.exists():
-            shutil.rmtree(place)
+            _delete(place)
         staging.rename(place)
         write_file(self.save / LATEST, place.name.encode())
         sync_folder(self.save)
@@ -209,4 +217,11 @@ class Saver:
         held = [path for path in ours(self.save) if read_progress(path).offset == progress.offset]
         for path in held[: -self.keep]:
             if path != latest:
-                shutil.rmtree(path)
+                _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint; one that is deleted in part has no name of a checkpoint any more."""
+    gone = path.with_name(f"{path.name}.old{PARTIAL}")
+    path.rename(gone)
+    shutil.rmtree(gone)

@@ -1,7 +1,8 @@
 """The settings of a training: one tree, typed, with an explanation for every key.
 
-A YAML file gives it, dotted words on the command line override it (`--optim.lr 1e-5`). Unknown keys are errors that
-name the nearest known one. Keys of the users' GPT-NeoX files are understood, see `aliases.py`.
+A YAML file gives it, upon another one if it names a `base`; dotted words on the command line override it (`--optim.lr
+1e-5`). Unknown keys are errors that name the nearest known one. Keys of the users' GPT-NeoX files are understood, see
+`aliases.py`.
 """
 
 from __future__ import annotations
@@ -223,6 +224,61 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
     Raises:
         UsageError: a key is unknown, or a value is wrong.
     """
+    tree, translations = _tree(path)
+    words = dict(_words(overrides))
+    for name, value in words.items():
+        _put(tree, name, value)
+    notes = [told + _overridden(ours, words) for ours, told in translations]
+    try:
+        config = Config(**tree)
+    except ValidationError as error:
+        raise UsageError(*_explained(error, str(path))) from None
+    _check_engine(config)
+    if "zero_quantized_gradients" in config.parallel.deepspeed.get("zero_optimization", {}):
+        notes.append(f"zero_quantized_gradients (qgZ) is known to work on {QUANTIZED} nodes")
+    return config, notes
+
+
+def _tree(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """What a file says, upon what its `base` says, and the notes of both.
+
+    Args:
+        path: the file.
+        above: those that it is the base of.
+    """
+    held = _read(path)
+    base = held.pop("base", None)
+    tree, notes = translated(held, str(path))
+    if base is None:
+        return tree, notes
+    if not isinstance(base, str):
+        raise UsageError(f"{path}: base is {base!r}", "it is one file of settings, which may have a base itself")
+    chain = (*above, path.resolve())
+    if (path.parent / base).resolve() in chain:
+        raise UsageError(f"{path}: its base {base} is a file that it is the base of")
+    under, more = _tree(path.parent / base, chain)
+    return _upon(under, tree), [note for note in more if not _says(tree, note[0])] + notes
+
+
+def _says(tree: Any, name: str) -> bool:
+    """Whether settings give a value to one of them."""
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree is not None and not isinstance(tree, Mapping)
+
+
+def _upon(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings upon others: sections are joined, everything else is replaced."""
+    joined = {
+        name: _upon(under[name], value)
+        for name, value in over.items()
+        if isinstance(value, Mapping) and isinstance(under.get(name), Mapping)
+    }
+    return {**under, **over, **joined}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What stands in a file; what is empty there is left out."""
     try:
         held = yaml.safe_load(path.read_text())
         _require_once(path)
@@ -234,17 +290,13 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
         raise UsageError(f"{path} is no list of settings")
     if "lora" in held and held["lora"] is None:
         raise UsageError(f"{path}: lora is empty", "lora: {} takes the defaults; without it all weights are trained")
-    tree, notes = translated({name: value for name, value in held.items() if value is not None}, str(path))
-    for name, value in _words(overrides):
-        _put(tree, name, value)
-    try:
-        config = Config(**tree)
-    except ValidationError as error:
-        raise UsageError(*_explained(error, str(path))) from None
-    _check_engine(config)
-    if "zero_quantized_gradients" in config.parallel.deepspeed.get("zero_optimization", {}):
-        notes.append(f"zero_quantized_gradients (qgZ) is known to work on {QUANTIZED} nodes")
-    return config, notes
+    return {name: value for name, value in held.items() if value is not None}
+
+
+def _overridden(name: str, words: Mapping[str, Any]) -> str:
+    """What the command line says instead of a setting, or of settings in it."""
+    said = [f"--{word} {value}" for word, value in words.items() if name and f"{word}.".startswith(f"{name}.")]
+    return f"; but {', '.join(said)}" if said else ""
 
 
 def _check_engine(config: Config) -> None:

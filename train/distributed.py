@@ -7,11 +7,10 @@ gloo two of them in one group abort or hang, so each has its own.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from formats.errors import UsageError
+from formats.errors import OutputError, UsageError, VitruvianError
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,22 @@ class World:
         found: list[float] = held.tolist()
         return found
 
-    def told(self, value: Any) -> Any:
-        """What the first rank has, on all of them."""
-        box = [value]
+    def told(self, find: Callable[[], Any]) -> Any:
+        """What the first rank finds out, on all of them.
+
+        Raises:
+            VitruvianError, OSError: it fails, and says so; the others end with its exit code.
+        """
+        box: list[Any] = [None, None]
+        failure: VitruvianError | OSError | None = None
+        if self.first:
+            try:
+                box[0] = find()
+            except (VitruvianError, OSError) as error:
+                failure, box[1] = error, getattr(error, "exit_code", OutputError.exit_code)
         dist.broadcast_object_list(box, 0, group=self.numbers)
+        if box[1] is not None:
+            raise failure or SystemExit(box[1])
         return box[0]
 
     def wait(self) -> None:
@@ -80,10 +91,8 @@ def environment(held: Mapping[str, str]) -> dict[str, str]:
             "MASTER_ADDR": held.get("MASTER_ADDR") or _first_host(held.get("SLURM_JOB_NODELIST", "")),
             "MASTER_PORT": held.get("MASTER_PORT") or str(port),
         }
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # port 0: whichever is free
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _first_host(nodes: str) -> str:
@@ -125,8 +134,9 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     if ranks % replicas:
         raise UsageError(f"{ranks} ranks cannot be {replicas} replicas of equal shards")
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
+    device = torch.device("cpu")
+    if cuda:  # Slurm may show each task its own GPU only, which is number 0 then
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=minutes)
     with _on_stderr():

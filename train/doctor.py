@@ -18,9 +18,11 @@ import torch.distributed as dist
 
 from converters.report import size
 from formats.errors import UnsupportedError, VerificationError
-from train.attention import BACKENDS, resolve, self_check
+from train.attention import BACKENDS, resolve
 from train.distributed import World
+from train.model import open_config
 from train.nodes import compare, measure
+from train.selfcheck import self_check
 from train.speed import peak_of
 
 PACKAGES = (
@@ -85,10 +87,10 @@ def _device(device: torch.device) -> str:
 
 
 def _config(model: Path | None) -> Any:
+    if model is not None:
+        return open_config(model)
     from transformers import AutoConfig
 
-    if model is not None:
-        return AutoConfig.from_pretrained(model)
     return AutoConfig.for_model(
         "llama", vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
@@ -98,15 +100,12 @@ def _config(model: Path | None) -> Any:
 def _attention(device: torch.device, config: Any) -> Iterator[Finding]:
     """Each attention that there is: how far documents of a row are from documents alone, and how long that takes."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    chosen = resolve("auto", device)
+    chosen = resolve("auto", config, device, dtype)
     for backend in BACKENDS:
         name = f"attention {backend}"
         try:
-            resolve(backend, device)
-            apart = self_check(config, device, backend, dtype)
-        except UnsupportedError:
-            yield Finding(name, f"not on {device.type} here")
-        except VerificationError as error:
+            apart = self_check(config, device, resolve(backend, config, device, dtype), dtype)
+        except (UnsupportedError, VerificationError) as error:
             yield Finding(name, str(error), fault=backend == chosen)
         else:
             taken = ", taken by model.attention auto" if backend == chosen else ""

@@ -11,7 +11,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -63,7 +63,12 @@ def open_sets(config: Config) -> dict[str, Rows]:
 
 
 def evaluate(
-    trainee: Trainee, sets: Mapping[str, Rows], world: World, judge: Judge | None = None, most: int | None = None
+    trainee: Trainee,
+    sets: Mapping[str, Rows],
+    world: World,
+    judge: Judge | None = None,
+    most: int | None = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> dict[str, Score]:
     """Score every set with the weights as they are. Every rank has to come here.
 
@@ -73,6 +78,7 @@ def evaluate(
         world: the ranks.
         judge: compares texts; None for perplexity alone.
         most: rows of a set that are taken, None for all.
+        alive: called for each row.
     """
     trainee.eval()
     found = {}
@@ -81,6 +87,7 @@ def evaluate(
             sums = np.zeros(2 if judge is None else 2 + len(judge.nothing))
             chosen = _spread(len(rows), most)
             for first in range(0, len(chosen), world.ranks):
+                alive()
                 flat = rows.flat(chosen[first + world.rank : first + world.rank + 1])
                 if judge is None:
                     loss = trainee(flat, world.device)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from converters.publish.small_files import held_template
 from formats.errors import SourceError, UsageError
+from train.source import MAKE
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -53,7 +54,7 @@ def command_of(bench: Bench) -> list[str]:
     if not (model / "config.json").is_file():
         raise UsageError(
             f"{model} is no Hugging Face folder",
-            "make one of a checkpoint: convert fsdp2hf, megatron2hf, neox2hf or zero2hf CHECKPOINT FOLDER",
+            MAKE,
         )
     if {",", "="} & set(str(model)):
         raise UsageError(f"the harness cannot take {model}: commas and = separate its arguments", "ln -s it elsewhere")

@@ -7,15 +7,15 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 
 from converters.durable import lock, stoppable, write_file
 from formats.errors import Interrupted, OutputError, VerificationError
+from train.batching import seed_of
 from train.checkpoint import Progress, Saver
 from train.config import Config, write_config
 from train.distributed import World
@@ -31,7 +31,7 @@ from train.schedule import learning_rate
 from train.speed import flops_of, memory_of, multiplied, peak_of
 
 RESUME = "RESUME"
-"""File in the save folder of a training that is not at its end: the next job has something to do."""
+"""File in the save folder of a training that is not at its end, or not exported: the next job has something to do."""
 
 
 class Run(NamedTuple):
@@ -44,6 +44,7 @@ class Run(NamedTuple):
     sets: dict[str, Rows]
     judge: Judge | None
     parameters: float
+    watch: Watch
 
 
 def train(config: Config, world: World, say: Say) -> Progress:
@@ -72,12 +73,14 @@ def _alone(config: Config, world: World) -> Iterator[None]:
     Raises:
         OutputError: another one does.
     """
-    if not world.first:
-        yield
-        return
-    config.save.path.mkdir(parents=True, exist_ok=True)
-    with (config.save.path / ".lock").open("w") as file:
-        lock(file.fileno(), config.save.path)
+    save = config.save.path
+
+    def begin() -> None:
+        save.mkdir(parents=True, exist_ok=True)
+        lock(stack.enter_context((save / ".lock").open("w")).fileno(), save)
+
+    with ExitStack() as stack:
+        world.told(begin)
         yield
 
 
@@ -86,7 +89,6 @@ def _train(config: Config, world: World, say: Say) -> Progress:
     if made.progress.step >= made.total:
         if world.first:
             say(f"nothing left to do: {made.progress.name} is behind the last of {made.total} steps")
-            (config.save.path / RESUME).unlink(missing_ok=True)
         return made.progress
     if config.export is not None and config.export.exists():
         raise OutputError(
@@ -107,8 +109,6 @@ def _train(config: Config, world: World, say: Say) -> Progress:
             f"stopped behind step {progress.step} of {made.total}, saved as {progress.name}",
             "run the same command again to go on" if config.init != "finetune" else "go on with --init auto",
         )
-    if world.first:
-        (config.save.path / RESUME).unlink()
     return progress
 
 
@@ -116,9 +116,9 @@ def _steps(run: Run, log: Log | None, say: Say) -> Progress:
     """The steps of a run, to its end or until it has to leave; everything is saved."""
     config, total, progress = run.made.config, run.made.total, run.made.progress
     began = time.monotonic()
-    with stoppable() as stopped, Profiler(config, run.world, say) as profiler, Watch(config) as watch:
+    with stoppable() as stopped, Profiler(config, run.world, say) as profiler, run.watch:
         for number in range(progress.step, total):
-            watch.again()
+            run.watch.again()
             started = time.monotonic()
             step = _step(run, number, stopped() or late(config, time.monotonic() - began))
             progress = replace(progress, step=number + 1, tokens=progress.tokens + step.trained)
@@ -135,6 +135,7 @@ def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: fl
     if log:
         log.line(progress, total, step, seconds, say)
     if not math.isfinite(step.loss + step.norm):
+        run.saver.finish()
         raise VerificationError(
             f"behind step {done} the loss is {step.loss} and the gradient's norm {step.norm}; nothing of it was saved",
             "a lower optim.lr, or a look at the rows: the next run goes on from the last checkpoint",
@@ -145,14 +146,15 @@ def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: fl
     if done % config.save.every == 0 or done == total or leaving:
         run.saver.start(run.engine, progress)
     if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
-        scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, config.evaluate.max_rows)
+        most = config.evaluate.max_rows
+        scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, most, run.watch.again)
         if log:
             log.scores(progress, scores, say)
     return leaving
 
 
 class Watch:
-    """Ends a rank that has made no step for too long, behind a print of what each of its threads waits for."""
+    """Ends a rank that has done nothing for too long, behind a print of what each of its threads waits for."""
 
     def __init__(self, config: Config) -> None:
         self.seconds = 60 * config.parallel.timeout_minutes
@@ -163,7 +165,7 @@ class Watch:
         return self
 
     def again(self) -> None:
-        """A step begins."""
+        """A step begins, or a row of an evaluation."""
         faulthandler.dump_traceback_later(self.seconds, exit=True)
 
     def __exit__(self, *_: object) -> None:
@@ -205,7 +207,7 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
             trained = sum(count for count, wanted in counts if wanted)
             say(f"adapters   {trained:,} of {sum(count for count, _ in counts):,} parameters are trained")
     saver = Saver(config.save.path, config.model.path, config.save.keep, world)
-    return Run(made, world, engine, saver, sets, judge, multiplied(engine.model))
+    return Run(made, world, engine, saver, sets, judge, multiplied(engine.model), Watch(config))
 
 
 def ahead(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
@@ -217,6 +219,22 @@ def ahead(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
     return Step(0.0, 0.0, int(trained), int(tokens), flops, 0, 0.0, stops > 0, written == run.world.ranks)
 
 
+def loss_of(run: Run, trainee: Any, flat: Flat, seed: tuple[int, ...]) -> torch.Tensor:
+    """The sum of the losses of a micro-batch.
+
+    Args:
+        run: the settings.
+        trainee: the model, wrapped by whatever shards it.
+        flat: rows.
+        seed: of the noise on embeddings, if there is any: of the training, and the step, rank and micro-batch.
+    """
+    noise, device = None, run.world.device
+    if run.made.config.neftune_alpha:
+        noise = noise_for(run.engine.model, flat, run.made.config.neftune_alpha, seed).to(device)
+    loss: torch.Tensor = trainee(flat, device, noise)
+    return loss
+
+
 def _step(run: Run, number: int, stopped: bool) -> Step:
     """One step of all ranks. A token counts the same on whichever rank and in whichever micro-batch it is."""
     made, world, engine = run.made, run.world, cast("Stepping", run.engine)
@@ -226,18 +244,10 @@ def _step(run: Run, number: int, stopped: bool) -> Step:
     step = ahead(run, batches, stopped)
     losses = torch.zeros((), dtype=torch.float64, device=world.device)  # read once: that waits for the device
     for place, flat in enumerate(batches):
-        noise = None
-        if config.neftune_alpha:
-            noise = noise_for(engine.model, flat, config.neftune_alpha, (config.seed, number, world.rank, place))
-        loss = engine.trainee(flat, world.device, None if noise is None else noise.to(world.device))
+        loss = loss_of(run, engine.trainee, flat, (config.seed, number, world.rank, place))
         engine.backward(loss * (world.ranks / max(1, step.trained)), place == len(batches) - 1)
         losses += loss.detach()
     rate = learning_rate(config, number, made.total)
     norm = engine.step(rate)
     (summed,) = world.sums(float(losses))
     return step._replace(loss=summed / max(1, step.trained), norm=norm, rate=rate, memory=memory_of(world.device))
-
-
-def seed_of(*parts: int) -> int:
-    """The seed of something that is told apart by some numbers."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0])

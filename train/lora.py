@@ -11,12 +11,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from converters.durable import write_file
 from formats.errors import RefusedError, UnsupportedError, UsageError
+from train.batching import seed_of
 from train.config import Lora
 from train.model import ADAPTERS, place
 
@@ -96,7 +96,7 @@ def begin(model: Any, seed: int) -> None:
     for number, (name, tensor) in enumerate(sorted(adapters(model).items())):
         whole = torch.zeros(tensor.shape)
         if ".lora_A." in name:
-            chosen = torch.Generator().manual_seed(int(np.random.SeedSequence((seed, number)).generate_state(1)[0]))
+            chosen = torch.Generator().manual_seed(seed_of(seed, number))
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=chosen)  # peft 0.21.2 tuners/lora/layer.py
         place(tensor, whole)
 

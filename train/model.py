@@ -17,16 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from formats.errors import SourceError, UnsupportedError
-from train.attention import BACKENDS, forward_words, register
-from train.rows import IGNORED, Flat
+from train.attention import forward_words, named
+from train.rows import CHUNK, IGNORED, Flat
+from train.source import MAKE
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FILED: Mapping[str, Mapping[str, str]] = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 """Model type: names in memory that are others in its files (transformers 5.23.0 conversion_mapping.py)."""
 ADAPTERS = (".lora_A.", ".lora_B.")
 """In the names of tensors that peft adds to a model (peft 0.21.2 tuners/lora/layer.py)."""
-CHUNK = 2048
-"""Tokens whose logits are held at a time: a vocabulary of 131,072 takes 1 GiB for them in float32."""
 
 
 class Trainee(nn.Module):
@@ -41,7 +40,7 @@ class Trainee(nn.Module):
         super().__init__()
         self.model, self.backend, self.kernels = model, backend, kernels
         head = model.get_output_embeddings()
-        head.forward = _with_loss(head.forward)
+        head.forward = _with_loss(head.forward, model.config)
 
     def forward(
         self,
@@ -61,13 +60,25 @@ class Trainee(nn.Module):
         return loss
 
 
-def _with_loss(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A head that gives the sum of losses, if it gets labels, and logits otherwise."""
+def adjusted(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """What a model makes of the logits of its head: granite divides them, gemma2 caps them (transformers 5.23.0).
+
+    `selfcheck.py` refuses models that make something else of them.
+    """
+    scale, cap = getattr(config, "logits_scaling", 1.0), getattr(config, "final_logit_softcapping", None)
+    logits = logits if scale == 1.0 else logits / scale
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _with_loss(head: Callable[[torch.Tensor], torch.Tensor], config: Any) -> Callable[..., torch.Tensor]:
+    """A head that gives the sum of losses, if it gets labels, and its own logits otherwise."""
 
     def forward(
         hidden: torch.Tensor, labels: torch.Tensor | None = None, predicted: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return head(hidden) if labels is None else summed_loss(hidden, labels, head, predicted)
+        if labels is None:
+            return head(hidden)
+        return summed_loss(hidden, labels, lambda states: adjusted(head(states).float(), config), predicted)
 
     return forward
 
@@ -102,6 +113,21 @@ def summed_loss(
     return total
 
 
+def open_config(path: Path) -> Any:
+    """The configuration of a model in a Hugging Face folder, of transformers.
+
+    Raises:
+        SourceError: transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        told = " ".join(str(error).split())[:200]
+        raise SourceError(f"transformers cannot read {path / 'config.json'}: {told}") from error
+
+
 def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of transformers without memory.
 
@@ -112,11 +138,9 @@ def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    if backend == "varlen":
-        register()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            made, dtype=dtype, attn_implementation=BACKENDS[backend]
+            made, dtype=dtype, attn_implementation=named(backend)
         )
     model.config.use_cache = False
     return model
@@ -252,6 +276,5 @@ def _files(path: Path) -> list[str]:
         held: Mapping[str, str] = json.loads(index.read_bytes())["weight_map"]
         return sorted(set(held.values()))
     if not (path / "model.safetensors").is_file():
-        hint = "make one of another checkpoint: convert fsdp2hf, megatron2hf or neox2hf CHECKPOINT FOLDER"
-        raise SourceError(f"{path} has no model.safetensors", hint)
+        raise SourceError(f"{path} has no model.safetensors", MAKE)
     return ["model.safetensors"]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from train.batching import seed_of
 from train.rows import Flat
 
 
@@ -30,6 +31,6 @@ def noise_for(model: Any, flat: Flat, alpha: float, seed: tuple[int, ...]) -> to
     width = int(model.config.hidden_size)
     lengths = np.diff(flat.cu_seqlens)
     scale = alpha / np.sqrt(np.repeat(lengths, lengths) * width)
-    generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    generator = torch.Generator().manual_seed(seed_of(*seed))
     noise = torch.rand(1, len(flat.input_ids), width, generator=generator) * 2 - 1
     return noise * torch.from_numpy(scale.astype(np.float32))[None, :, None]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from converters.durable import write_file
 from converters.report import size
-from formats.errors import UsageError
+from formats.errors import UnsupportedError
 from train.checkpoint import Progress
 from train.config import Config
 from train.evaluate import CSV, Score, line_of, record_of, write_csv
@@ -124,12 +124,16 @@ def _step_of(line: str) -> float:
 # --- trackers --------------------------------------------------------------------------------------------------------
 
 
+def _lacking(name: str) -> UnsupportedError:
+    return UnsupportedError(f"log.trackers names {name}, which is not installed", "pip install 'vitruvian[trackers]'")
+
+
 def _tensorboard(config: Config, step: int) -> Tracker:
     """TensorBoard, which drops what comes again (`purge_step`)."""
     try:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError:
-        raise UsageError("log.trackers names tensorboard, which is not installed", "pip install tensorboard") from None
+        raise _lacking("tensorboard") from None
     writer = SummaryWriter(str(config.save.path / "runs"), purge_step=step + 1)
 
     def track(number: int, numbers: Mapping[str, float]) -> None:
@@ -145,7 +149,7 @@ def _wandb(config: Config, _: int) -> Tracker:
     try:
         import wandb
     except ImportError:
-        raise UsageError("log.trackers names wandb, which is not installed", "pip install wandb") from None
+        raise _lacking("wandb") from None
     from blake3 import blake3
 
     place = config.save.path.resolve()

@@ -20,14 +20,12 @@ from formats.rows import EMBEDDING, HEAD
 from formats.spec import ModelSpec
 from train.batching import Sizes, batch_sizes, make_order
 from train.config import Config, Lora
-from train.rows import Rows, open_rows
+from train.rows import CHUNK, Rows, open_rows
 from train.schedule import check_schedule
 
 MASTERS, GRADIENT = 3 * 4, 4
 """Bytes of a parameter in its shard: weight and two moments, gradient."""
 WIDTH = {"bf16": 2, "fp32": 4}
-LOGITS = 2048
-"""Tokens whose logits are held at a time, see `model.CHUNK`."""
 PEAK = {
     "A100": 312e12,  # NVIDIA A100 datasheet, dense bf16
     "H100": 989e12,  # NVIDIA H100 SXM datasheet
@@ -100,7 +98,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
         "weights, gradients, moments": MASTERS * trained // shards + GRADIENT * trained // graded,
         "gathered weights": {None: gathered, 3: gathered + width * counted // shards}.get(stage, width * counted),
         "activations": kept * layers * tokens * hidden * width + 40 * tokens * hidden * width,
-        "logits": 3 * 4 * min(LOGITS, tokens) * vocabulary,
+        "logits": 3 * 4 * min(CHUNK, tokens) * vocabulary,
     }
     lengths = np.concatenate([documents.indexed.sizes for documents in rows.documents]).astype(float)
     cut = config.data.packing == "packed"  # into pieces, whose attention is counted as the whole document's

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.errors import RefusedError
-from train.attention import require_masks, resolve, self_check
+from train.attention import resolve
 from train.batching import Order, Sizes, batch_sizes, make_order
 from train.checkpoint import Progress, check_same, newest, read_progress, require_places
 from train.config import Config
 from train.distributed import World
 from train.engines import ENGINES
-from train.model import DTYPES
+from train.model import DTYPES, open_config
 from train.rows import Rows, open_rows
 from train.schedule import check_schedule
+from train.selfcheck import require_masks, self_check
 from train.source import folder_of
 
 
@@ -56,11 +57,10 @@ def prepare(config: Config, world: World) -> Prepared:
     check_schedule(config, total)
     kind = ENGINES[config.engine][2]
     fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, order.samples, kind)
-    start, progress = world.told(_start(config, fresh) if world.first else None)
+    start, progress = world.told(lambda: _start(config, fresh))
     if progress.step < total:
-        if world.first:
-            require_places(config.save.path, progress, total)
-        path = world.told(folder_of(config) if world.first else None)
+        world.told(lambda: require_places(config.save.path, progress, total))
+        path = world.told(lambda: folder_of(config))
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     return Prepared(config, rows, sizes, order, total, progress, start)
 
@@ -71,12 +71,11 @@ def choose_attention(config: Config, world: World) -> tuple[Any, str, float]:
     Raises:
         VitruvianError: its layers cannot keep documents apart, or the attention does not.
     """
-    from transformers import AutoConfig
-
-    made: Any = AutoConfig.from_pretrained(config.model.path)
+    made = open_config(config.model.path)
     require_masks(made)
-    backend = resolve(config.model.attention, world.device)
-    return made, backend, self_check(made, world.device, backend, DTYPES[config.model.dtype])
+    dtype = DTYPES[config.model.dtype]
+    backend = resolve(config.model.attention, made, world.device, dtype)
+    return made, backend, self_check(made, world.device, backend, dtype)
 
 
 def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:

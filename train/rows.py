@@ -24,6 +24,8 @@ from train.data.plan import Plan, make_plan
 
 IGNORED = -100
 """A label that is not trained (the default of torch.nn.functional.cross_entropy)."""
+CHUNK = 2048
+"""Tokens whose logits are held at a time: a vocabulary of 131,072 takes 1 GiB for them in float32."""
 
 
 class Flat(NamedTuple):

@@ -7,6 +7,12 @@ from pathlib import Path
 from formats.errors import UsageError
 from train.config import Config
 
+TO_FOLDER = {
+    "fsdp": "fsdp2hf", "megatron": "megatron2hf", "megatron_dist": "megatron2hf", "neox": "neox2hf", "zero": "zero2hf",
+}  # fmt: skip
+"""Format of a checkpoint: the command that makes a Hugging Face folder of it."""
+MAKE = f"make one of a checkpoint: convert {', '.join(dict.fromkeys(TO_FOLDER.values()))} CHECKPOINT FOLDER"
+"""A hint where a Hugging Face folder is wanted."""
 CONVERTED = "start"
 """Folder in `save.path` that holds the start of a training as a Hugging Face folder."""
 

@@ -26,7 +26,7 @@ from train.metrics import open_judge
 from train.model import fill
 from train.prepare import choose_attention
 from train.rows import Rows, open_rows
-from train.source import is_folder
+from train.source import MAKE, is_folder
 
 METADATA = ".metadata"
 """What DCP leaves. A folder that was converted from a checkpoint has its note, but not this."""
@@ -66,7 +66,7 @@ def find(save: Path, wanted: str) -> Place:
     if not is_folder(path):
         raise SourceError(
             f"{path} is neither a checkpoint that FSDP2 wrote here nor a Hugging Face folder",
-            "make one: convert fsdp2hf, zero2hf, megatron2hf or neox2hf CHECKPOINT FOLDER",
+            MAKE,
         )
     return Place(path, None)
 
@@ -121,18 +121,20 @@ def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Pat
     if not files:
         raise UsageError(f"{texts} has no *.jsonl")
     with ExitStack() as stack:
-        folder = None
-        if world.first:
+
+        def made() -> Path:
             config.save.path.mkdir(parents=True, exist_ok=True)
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="texts.", dir=config.save.path.absolute())))
-            _tokenize(files, folder, tokenizer)
-        folder = world.told(folder)
+            scratch = TemporaryDirectory(prefix="texts.", dir=config.save.path.absolute())
+            return _tokenize(files, Path(stack.enter_context(scratch)), tokenizer)
+
+        folder = world.told(made)
         data = config.data.model_copy(update={"loss": "all"})
         yield {file.stem: open_rows(data, [folder / file.stem], config.seed) for file in files}
         world.wait()
 
 
-def _tokenize(files: list[Path], folder: Path, tokenizer: Path) -> None:
+def _tokenize(files: list[Path], folder: Path, tokenizer: Path) -> Path:
+    """Write token files, named as the texts are, into a folder, and give it."""
     from train.data.inputs import ranges
     from train.data.tokenize import Request, tokenize
     from train.data.vocabulary import open_vocabulary
@@ -142,6 +144,7 @@ def _tokenize(files: list[Path], folder: Path, tokenizer: Path) -> None:
     job = Job(known.path, known.digest, known.size, "text", "text", {}, None, None, None)
     for file in files:
         tokenize(Request(job, ranges([file]), folder / file.stem, workers=1, strict=True, quiet=True))
+    return folder
 
 
 def score(

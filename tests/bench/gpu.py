@@ -2,7 +2,8 @@
 
 Both train a Llama of 0.4 billion parameters in bf16 on documents packed to 8192 tokens, with activation checkpointing
 and fused AdamW, interleaved, on the same machine. TRL gets the rows as documents: it packs them itself
-(`packing_strategy="bfd"`, padding-free), with the same attention. Without TRL only our own figures are printed.
+(`packing_strategy="bfd"`, padding-free). With flash-attn both have the same attention; without it TRL has sdpa and we
+torch's varlen kernel. Without TRL only our own figures are printed.
 """
 
 from __future__ import annotations

@@ -9,18 +9,29 @@ torch = pytest.importorskip("torch")
 
 from formats.errors import UnsupportedError
 from tests.train.test_model import flat_of
-from train.attention import BACKENDS, resolve, self_check
+from train.attention import BACKENDS, named, resolve
 from train.model import Trainee
+from train.selfcheck import self_check
 
 DEVICE = torch.device("cuda")
 FAMILIES = ["llama", "mistral", "qwen3", "gpt_neox"]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
 """head_dim 32: flash kernels take multiples of 8 from 16 up, and bf16 or fp16 only."""
+NEAR = 5e-2
+"""Of gradients in bf16: sdpa on CPUs has 0.004 to 0.015; where documents see each other it is 0.2 (mistral) or 1.1."""
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    """Flex is compiled for each test: torch gives up after eight kinds of inputs to one function."""
+    torch._dynamo.reset()
 
 
 def available(backend: str) -> str:
+    from transformers import AutoConfig
+
     try:
-        return resolve(backend, DEVICE)
+        return resolve(backend, AutoConfig.for_model("llama"), DEVICE, torch.bfloat16)
     except UnsupportedError as error:
         pytest.skip(f"{backend}: {error}")
 
@@ -28,11 +39,7 @@ def available(backend: str) -> str:
 def loaded(folder, backend):
     from transformers import AutoModelForCausalLM
 
-    if backend == "varlen":
-        from train.attention import register
-
-        register()
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=BACKENDS[backend], dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=named(backend), dtype=torch.bfloat16)
     return Trainee(model.to(DEVICE), backend)
 
 
@@ -58,7 +65,7 @@ def test_packed_is_unpacked_in_losses_and_gradients(model, family, backend):
     assert total.item() == pytest.approx(sum(part.item() for part in parts), rel=2e-3)
     ours = torch.cat([one.grad.flatten().float() for one in packed.parameters()])
     theirs = torch.cat([one.grad.flatten().float() for one in alone.parameters()])
-    assert float((ours - theirs).norm() / theirs.norm()) < 2e-2
+    assert float((ours - theirs).norm() / theirs.norm()) < NEAR
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "eager"])

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from tests.gpu.test_attention import WIDE
 from tests.train.conftest import data, forks, run, settings  # noqa: F401
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
+NEAR = 1e-2
+"""Of losses of two trainings in bf16 whose sums have another order: 0.004 on CPUs. Without the moments it is 0.07."""
+
+
 @pytest.fixture(params=["fsdp", "transformers"])
-def config(settings, request):  # noqa: F811
+def config(settings, model, request):  # noqa: F811
     """Eight steps in bf16."""
-    return settings(engine=request.param, model={"dtype": "bf16"})
+    return settings(engine=request.param, model={"dtype": "bf16", "path": str(model("llama", vocab_size=253, **WIDE))})
 
 
 def test_a_gpu_trains_as_a_cpu_does(config, run, monkeypatch):  # noqa: F811
@@ -31,5 +36,5 @@ def test_an_interrupted_training_goes_on(config, run):  # noqa: F811
     assert run(config, "--steps.exit_interval", 3).code == 75
     again = run(config)
     assert again.code == 0, again.out
-    assert again.series("loss") == pytest.approx(whole.series("loss"), abs=1e-3)
+    assert again.series("loss") == pytest.approx(whole.series("loss"), abs=NEAR)
     assert again.series("trained_tokens") == whole.series("trained_tokens")

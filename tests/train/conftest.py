@@ -57,8 +57,9 @@ def spawn(words: list[str], ranks: int, script: Path | None = None) -> subproces
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[str], int], tuple[int, str]]]:
     """`forks(words, ranks)`: run `train` to its end as forks of a process that has imported it: code and output."""
     command = [sys.executable, str(Path(__file__).with_name("forks.py"))]
+    untouched = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # else whoever asks for a GPU in it takes it from its forks
     mother = subprocess.Popen(
-        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        command, env=environment() | untouched, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     out = tmp_path_factory.mktemp("forks") / "out"
 

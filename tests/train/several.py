@@ -20,6 +20,6 @@ from train.loop import train
 if __name__ == "__main__":
     model.CHUNK = 48
     with world(1, 2) as ranks:
-        for words in ranks.told(json.load(sys.stdin) if ranks.first else None):
+        for words in ranks.told(lambda: json.load(sys.stdin)):
             with contextlib.suppress(Interrupted):
                 train(load_config(Path(sys.argv[1]), words)[0], ranks, print)

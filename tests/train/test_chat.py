@@ -10,6 +10,9 @@ import sys
 
 import pytest
 
+from formats.registry import FORMATS
+from train.source import TO_FOLDER
+
 USER, ASSISTANT = 7, 8
 SYSTEM = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|{{ m['role'] }}|>{% endfor %}<|assistant|>"
 
@@ -176,6 +179,10 @@ def template(text):
         return folder
 
     return write
+
+
+def test_every_format_has_a_command_that_makes_a_folder_of_it():
+    assert TO_FOLDER.keys() == FORMATS.keys() - {"huggingface"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import pickle
+import re
 import shutil
 
 import pytest
@@ -105,14 +106,17 @@ def test_a_save_folder_is_safe(settings, run, tmp_path):
     (tmp_path / "save").mkdir()
     with (tmp_path / "save/.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        taken = run(config)
+        taken = run(config, ranks=2)
     assert (taken.code, "another process is writing" in taken.out) == (7, True), taken.out
+    assert (taken.out.count("error:"), "bug:" in taken.out) == (1, False), taken.out  # one rank says so for all
     (tmp_path / "there").mkdir()
     early = run(config, "--export", tmp_path / "there")
     assert (early.code, "where the model is to be exported to, exists" in early.out) == (7, True), early.out
     assert not (early.save / "log.jsonl").exists()
+    (tmp_path / "save/global_step1.partial/deep").mkdir(parents=True)
     done = run(config, "--export", tmp_path / "out")
     assert done.code == 0, done.out
+    assert sorted(path.name for path in done.save.glob("global_step*")) == ["global_step102"]
     (done.save / "RESUME").write_text("")
     surplus = run(config, "--export", tmp_path / "out")
     assert surplus.code == 0, surplus.out
@@ -120,6 +124,13 @@ def test_a_save_folder_is_safe(settings, run, tmp_path):
     nothing = run(config, "--optim.lr", 1e30, "--optim.clip", 0, "--steps.train_iters", 5, save="nan")
     assert nothing.code == 6, nothing.out
     assert "nothing of it was saved" in nothing.out
+
+    other = run(settings("qwen3", steps={"train_iters": 4}))
+    assert other.code == 3, other.out
+    assert re.search(r"global_step102 does not fill the model: rank 0 says Size mismatch .*q_proj", other.out), (
+        other.out
+    )
+    assert "Traceback" not in other.out
 
     class Hostile:
         def __reduce__(self):

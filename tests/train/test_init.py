@@ -87,7 +87,12 @@ def test_the_doctor_looks_at_this_machine(train):
     assert found.code == 0, found.err
     assert "torch             2." in found.out
     assert "attention sdpa    documents of a row differ by" in found.out
-    assert "not on cpu here" in found.out
+    assert "attention flash   the attention flash does not compute llama in float32 on cpu here" in found.out
+
+
+def test_the_doctor_wants_a_model(train, tmp_path):
+    found = train("doctor", tmp_path / "none")
+    assert (found.code, "none/config.json: " in found.err) == (3, True), found.err
 
 
 @pytest.mark.distributed

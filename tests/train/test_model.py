@@ -7,12 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from train.attention import forward_words, self_check
+from train.attention import forward_words
 from train.config import Data
 from train.data.documents import open_documents
 from train.model import Trainee, summed_loss
 from train.neftune import noise_for
 from train.rows import IGNORED, Flat, open_rows
+from train.selfcheck import self_check
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "mistral", "qwen3", "gpt_neox"]
@@ -73,11 +74,11 @@ def test_the_self_check_refuses_what_mixes_documents(model, monkeypatch):
     from transformers import AutoConfig
 
     from formats.errors import VerificationError
-    from train import attention
+    from train import selfcheck
 
     config = AutoConfig.from_pretrained(model("llama", vocab_size=253))
     assert self_check(config, CPU, "sdpa", torch.float32) < 1e-5
-    monkeypatch.setattr(attention, "forward_words", lambda *_: forward_words(*_) | {"use_cache": True})
+    monkeypatch.setattr(selfcheck, "forward_words", lambda *_: forward_words(*_) | {"use_cache": True})
     with pytest.raises(VerificationError, match="documents of a row see each other"):
         self_check(config, CPU, "sdpa", torch.float32)
 

@@ -14,7 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.train.test_model import flat_of
+from tests.train.test_model import flat_of, loaded
+from train.config import Data
+from train.evaluate import evaluate
+from train.rows import open_rows
 from train.speed import flops_of, multiplied
 
 distributed = pytest.mark.distributed
@@ -76,6 +79,15 @@ def test_profiles(settings, run):
     traced = run(settings(steps={"train_iters": 3}), "--profile.kind", "trace", "--profile.after", 1, save="traced")
     assert traced.code == 0, traced.out
     assert json.loads(gzip.decompress((traced.save / "profiler/rank0.json.gz").read_bytes()))["traceEvents"]
+
+
+def test_a_long_evaluation_is_no_hang(model, data):
+    """The watch hears of each row."""
+    rows = open_rows(Data(train=[data], seq_length=64), [data], 1)
+    alone = SimpleNamespace(rank=0, ranks=1, device=torch.device("cpu"), sums=lambda *values: list(values))
+    calls = []
+    found = evaluate(loaded(model("llama", vocab_size=253)), {"one": rows}, alone, None, 3, lambda: calls.append(1))
+    assert (len(calls), found["one"].tokens > 0) == (3, True)
 
 
 HANGS = """

@@ -50,10 +50,45 @@ def test_the_users_file_is_understood(tmp_path):
     assert (config.data.packing, config.data.loss, config.init) == ("k_bin", "assistant", "finetune")
     assert config.optim.clip == 1.0
     assert "pack_impl -> data.packing: k_bin" in notes
+    assert "optimizer -> optim" in notes
     assert "override_lr_scheduler: no effect" in notes
     with pytest.raises(UsageError, match=r"x 192 ranks is 576, batch\.size is 192"):
         batch_sizes(config.batch, 192)
     assert batch_sizes(config.batch, 64) == Sizes(3, 1, 64)
+
+
+def test_a_file_stands_upon_its_base(tmp_path):
+    (tmp_path / "common.yml").write_text(NEOX)
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long/four.yml").write_text("base: ../common.yml\nsave: {path: /four}\nsteps: {train_iters: 5348}\n")
+    (tmp_path / "long/hot.yml").write_text("base: four.yml\noptim: {lr: 2.0e-5}\npack_impl: packed\n")
+    config, notes = load_config(tmp_path / "long/hot.yml", ["--seed", "7"])
+    assert (str(config.save.path), config.save.every, config.steps.train_iters) == ("/four", 100, 5348)
+    assert (config.optim.lr, config.optim.clip, config.seed, config.data.packing) == (2e-5, 1.0, 7, "packed")
+    assert {"checkpoint_factor -> save.every: 100", "pack_impl -> data.packing: packed"} <= set(notes)
+    assert not [note for note in notes if "train_iters" in note or "k_bin" in note]
+    for base, message in (
+        ("long/hot.yml", "is a file that it is the base of"),
+        ("[a.yml]", "base is"),
+        ("n.yml", "n.yml: No"),
+    ):
+        (tmp_path / "common.yml").write_text(f"base: {base}\n")
+        with pytest.raises(UsageError, match=message):
+            load_config(tmp_path / "long/hot.yml")
+
+
+def test_notes_say_what_has_an_effect(tmp_path):
+    told = NEOX + '"zero_optimization": {"stage": 1}\n"fp16": {"enabled": true}\n'
+    config, notes = load_config(write(tmp_path, told), ["--data.packing", "bfd", "--optim.lr=1e-5"])
+    assert (config.engine, config.parallel.zero_stage) == ("fsdp", 1)
+    assert "pack_impl -> data.packing: k_bin; but --data.packing bfd" in notes
+    assert "optimizer -> optim; but --optim.lr 1e-05" in notes
+    assert any(
+        note.startswith("zero_optimization.stage -> parallel.zero_stage: 1, if --engine deepspeed") for note in notes
+    )
+    assert any(note.startswith("fp16: no effect, nothing is trained in float16") for note in notes)
+    with pytest.raises(UsageError, match=r"parallel\.zero_stage says 2, zero_optimization\.stage says 1"):
+        load_config(write(tmp_path, "parallel: {zero_stage: 2}\n" + told))
 
 
 @pytest.mark.parametrize(

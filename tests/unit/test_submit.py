@@ -157,6 +157,7 @@ def test_a_script_of_all_sites_passes_bash(train, folder):
         (["--site", "lumi", "run1/config.yml", "--time", "3-00"], "standard-g of lumi gives 2-00:00:00, not 3-00"),
         (["run1/config.yml", "--time", "soon"], "is no time"),
         (["run1/config.yml", "--time", "10"], "leaves nothing before the last 600 s"),
+        (["run1/config.yml", "--init", "finetune"], "the second job of a chain would be refused"),
         (["run1/config.yml", "--bench", "none.sh"], "none.sh is not there"),
         (["run1/config.yml", "--jobs", "0"], "neither auto nor a number"),
         (["run1/config.yml", "--optim.rl", "1"], "optim.rl is no setting"),

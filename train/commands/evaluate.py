@@ -67,12 +67,15 @@ def evaluate(
     save = settings.save.path
     folder = out or (save / CSV / texts.resolve().name if texts else save / CSV)
     with world(1, settings.parallel.timeout_minutes) as ranks:
-        places = every(save) if whole else [find(save, checkpoint or "latest")]
-        if whole:
-            places = [one for one in places if not (folder / f"{one.step}.csv").is_file()]
-        elif out is not None and places[0].progress is None:
+        places = ranks.told(
+            lambda: (
+                [one for one in every(save) if not (folder / f"{one.step}.csv").is_file()]
+                if whole
+                else [find(save, checkpoint or "latest")]
+            )
+        )
+        if not whole and out is not None and places[0].progress is None:
             raise UsageError(f"{places[0].path} has no global step, which names the file in --out", "--json tells all")
-        places = ranks.told(places)
         for text in notes if ranks.first else []:
             note(text)
         if ranks.first and not places:

@@ -44,8 +44,6 @@ record_format = together(
 
 def told(text: str | None) -> dict[str, int]:
     """The ids of --control-tokens."""
-    from formats.errors import UsageError
-
     try:
         pairs = [one.split("=") for one in (text or "").split(",") if one]
         return {role.strip(): int(number) for role, number in pairs}
@@ -200,8 +198,6 @@ def show(prefix: Path, **options: Any) -> None:
 
 
 def _numbers(options: Mapping[str, Any], held: int) -> range:
-    from formats.errors import UsageError
-
     number = options["document"]
     if number is None:
         return range(min(options["first"], held))

@@ -29,7 +29,7 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
 
     from train.distributed import world
     from train.export import export
-    from train.loop import train
+    from train.loop import RESUME, train
 
     notes += [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]
     with world(settings.parallel.replicas, settings.parallel.timeout_minutes) as ranks:
@@ -37,9 +37,12 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
             for note in notes:
                 click.echo(f"note: {note}", err=True)
         progress = train(settings, ranks, click.echo)
-    if settings.export is not None and ranks.first and not settings.export.exists():
+    if not ranks.first:
+        return
+    if settings.export is not None and not settings.export.exists():
         export(settings.save.path / progress.name, settings.export, settings.chat_template)
         click.echo(f"exported to {settings.export}")
+    (settings.save.path / RESUME).unlink(missing_ok=True)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from converters.commands.options import as_json, together
-from formats.errors import UsageError, short
+from formats.errors import UnsupportedError, UsageError, short
 from train.commands.look import record_format, told
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ running = together(
     help="control, chatml, llama3, or a jinja file.  [default: the tokenizer's, for conversations]",
 )
 @click.option("--control-tokens", metavar="ROLE=ID,…", help="Ids to check, such as user=7,assistant=8.")
+@click.option("--ftfy", is_flag=True, help="Mend texts that were decoded wrongly, with ftfy, before anything else.")
 @record_format
 @running
 @unused
@@ -90,19 +92,19 @@ def tokenize(**options: Any) -> None:
 
     A turn is its role's control token, the text, and the token again (<|user|>…<|user|>); with a chat template it is
     what the template writes. A malformed record is dropped and counted. A killed run goes on when it is run again.
+    Each of several --jsonl-keys, such as text,summary, gets files of its own.
     """
     from train.data.indexed import named_prefix
     from train.data.inputs import ranges
     from train.data.tokenize import tokenize
 
-    parts = ranges(paths(options["inputs"]))
-    job = make_job(options, parts)
-    prefix = options["prefix"]
-    request = make_request(options, job, parts, named_prefix(prefix).with_name(f"{prefix.name}_{job.key}_document"))
-    if not decided(options, request, {"turns": _turns(job), "documents": _end(job), "output": f"{request.prefix}.bin"}):
-        return
-    facts = tokenize(request)
-    report(request.prefix, facts.counts, options["as_json"])
+    parts, prefix = ranges(paths(options["inputs"])), options["prefix"]
+    jobs = [make_job({**options, "key": key}, parts) for key in options["key"].split(",")]
+    for job in jobs:
+        out = named_prefix(prefix).with_name(f"{prefix.name}_{job.key}_document")
+        request = make_request(options, job, parts, out)
+        if decided(options, request, {"turns": _turns(job), "documents": _end(job), "output": f"{out}.bin"}):
+            report(out, tokenize(request).counts, options["as_json"])
 
 
 def paths(inputs: Sequence[str]) -> list[Path]:
@@ -150,7 +152,20 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
         raise UsageError("--eod names the token of --append-eod", "add --append-eod")
     if "/" in key:
         raise UsageError(f"--jsonl-keys {key} becomes part of a file name, and cannot hold a slash")
-    return Job(vocabulary.path, vocabulary.digest, vocabulary.size, form, key, control, eod, token, template)
+    return Job(
+        vocabulary.path, vocabulary.digest, vocabulary.size, form, key, control, eod, token, template,
+        ftfy=_ftfy() if options["ftfy"] else None,
+    )  # fmt: skip
+
+
+def _ftfy() -> str:
+    """The version of ftfy."""
+    try:
+        return version("ftfy")
+    except PackageNotFoundError:
+        raise UnsupportedError(
+            "--ftfy needs a library that is not installed", "pip install 'vitruvian[ftfy]'"
+        ) from None
 
 
 def _template(named: str | None, vocabulary: Any, form: str, control: Mapping[str, int]) -> str | None:

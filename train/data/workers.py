@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ from formats.errors import SourceError
 from train.data.encode import CHATML, ROLE_NUMBERS, Encoder, TemplateEncoder, control_encoder, role_encoder
 from train.data.indexed import best_dtype
 from train.data.inputs import Range, values
-from train.data.records import Malformed, Record, reader
+from train.data.records import FIELDS, Malformed, Record, reader
 from train.data.vocabulary import Fast, open_vocabulary
 
 BATCH = 1 << 20
@@ -52,6 +52,7 @@ class Job:
         eod_token: its name.
         template: the text of a chat template, None for control tokens.
         special: name to id of the special tokens that role bins are made with, None for other files.
+        ftfy: the version of ftfy that mends texts, None if they stay as they are.
     """
 
     tokenizer: Path
@@ -64,6 +65,7 @@ class Job:
     eod_token: str | None
     template: str | None
     special: dict[str, int] | None = None
+    ftfy: str | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -153,7 +155,7 @@ def _batches(job: Job, part: Range) -> Iterator[_Batch]:
         try:
             if isinstance(value, Malformed):
                 raise value
-            record = read(value)
+            record = read(_mended(value, (job.key, *FIELDS)) if job.ftfy else value)
         except Malformed as error:
             dropped.append((number, error.reason))
             continue
@@ -164,6 +166,20 @@ def _batches(job: Job, part: Range) -> Iterator[_Batch]:
             yield _Batch(records, numbers, dropped, number + 1)
             records, numbers, dropped, held = [], [], [], 0
     yield _Batch(records, numbers, dropped, number + 1)
+
+
+def _mended(value: Any, names: Iterable[str] = ()) -> Any:
+    """What ftfy makes of a text, of each in a list or a mapping, or of some fields of a record."""
+    from ftfy import fix_text
+
+    match value:
+        case str():
+            return fix_text(value)
+        case list():
+            return [_mended(one) for one in value]
+        case dict():
+            return value | {name: _mended(value[name]) for name in names or value if name in value}
+    return value
 
 
 def _require_parent() -> None:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 from formats.errors import SourceError, UnsupportedError, UsageError
 from train.batching import batch_sizes
+from train.checkpoint import reason
 from train.config import Config
 from train.distributed import World
 from train.model import DTYPES, Trainee, fill_buffers, layers, make, pieces, recompute
@@ -87,18 +89,22 @@ class Zero:
     def write(self, folder: Path) -> None:
         """See `Engine`. Nothing goes on meanwhile."""
         self.trainee.save_checkpoint(str(folder.parent), folder.name, save_latest=False)
-        for path in folder.glob(f"*zero_pp_rank_{self.world.rank}_*"):
+        for path in folder.glob("*" if self.world.first else f"*zero_pp_rank_{self.world.rank}_*"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
     def read(self, folder: Path) -> None:
         """See `Engine`: bit for bit; with other ranks or another stage, by way of a universal checkpoint."""
-        other = self.world.told(self._other(folder) if self.world.first else None)
-        run = self.world.told(_universal(folder) if self.world.first else None) if other else folder.parent
+        other = self.world.told(lambda: self._other(folder))
+        run = self.world.told(lambda: _universal(folder)) if other else folder.parent
         optimizer = self.trainee.optimizer
         ours = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         self.trainee.load_universal_checkpoint = lambda: other  # asked where checkpoints are loaded alone
-        if self.trainee.load_checkpoint(str(run), folder.name)[0] is None:
+        try:
+            loaded, _ = self.trainee.load_checkpoint(str(run), folder.name)
+        except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+            raise SourceError(f"DeepSpeed cannot read {folder}: {reason(error)}", f"convert verify {folder}") from error
+        if loaded is None:
             raise SourceError(f"DeepSpeed finds nothing to load in {folder}")
         for group, values in zip(optimizer.param_groups, ours, strict=True):
             group.update(values)  # DeepSpeed takes betas, decay and clip of the checkpoint
@@ -124,7 +130,10 @@ class Zero:
         """Whether a checkpoint has other partitions than this engine."""
         from formats import deepspeed
 
-        held = deepspeed.opened(next(path for path in sorted(folder.iterdir()) if deepspeed.is_model(path.name))).value
+        files = sorted(path for path in folder.iterdir() if deepspeed.is_model(path.name))
+        if not files:
+            raise SourceError(f"{folder} has no model states of DeepSpeed", f"ls {folder}")
+        held = deepspeed.opened(files[0]).value
         same = all(held["ds_config"].get(name) == self.settings[name] for name in ("zero_optimization", "bf16"))
         return held["dp_world_size"] != self.world.ranks or not same
 

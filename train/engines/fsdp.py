@@ -6,19 +6,23 @@ what is trained.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from formats import dcp
+from formats.errors import SourceError
 from train import kernels, lora
+from train.checkpoint import reason
 from train.config import Config
 from train.distributed import World
 from train.model import DTYPES, Trainee, fill, fill_buffers, layers, make, recompute, weights
@@ -36,7 +40,7 @@ def sharded(config: Config, made: Any, world: World, backend: str) -> Any:
     """
     dtype = DTYPES[config.model.dtype]
     model = make(made, backend, dtype if config.lora else torch.float32)
-    found = kernels.resolve(config.model.kernels, world.device, made.model_type)
+    found = kernels.resolve(config.model.kernels, made, world.device)
     if found == "liger":
         kernels.replace(model)
     if config.lora is not None:
@@ -61,8 +65,7 @@ def sharded(config: Config, made: Any, world: World, backend: str) -> Any:
 
 def read_weights(model: Any, folder: Path, world: World) -> None:
     """Fill a sharded model from a checkpoint, whose moments nobody reads; saved on any number of ranks."""
-    _examine(folder, world)
-    load({"model": weights(model)}, checkpoint_id=str(folder), process_group=world.saving)
+    _load({"model": weights(model)}, folder, world)
 
 
 class Sharded:
@@ -113,21 +116,24 @@ def write(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: Wor
 def read(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> None:
     """Read what `write` wrote, on any number of ranks."""
     lora.check_same(folder, model)
-    _examine(folder, world)
     _empty_moments(optimizer)
-    load(_tensors(model, optimizer), checkpoint_id=str(folder), process_group=world.saving)
+    _load(_tensors(model, optimizer), folder, world)
 
 
-def _examine(folder: Path, world: World) -> None:
-    """Look at a checkpoint without executing anything of it, before torch unpickles its metadata.
+def _load(tensors: dict[str, Any], folder: Path, world: World) -> None:
+    """Fill tensors, after a look at the checkpoint that executes nothing of it: torch unpickles its metadata.
 
     Raises:
-        SourceError: a file is missing, cut off, or not what it should be.
+        SourceError: a file is missing, cut off, damaged, or not what it should be.
     """
-    if world.first:
-        for _ in dcp.load(dcp.contents(folder)[0]):
-            pass
-    world.wait()
+    world.told(lambda: deque(dcp.load(dcp.contents(folder)[0]), 0))
+    try:
+        load(tensors, checkpoint_id=str(folder), process_group=world.saving)
+    except CheckpointException as error:
+        raise SourceError(
+            f"{folder} does not fill the model: {reason(error)}",
+            f"is model.path what it was trained from? if so: convert verify {folder}",
+        ) from error
 
 
 def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

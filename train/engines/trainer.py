@@ -25,14 +25,13 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from converters.durable import stoppable
 from formats.errors import UnsupportedError
-from train.batching import Order
+from train.batching import Order, seed_of
 from train.checkpoint import Progress
 from train.config import Config
 from train.distributed import World
 from train.engines.fsdp import read, write
-from train.loop import Run, Watch, after, ahead, late, seed_of
+from train.loop import Run, after, ahead, late, loss_of
 from train.model import DTYPES, Trainee, fill, fill_buffers, layers, make, recompute
-from train.neftune import noise_for
 from train.observe import Log, Say, Step
 from train.optimizer import adamw
 from train.profiling import Profiler
@@ -144,12 +143,8 @@ class Loop(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Any:
         """Ours: a share of the mean over the labels of a step; gradients are averaged over ranks."""
-        config, world, flat = self.held.made.config, self.held.world, inputs["flat"]
-        noise = None
-        if config.neftune_alpha:
-            seed = config.seed, self.progress.step, world.rank, inputs["place"]
-            noise = noise_for(self.driven.model, flat, config.neftune_alpha, seed).to(world.device)
-        return model(flat, world.device, noise) * (world.ranks / max(1, num_items_in_batch))
+        seed = self.held.made.config.seed, self.progress.step, self.held.world.rank, inputs["place"]
+        return loss_of(self.held, model, inputs["flat"], seed) * (self.held.world.ranks / max(1, num_items_in_batch))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:  # noqa: ARG002
         """A step is done; or all are, which is no news."""
@@ -166,10 +161,10 @@ class Loop(Trainer):
 def steps(run: Run, log: Log | None, say: Say) -> Progress:
     """The steps of a run, to its end or until it has to leave; everything is saved."""
     config, began = run.made.config, time.monotonic()
-    with stoppable() as stopped, Profiler(config, run.world, say) as profiler, Watch(config) as watch:
+    with stoppable() as stopped, Profiler(config, run.world, say) as profiler, run.watch:
 
         def before() -> bool:
-            watch.again()
+            run.watch.again()
             return stopped() or late(config, time.monotonic() - began)
 
         def behind(progress: Progress, step: Step, seconds: float) -> bool:

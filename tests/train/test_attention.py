@@ -1,0 +1,139 @@
+"""Which attention a device has, torch's varlen kernel as a GPU would be asked, and logits that are not the head's."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from formats.errors import UnsupportedError
+from tests.train.test_model import flat_of
+from train.attention import named, resolve
+from train.model import Trainee
+from train.selfcheck import self_check
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def loaded(folder, backend, **more):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=named(backend), **more)
+
+
+def config_of(folder):
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder)
+
+
+@pytest.fixture
+def documents():
+    random = np.random.default_rng(1)
+    return [(random.integers(0, 253, size), random.random(size) < 0.6) for size in (40, 2, 17, 64)]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "flash", "wanted"),
+    [
+        ("llama", torch.bfloat16, True, "flash"),
+        ("llama", torch.bfloat16, False, "varlen"),
+        ("llama", torch.float32, True, "sdpa"),
+        ("gemma2", torch.bfloat16, True, "flash"),
+        ("gemma2", torch.bfloat16, False, "eager"),
+        ("gemma2-untied", torch.bfloat16, False, "eager"),
+    ],
+)
+def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
+    there = {"flash_attn": flash, "torch.nn.attention.varlen": True}
+    monkeypatch.setattr("train.attention.find_spec", lambda name: there[name] or None)
+    config = config_of(model(family, vocab_size=253))
+    assert resolve("auto", config, CUDA, dtype) == wanted
+    assert resolve("auto", config, CPU, dtype) == ("eager" if "gemma2" in family else "sdpa")
+    with pytest.raises(UnsupportedError, match="varlen does not compute"):
+        resolve("varlen", config, CPU if family == "llama" else CUDA, dtype)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """torch's varlen kernel, which runs on GPUs only, in plain torch; arguments that it would not take are errors."""
+    from torch.nn.attention import varlen
+
+    signature, calls = inspect.signature(varlen.varlen_attn), []
+
+    def computed(*args, **words):
+        given = signature.bind(*args, **words).arguments
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        ends, (left, right) = given["cu_seq_q"].tolist(), given["window_size"]
+        assert given["cu_seq_q"].dtype == torch.int32
+        assert (given["max_q"], right, ends[-1]) == (int(np.diff(ends).max()), 0, len(q))
+        assert given["enable_gqa"] == (q.shape[1] != k.shape[1])
+        calls.append(left)
+        parts = []
+        for low, high in pairwise(ends):
+            place = torch.arange(high - low)
+            back = place[:, None] - place[None]
+            mask = (back >= 0) & ((back <= left) if left >= 0 else True)
+            heads = [one[low:high].transpose(0, 1)[None] for one in (q, k, v)]
+            parts.append(
+                torch.nn.functional.scaled_dot_product_attention(
+                    *heads, attn_mask=mask, scale=given["scale"], enable_gqa=given["enable_gqa"]
+                )[0].transpose(0, 1)
+            )
+        return torch.cat(parts)
+
+    monkeypatch.setattr(varlen, "varlen_attn", computed)
+    return calls
+
+
+@pytest.mark.parametrize(("family", "window"), [("llama", -1), ("mistral", 15), ("gpt_neox", -1)])
+def test_varlen_gives_what_eager_gives(model, documents, kernel, family, window):
+    folder = model(family, vocab_size=253, **({"sliding_window": 16} if family == "mistral" else {}))
+    assert self_check(config_of(folder), CPU, "varlen", torch.float32) < 1e-5
+    found, wanted = (Trainee(loaded(folder, backend), backend) for backend in ("varlen", "eager"))
+    losses = [one(flat_of(documents), CPU) for one in (found, wanted)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    losses[0].backward()
+    losses[1].backward()
+    for (name, one), (_, other) in zip(found.named_parameters(), wanted.named_parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=2e-5, rtol=1e-4), name
+    assert set(kernel) == {window}
+
+
+def test_varlen_has_no_dropout(model, documents, kernel):
+    folder = model("gpt_neox", vocab_size=253, attention_dropout=0.1)
+    trainee = Trainee(loaded(folder, "varlen"), "varlen").train()
+    with pytest.raises(UnsupportedError, match="varlen has no dropout, gpt_neox wants it"):
+        trainee(flat_of(documents), CPU)
+
+
+def test_what_does_not_run_is_one_sentence(model, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fails)
+    config = config_of(model("llama", vocab_size=253))
+    with pytest.raises(UnsupportedError, match=r"attention varlen in float32 on cpu: FlashAttention only supports"):
+        self_check(config, CPU, "varlen", torch.float32)
+
+
+@pytest.mark.parametrize(("family", "more"), [("granite", {"logits_scaling": 4.0}), ("gemma2", {})])
+def test_logits_that_a_model_scales_or_caps(model, documents, monkeypatch, family, more):
+    folder = model(family, vocab_size=253, **more)
+    config, flat = config_of(folder), flat_of(documents)
+    backend = resolve("auto", config, CPU, torch.float32)
+    trainee = Trainee(loaded(folder, backend), backend)
+    ids, places = (torch.from_numpy(one)[None] for one in (flat.input_ids, flat.position_ids))
+    with torch.no_grad():
+        trainee.model.get_output_embeddings().weight.mul_(9)
+        logits = trainee.model(input_ids=ids, position_ids=places, use_cache=False).logits[0]
+        wanted = torch.nn.functional.cross_entropy(logits, torch.from_numpy(flat.labels), reduction="sum")
+        assert trainee(flat, CPU).item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert self_check(config, CPU, backend, torch.float32) < 1e-4
+    monkeypatch.setattr("train.selfcheck.adjusted", lambda logits, _: logits)
+    with pytest.raises(UnsupportedError, match=f"{family} does something with its logits that is not known here"):
+        self_check(config, CPU, backend, torch.float32)

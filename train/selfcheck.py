@@ -1,0 +1,146 @@
+"""Two layers of a model, run before the first step: do documents of a row stay apart, and are logits the model's own?
+
+It runs on the real device, in the type of the computation, with the attention that the training will have.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from formats.errors import UnsupportedError, UsageError, VerificationError
+from train.attention import forward_words, named
+from train.model import adjusted
+from train.rows import Flat
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Largest difference of hidden states, relative to their largest, between a packed and an unpacked document.
+
+In bf16 sdpa and eager on CPUs have 0.003 to 0.010 (llama, qwen3, mistral, gpt_neox, 256 to 4096 wide).
+"""
+LENGTHS = (5, 1, 17, 32, 2)
+LOUD = 100.0
+"""The largest logit in the check of what a model does with its logits: a cap of 30 or 50 bends it."""
+
+
+def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dtype) -> float:
+    """Run two layers of the model on documents of a row and on each by itself.
+
+    Args:
+        config: the model's configuration, of transformers.
+        device: where it will run.
+        backend: a key of `attention.BACKENDS`.
+        dtype: of the computation.
+
+    Returns:
+        The largest difference of hidden states, relative to the largest of them.
+
+    Raises:
+        UnsupportedError: the attention does not run, or the model's logits are others than ours.
+        VerificationError: documents see each other.
+    """
+    try:
+        with torch.no_grad():
+            apart = _apart(config, device, backend, dtype)
+    except (RuntimeError, ImportError, ValueError) as error:  # of kernels, their libraries, and transformers
+        raise UnsupportedError(
+            f"{config.model_type} cannot be computed with the attention {backend} in {str(dtype)[6:]} on "
+            f"{device.type}: {' '.join(str(error).split())[:200]}",
+            "choose another one: --model.attention eager",
+        ) from error
+    if not apart <= TOLERANCE[dtype]:
+        raise VerificationError(
+            f"documents of a row see each other with the attention {backend} on {device.type}: hidden states differ by "
+            f"{apart:.2g} of the largest, {TOLERANCE[dtype]:g} is allowed",
+            "choose another one: --model.attention sdpa",
+        )
+    return apart
+
+
+def _apart(config: Any, device: torch.device, backend: str, dtype: torch.dtype) -> float:
+    model, words = _small(config, device, backend, dtype)
+    decoder = model.get_decoder()
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    flat = Flat(words.numpy(), words.numpy(), positions.numpy(), ends.numpy(), max(LENGTHS), 0)
+    given = forward_words(flat, device, backend)
+    packed = decoder(**given).last_hidden_state[0]
+    _require_logits(model, packed, given)
+    alone = [
+        decoder(**forward_words(_one(words[low:high]), device, backend)).last_hidden_state[0]
+        for low, high in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+    ]
+    return float((packed.float() - torch.cat(alone).float()).abs().max() / packed.float().abs().max())
+
+
+def _small(config: Any, device: torch.device, backend: str, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
+    """The first two layers of a model with weights of its own beginning, and tokens for them."""
+    from transformers import AutoModelForCausalLM
+
+    small = copy.deepcopy(config)
+    small.num_hidden_layers, small.use_cache = min(2, config.num_hidden_layers), False
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[: small.num_hidden_layers]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        words = torch.randint(0, min(1000, config.vocab_size), (sum(LENGTHS),))
+        with torch.device(device):
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                small, dtype=dtype, attn_implementation=named(backend)
+            )
+    return model.eval(), words
+
+
+def _one(words: torch.Tensor) -> Flat:
+    """A document by itself."""
+    ends = torch.tensor([0, len(words)], dtype=torch.int32)
+    return Flat(words.numpy(), words.numpy(), torch.arange(len(words)).numpy(), ends.numpy(), len(words), 0)
+
+
+def _require_logits(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> None:
+    """Compare the model's own logits with ours, large ones, for the same hidden states.
+
+    Args:
+        model: two layers.
+        hidden: what they give, [n, hidden].
+        given: the arguments of its forward.
+
+    Raises:
+        UnsupportedError: they are others.
+    """
+    head = model.get_output_embeddings()
+    loud = hidden * (LOUD / head(hidden).abs().max())
+
+    def louder(_: Any, __: Any, out: Any) -> Any:
+        out.last_hidden_state = loud[None]
+        return out
+
+    hook = model.get_decoder().register_forward_hook(louder)
+    theirs = model(**given).logits[0].float()
+    hook.remove()
+    ours = adjusted(head(loud).float(), model.config)
+    apart = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not apart <= TOLERANCE[hidden.dtype]:
+        raise UnsupportedError(
+            f"{model.config.model_type} does something with its logits that is not known here: they differ by "
+            f"{apart:.2g} of the largest from those of its head",
+            "its loss would be wrong: it cannot be trained here",
+        )
+
+
+def require_masks(config: Any) -> None:
+    """Refuse models whose layers carry a state over a row: positions do not reset that.
+
+    Raises:
+        UsageError: there are such layers.
+    """
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    strange = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if strange or any(hasattr(config, name) for name in ("mamba_d_state", "ssm_state_size", "state_size")):
+        what = ", ".join(strange) or "state space"
+        raise UsageError(
+            f"{config.model_type} has layers that carry a state from token to token ({what})",
+            "documents of a row would see each other: such a model cannot be trained packed",
+        )

@@ -86,10 +86,8 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
 
     source = opened(src, options, "huggingface", USE_RESHARD)
     norm, dialect = options["norm"] or "te", _dialect(options)
-    wanted = Options(
-        options["tp"], options["pp"], options["vpp"], norm, options["multiple"], dialect,
-        options["ep"] or 1, options["etp"], options["experts"],
-    )  # fmt: skip
+    spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
+    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, options["multiple"], dialect, **spread)
     request = request_of(out, options, source)
     carry_out(plan_megatron(source, request, wanted, options["iteration"], options["tokens"]), request, options)
 
@@ -258,8 +256,8 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
     dialect = _dialect(options, source.extra["dialect"])
     names = options["experts"] or source.extra.get("experts")
-    spread = options["ep"] or 1, options["etp"], names
-    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple, dialect, *spread)
+    spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": names}
+    wanted = Options(options["tp"], options["pp"], options["vpp"], norm, multiple, dialect, **spread)
     return plan_megatron(source, request, wanted, iteration, options["tokens"])
 
 

@@ -117,8 +117,8 @@ def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) 
     if options["pp"] == 1 and (layout is not None or ends != (None, None)):
         raise UsageError("one pipeline stage holds all layers", "add --pp")
     vpp = options["vpp"] if layout is None or options["vpp"] > 1 else virtual_chunks(layout, options["pp"])
-    spread = options["ep"] or 1, options["etp"], options["experts"]
-    return Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout, *spread)
+    spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
+    return Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout, **spread)
 
 
 @click.command()

@@ -49,3 +49,17 @@ def test_every_family_comes_back_from_expert_ranks(model, convert, tmp_path, nam
         assert ran.code == 0, ran.err
         assert convert("megatron2hf", second, back).code == 0
         assert files(back) == files(source)
+
+
+def test_what_deepspeed_saves_of_fused_experts_is_read(model, convert, tmp_path):
+    """Its module is the state dict, of which transformers 5 fuses the experts."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source, tag = model("qwen3_moe-tied", "bfloat16"), tmp_path / "run/global_step1"
+    state = AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict()
+    tag.mkdir(parents=True)
+    held = {"module": state, "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1, "ds_version": "0.19.8"}
+    torch.save({**held, "buffer_names": [], "shared_params": {}}, tag / "mp_rank_00_model_states.pt")
+    assert convert("zero2hf", tag, tmp_path / "back", "--config", source).code == 0
+    assert files(tmp_path / "back") == files(source)

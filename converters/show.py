@@ -9,7 +9,7 @@ from typing import Any
 
 from converters import assets
 from converters.digest import MANIFEST
-from converters.plan import Plan, filled
+from converters.plan import PADDING, Plan, filled
 from converters.report import size, table
 from formats import hf_config, megatron_args, megatron_llm
 from formats.checkpoint import Checkpoint
@@ -137,7 +137,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     padding = (
         source.extra["padded_vocab"] - source.spec.vocab if "padded_vocab" in source.extra and source.spec.vocab else 0
     )
-    if padding:
+    if padding and plan.more is None:
         notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
     record["residue"] = _residue(source)
     if target:
@@ -145,10 +145,15 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "files": {str(file.path).split(".partial/out/")[-1]: file.size for file in target.files},
             "small files": sorted([*target.texts, *target.copies]),
             "bytes": sum(file.size for file in target.files),
-            "filled elements": filled(target),
+            "filled elements": filled(target) - _carried_padding(plan),
             "filled with": FILL[target.padding],
         }
     return record
+
+
+def _carried_padding(plan: Plan) -> int:
+    """How many elements of vocabulary padding come from the source."""
+    return sum(part.leaf.numel for job in plan.jobs if job.state == PADDING for part in job.targets)
 
 
 def _residue(source: Checkpoint) -> dict[str, list[str]]:

@@ -11,18 +11,19 @@ proven by the tests that name it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from formats import huggingface, megatron_llm
+from formats import huggingface, megatron_llm, megatron_optim
 from formats.archived import Held, archived
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.layout import Slot, match, rules, slots
-from formats.megatron_args import CORE, Options, flags, from_megatron, namespace
+from formats.megatron_args import CORE, Options, flags, from_megatron, main_dtype, namespace
+from formats.megatron_optim import SHARDED, Optimizer, Parameter
 from formats.megatron_shards import (
     DROPS,
     TRACKER,
@@ -275,6 +276,7 @@ def write(
     *,
     args: Mapping[str, Any] | None = None,
     iteration: int | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Target:
     """Lay out a run folder with one checkpoint.
 
@@ -285,12 +287,14 @@ def write(
         options: topology and dialect.
         args: those of the checkpoint that is resharded; what does not concern model and topology is kept.
         iteration: its iteration; None for a release.
+        optimizer: what the run keeps to train on.
     """
     pipeline, padded = topology_of(spec, options)
     llm = options.dialect == megatron_llm.NAME
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     spelled = megatron_llm.namespace if llm else namespace
     merged = spelled(spec, dtypes.values(), options, padded, args or {}, iteration)
+    merged |= optimizer.args() if optimizer else {}
     by_file: dict[str, list[Slot]] = {}
     for slot in _slots(spec, TABLES[options.dialect], options.tp, pipeline, padded):
         by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
@@ -300,7 +304,11 @@ def write(
         path = root / folder / name / "model_optim_rng.pt"
         head = {"args": Namespace({**merged, "rank": rank}), "checkpoint_version": 3.0}
         head["iteration"] = merged["iteration"]
-        files.append(_file(path, head, by_file[name], dtypes, options))
+        parameters = _parameters(by_file[name], options)
+        files.append(_file(path, head, parameters, dtypes, options, optimizer))
+        if optimizer and optimizer.distributed:
+            dtype = main_dtype(dtypes.values())
+            files.append(megatron_optim.sharded_file(path.with_name(SHARDED), optimizer, parameters, dtype))
     texts = {
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
         FLAGS: (megatron_llm.flags if llm else flags)(merged).encode(),
@@ -327,29 +335,35 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
     return Pipeline(options.pp, options.vpp), -(-(spec.vocab or 0) // unit) * unit
 
 
+def _parameters(wanted: Iterable[Slot], options: Options) -> list[Parameter]:
+    """What a rank's file holds, in the order of the model."""
+    spelling = 0 if options.norm == "te" else -1
+    return megatron_optim.in_order(Parameter(slot.file.partition(" ")[2], slot.keys[spelling], slot) for slot in wanted)
+
+
 def _file(
     path: Path,
     head: Mapping[str, Any],
-    wanted: Iterable[Slot],
+    parameters: Sequence[Parameter],
     dtypes: Mapping[tuple[str, int | None], str],
     options: Options,
+    optimizer: Optimizer | None,
 ) -> OutputFile:
-    chunk_of: dict[str, tuple[str, str]] = {}
-    held: list[Held] = []
-    for slot in wanted:
-        chunk, key = slot.file.partition(" ")[2], slot.keys[0] if options.norm == "te" else slot.keys[-1]
-        chunk_of[f"{chunk} {key}"] = chunk, key
-        held.append((f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)))
+    held: list[Held] = [
+        (f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)) for chunk, key, slot in parameters
+    ]
+    states = megatron_optim.held(optimizer, parameters) if optimizer and not optimizer.distributed else {}
 
     def value(refs: Mapping[str, TensorRef]) -> dict[str, Any]:
         models: dict[str, Any] = {}
-        for name, ref in refs.items():
-            chunk, key = chunk_of[name]
+        for chunk, key, _ in parameters:
+            ref = refs[f"{chunk} {key}"]
             *outer, last = megatron_llm.place(key) if options.dialect == megatron_llm.NAME else (key,)
             inner = models.setdefault(chunk, OrderedDict())
             for part in outer:
                 inner = inner.setdefault(part, OrderedDict())
             inner[last] = ref
-        return {**head, **models}
+        kept = {**optimizer.head, "optimizer": megatron_optim.entry(optimizer, parameters, refs)} if optimizer else {}
+        return {**head, **models, **kept}
 
-    return archived(path, held, value)
+    return archived(path, held, value, states=states)

@@ -49,7 +49,7 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
     began = time.monotonic()
     drifted: dict[str, float] = {}
     digests = run(plan, request, lambda job, distance: drifted.update({job.name: distance}))
-    seconds, total = time.monotonic() - began, digest.total(digests)
+    seconds, total = time.monotonic() - began, digest.total(digest.of_weights(plan, digests))
     if options["as_json"]:
         facts = {"out": str(request.out), "digest": total, "tensors": len(digests), "bytes": plan.nbytes}
         click.echo(json.dumps(facts | {"seconds": round(seconds, 3), "verified": request.verify, "averaged": drifted}))

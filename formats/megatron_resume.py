@@ -235,12 +235,12 @@ def _sharded(
     for (place, tensors), buffer in zip(chunks.items(), buffers, strict=True):
         (kept,) = buffer.values()
         sizes = [(key, one.shape) for key, one in tensors.items()]
-        total = sum(prod(shape) for _, shape in sizes)
+        places, total = list(starts(sizes)), sum(prod(shape) for _, shape in sizes)
         for state in STATES:
             flat = file.fragment(kept[stored_name(state, distributed=True)], state)
             if flat.shape != (total,) or not flat.row_major:
                 raise SourceError(f"{path} holds {list(flat.shape)} elements of {state}, its model has {total}")
-            for number, at in starts(sizes):
+            for number, at in places:
                 key, shape = sizes[number]
                 offset = flat.offset + at * DTYPES[flat.dtype]
                 yield state, place, key, flat._replace(offset=offset, shape=shape, strides=row_major(shape))

@@ -24,8 +24,8 @@ class Small(NamedTuple):
     raw: bytes
 
 
-Held = tuple[str, Slot | Small | None, tuple[int, ...], str]
-"""Key, content (None for a tensor of zeros), shape and element type of a tensor."""
+Held = tuple[str, Slot | None, tuple[int, ...], str]
+"""Key, slot (None for a tensor of zeros), shape and element type of a tensor."""
 
 MOST_BYTES = 64
 """Of a small tensor."""
@@ -43,7 +43,7 @@ def archived(
     Args:
         path: where it is written.
         held: its tensors.
-        value: the object to pickle, given the reference of each tensor by key.
+        value: the object to pickle, given the reference of each tensor by key; it may hold small tensors.
         folder: what the folder in the archive is called.
         states: the tensors of an optimizer, by the name of the state.
 
@@ -53,26 +53,25 @@ def archived(
     by_state = {"": held, **(states or {})}
     refs: dict[str, TensorRef] = {}
     storages: dict[str, int] = {}
-    constants: dict[str, bytes] = {}
-    for key, content, shape, dtype in (one for every in by_state.values() for one in every):
+    for key, _, shape, dtype in (one for every in by_state.values() for one in every):
         if dtype not in STORAGE_OF:
             raise UnsupportedError(
                 f"{key} would be {dtype}, for which torch.save has no storage", "cast it with --dtype"
             )
         refs[key] = _reference(dtype, shape, str(len(storages)))
-        name = refs[key].storage.key
-        storages[name] = prod(shape) * DTYPES[dtype]
-        if isinstance(content, Small):
-            constants[f"{folder}/data/{name}"] = content.raw
-    archive = plan_archive(value(refs), storages, folder)
+        storages[refs[key].storage.key] = prod(shape) * DTYPES[dtype]
+    small: dict[str, bytes] = {}
+    content = _settled(value(refs), small, len(storages))
+    archive = plan_archive(content, {**storages, **{key: len(raw) for key, raw in small.items()}}, folder)
     extents = archive.storages()
+    constants = {f"{folder}/data/{key}": raw for key, raw in small.items()}
 
     def placed(every: Iterable[Held]) -> tuple[Placed, ...]:
         starts = {key: extents[f"{folder}/data/{ref.storage.key}"][0] for key, ref in refs.items()}
         return tuple(
             Placed(key, slot, Fragment(path, starts[key], dtype, shape, row_major(shape)))
             for key, slot, shape, dtype in every
-            if isinstance(slot, Slot)
+            if slot is not None
         )
 
     def headers(checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
@@ -122,17 +121,20 @@ def plain(file: TorchFile, value: Any, name: str) -> Any:
 
 def packed_plain(value: Any) -> bytes:
     """A whole archive for plain data with small tensors."""
-    storages: dict[str, bytes] = {}
+    small: dict[str, bytes] = {}
+    content = _settled(value, small, 0)
+    return packed(content, small)
 
-    def settled(one: Any) -> Any:
-        match one:
-            case Small():
-                storages[str(len(storages))] = one.raw
-                return _reference(one.dtype, one.shape, str(len(storages) - 1))
-            case dict():
-                return {key: settled(inner) for key, inner in one.items()}
-            case list():
-                return [settled(inner) for inner in one]
-        return one
 
-    return packed(settled(value), storages)
+def _settled(value: Any, small: dict[str, bytes], before: int) -> Any:
+    """A value with references to its small tensors, each of which gets a storage of its own, behind so many others."""
+    match value:
+        case Small():
+            key = str(before + len(small))
+            small[key] = value.raw
+            return _reference(value.dtype, value.shape, key)
+        case dict():
+            return type(value)((key, _settled(one, small, before)) for key, one in value.items())
+        case list():
+            return [_settled(one, small, before) for one in value]
+    return value

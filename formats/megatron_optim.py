@@ -124,9 +124,6 @@ def held(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, lis
             (f"{state} {one.chunk} {one.key}", one.slot, one.slot.shape, slot_dtype(one.slot, dtypes))
             for one in parameters
         ]
-    step = optimizer.step
-    if step is not None:  # one for each: a tensor that several share would count all of their steps
-        found["step"] = [(f"step {one.chunk} {one.key}", step, step.shape, step.dtype) for one in parameters]
     return found
 
 
@@ -134,13 +131,13 @@ def entry(optimizer: Optimizer, parameters: Sequence[Parameter], refs: Mapping[s
     """The entry `optimizer` of a rank's file."""
     if optimizer.distributed:
         return optimizer.around({"param_groups": list(optimizer.groups)})
-    groups, states, masters = [], dict[int, dict[str, TensorRef]](), []
+    groups, states, masters = [], dict[int, dict[str, Any]](), []
     for group in optimizer.groups:
         members = [one for one in parameters if decays(one.key, one.slot.shape) == bool(group["wd_mult"])]
         first = len(states)
         for number, one in enumerate(members, first):
-            kept = (name for name in ("step", "exp_avg", "exp_avg_sq") if f"{name} {one.chunk} {one.key}" in refs)
-            states[number] = {name: refs[f"{name} {one.chunk} {one.key}"] for name in kept}
+            step = {} if optimizer.step is None else {"step": optimizer.step}
+            states[number] = step | {name: refs[f"{name} {one.chunk} {one.key}"] for name in ("exp_avg", "exp_avg_sq")}
         groups.append({**group, "params": list(range(first, len(states)))})
         masters.append([refs[f"fp32 {one.chunk} {one.key}"] for one in members if "fp32" in optimizer.states])
     return optimizer.around({"state": states, "param_groups": groups}, masters)

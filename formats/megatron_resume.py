@@ -15,7 +15,7 @@ from formats import dcp, megatron_dist
 from formats.archived import Small, plain
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
-from formats.layout import match
+from formats.layout import Placed, match
 from formats.megatron_args import CORE, DIST
 from formats.megatron_optim import PREFIX, RESHARDABLE, SHARDED, STATES, Optimizer, decays, starts, stored_name
 from formats.megatron_shards import DROPS, Shard, read_shards, tensors_of
@@ -67,9 +67,13 @@ def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dic
     }
 
 
-def _slots(source: Checkpoint) -> list[Any]:
-    """What the weights are: each slot once."""
-    return list({(one.slot.file, one.slot.keys): one.slot for one in reversed(source.tensors)}.values())
+def _matched(source: Checkpoint, found: Mapping[str, Mapping[str, Fragment]], state: str) -> list[Placed]:
+    """Pair the tensors of a state with the slots of the weights, each of which is there once, in pieces or not."""
+    slots = {(one.slot.file, one.slot.keys): one.slot for one in reversed(source.tensors)}
+    try:
+        return match(slots.values(), found, DROPS, source.home)[0]
+    except SourceError as error:
+        raise SourceError(f"{state} of its optimizer: {error}") from None
 
 
 def _groups(file: TorchFile, groups: Any) -> list[dict[str, Any]]:
@@ -121,7 +125,7 @@ def _dist(source: Checkpoint) -> Optimizer:
     states = {}
     for name, listed in entries.items():
         tensors = megatron_dist.tensors_in(source.home, listed)
-        placed, _ = match(_slots(source), {"": {key: one.whole for key, one in tensors.items()}}, DROPS, source.home)
+        placed = _matched(source, {"": {key: one.whole for key, one in tensors.items()}}, names[name])
         pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
         states[names[name]] = replace(source, tensors=pieces)
     return Optimizer(
@@ -156,8 +160,7 @@ def _classic(source: Checkpoint) -> Optimizer:
     states = {}
     for state in STATES:
         if state in found:
-            placed, _ = match(_slots(source), found[state], DROPS, source.home)
-            states[state] = replace(source, tensors=tuple(placed))
+            states[state] = replace(source, tensors=tuple(_matched(source, found[state], state)))
     groups, distributed, step, scaler, head = heads[0]
     grads = _grads(source.extra["args"], next(iter(source.dtypes().values())))
     return Optimizer(_as_checkpoints(source, states), groups, distributed, step, scaler, head, grads)
@@ -174,7 +177,7 @@ def _shard(shard: Shard, chunks: Mapping[str, Mapping[str, Fragment]], found: Fo
     if not isinstance(outer, Mapping):
         raise UnsupportedError(f"{file.path} holds several optimizers, one is supported")
     inner = outer.get("optimizer", outer)
-    distributed = "state" not in inner
+    groups, distributed = _groups(file, inner["param_groups"]), "state" not in inner
     steps: set[Small] = set()
     held = _sharded(file, chunks) if distributed else _plain(file, outer, inner, chunks, steps)
     for state, place, key, fragment in held:
@@ -183,7 +186,7 @@ def _shard(shard: Shard, chunks: Mapping[str, Mapping[str, Fragment]], found: Fo
         raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
     head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
     scaler = plain(file, outer.get("grad_scaler"), "grad_scaler")
-    return _groups(file, inner["param_groups"]), distributed, next(iter(steps), None), scaler, head
+    return groups, distributed, next(iter(steps), None), scaler, head
 
 
 def _plain(

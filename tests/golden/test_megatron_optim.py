@@ -1,6 +1,6 @@
 """A training of real megatron-core goes on at another topology, from a run whose optimizer we resharded.
 
-Its losses are those of the training that was not broken off, and what it saves at once is what it was given, bit for bit.
+Its losses are those of the training that was not broken off, and what it saves at once is what it was given, to the bit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Run(NamedTuple):
 
 
 RUNS = (
-    Run("llama", "float32", False, TP2, {"torch": [("torch", PP2), ("torch_dist", ONE)], "torch_dist": [("torch", ONE)]}),
+    Run(
+        "llama", "float32", False, TP2, {"torch": [("torch", PP2), ("torch_dist", ONE)], "torch_dist": [("torch", ONE)]}
+    ),
     Run("starcoder2", "float32", False, PP2, {"torch": [("torch", TP2)]}),
     Run("qwen3", "float32", False, ONE, {"torch_dist": [("torch", VPP2), ("torch_dist", PP2)]}),
     Run("llama-tied", "bfloat16", False, PP2, {"torch": [("torch", TP2), ("torch_dist", ONE)]}),
@@ -130,7 +132,9 @@ def test_a_training_goes_on(model, convert, tmp_path):
                 resumed.append(job)
     damaged = {**resumed[0], "resume": str(tmp_path / "damaged"), "save": {}, "damaged": True}
     source = tmp_path / "torch0"
-    convert("reshard", source, tmp_path / "damaged", "--pp", 2, "--with-optimizer", "--norm", "local", "--vocab-size", 211)
+    convert(
+        "reshard", source, tmp_path / "damaged", "--pp", 2, "--with-optimizer", "--norm", "local", "--vocab-size", 211
+    )
     swapped(tmp_path / "damaged")
     train([*resumed, damaged], tmp_path)
     for job in resumed:
@@ -140,4 +144,6 @@ def test_a_training_goes_on(model, convert, tmp_path):
     ran = convert("reshard", tmp_path / "spoiled-dp_reshardable", tmp_path / "x", "--with-optimizer")
     assert (ran.code, "--dist-ckpt-optim-fully-reshardable" in ran.err) == (4, True)
     ran = convert("reshard", tmp_path / "spoiled-torch_dist", tmp_path / "x", "--with-optimizer", "--vocab-size", 211)
-    assert ran.code == 6, "megatron-core 0.16.1 shifts the states of a second bucket (sharded_param_state_fully_reshardable)"
+    assert ran.code == 6, (
+        "megatron-core 0.16.1 shifts the states of a second bucket (sharded_param_state_fully_reshardable)"
+    )

@@ -11,7 +11,7 @@ from formats import megatron_resume
 from formats.checkpoint import Checkpoint, Target
 from formats.layout import Placed
 from formats.megatron_args import Options
-from formats.megatron_optim import Optimizer
+from formats.megatron_optim import PREFIX, Optimizer
 from formats.pattern import Leaf
 
 
@@ -30,22 +30,24 @@ def plan_run(source: Checkpoint, request: Request, options: Options, iteration: 
     """
     optimizer = megatron_resume.read(source)
     plan = plan_megatron(source, request, options, iteration, optimizer=optimizer)
-    target = plan.target
-    assert target is not None
-    padded = source.extra["padded_vocab"]
-    sizes = dict(target.files[0].tensors[0].slot.sizes)
-    rows = min(padded, sizes["vocab"] + sizes["padding"])
-    jobs = [*plan.jobs, *state_jobs(source, optimizer, rows, target)]
+    padded, multiple = source.extra["padded_vocab"], options.vocab_multiple * options.tp
+    rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
+    jobs = (*plan.jobs, *state_jobs(source, optimizer, rows, plan.target))
 
     def more(written: Checkpoint) -> Iterator[Job]:
         return state_jobs(written, megatron_resume.read(written), rows)
 
-    left = tuple(name for name in source.extra["state"] if name == "rng_state")
-    notes = ["rng_state stays behind: it is of ranks that are no more"] if left else []
+    notes = ["rng_state stays behind: it is that of other ranks"] if "rng_state" in source.extra["state"] else []
     if rows < padded:
         notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
-    resumed = replace(source, extra={**source.extra, "state": ()}, dropped=())
-    return replace(plan, source=resumed, jobs=tuple(jobs), notes=(*plan.notes, *notes), more=more)
+    held = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
+    resumed = replace(
+        source,
+        files=tuple(dict.fromkeys([*source.files, *held])),
+        extra={**source.extra, "state": ()},
+        dropped=tuple(name for name in source.dropped if not name.startswith(PREFIX)),
+    )
+    return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 
 
 def state_jobs(source: Checkpoint, optimizer: Optimizer, rows: int = 0, target: Target | None = None) -> Iterator[Job]:

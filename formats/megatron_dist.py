@@ -265,7 +265,7 @@ def _stored(slot: Slot, cut: Cut, layers: int) -> dcp_writer.Stored:
 
 def _states_of(optimizer: Optimizer, held: Sequence[dcp_writer.Stored]) -> Iterator[dcp_writer.Stored]:
     """The states of the parameters, of which a rank holds these parts."""
-    for state, dtypes in optimizer.dtypes().items():
+    for state, dtypes in optimizer.dtypes.items():
         prefix = f"{PREFIX}{megatron_optim.stored_name(state, optimizer.distributed)}."
         for one in held:
             dtype = slot_dtype(one.slot, dtypes)

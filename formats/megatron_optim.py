@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +67,7 @@ class Optimizer:
     head: Mapping[str, Any]
     grads: str
 
+    @cached_property
     def dtypes(self) -> dict[str, Mapping[tuple[str, int | None], str]]:
         """The element type of each logical tensor, by state."""
         return {state: source.dtypes() for state, source in self.states.items()}
@@ -119,7 +121,7 @@ def in_order(parameters: Iterable[Parameter]) -> list[Parameter]:
 def held(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, list[Held]]:
     """The tensors of a plain optimizer in a rank's file, by state."""
     found: dict[str, list[Held]] = {}
-    for state, dtypes in optimizer.dtypes().items():
+    for state, dtypes in optimizer.dtypes.items():
         found[state] = [
             (f"{state} {one.chunk} {one.key}", one.slot, one.slot.shape, slot_dtype(one.slot, dtypes))
             for one in parameters

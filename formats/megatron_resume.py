@@ -46,8 +46,9 @@ def read(source: Checkpoint) -> Optimizer:
     legacy = any(placed.key.startswith("language_model.") for placed in source.tensors)
     if source.extra["dialect"] not in (CORE, DIST) or legacy:
         raise UnsupportedError(f"{source.home}: of optimizers those of megatron-core are read, not of models before it")
-    if "optimizer" not in source.extra["state"]:
-        raise SourceError(f"{source.home} holds no optimizer", "reshard the weights without --with-optimizer")
+    if "optimizer" not in source.extra["state"] or source.extra["folder"] == "release":
+        what = "is a release, of which Megatron loads" if source.extra["folder"] == "release" else "holds"
+        raise SourceError(f"{source.home} {what} no optimizer", "reshard the weights without --with-optimizer")
     if args.get("apply_wd_to_qk_layernorm"):
         raise UnsupportedError(f"{source.home}: weight decay of query and key norms (apply_wd_to_qk_layernorm)")
     optimizer = (_dist if source.format == megatron_dist.NAME else _classic)(source)

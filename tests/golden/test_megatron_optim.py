@@ -1,6 +1,6 @@
 """A training of real megatron-core goes on at another topology, from a run whose optimizer we resharded.
 
-Its losses are those of the training that was not broken off, and what it saves at once is what it was given, to the bit.
+Its losses are those of the training that went on unbroken, and what it saves at once is what it was given, to the bit.
 """
 
 from __future__ import annotations

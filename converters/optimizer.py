@@ -11,7 +11,8 @@ from formats import megatron_resume
 from formats.checkpoint import Checkpoint, Target
 from formats.layout import Placed
 from formats.megatron_args import Options
-from formats.megatron_optim import PREFIX, Optimizer
+from formats.megatron_dist import OPTIMIZER
+from formats.megatron_optim import Optimizer
 from formats.pattern import Leaf
 
 
@@ -45,7 +46,7 @@ def plan_run(source: Checkpoint, request: Request, options: Options, iteration: 
         source,
         files=tuple(dict.fromkeys([*source.files, *held])),
         extra={**source.extra, "state": ()},
-        dropped=tuple(name for name in source.dropped if not name.startswith(PREFIX)),
+        dropped=tuple(name for name in source.dropped if not name.startswith(OPTIMIZER)),
     )
     return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 

@@ -265,6 +265,27 @@ def _slots(spec: ModelSpec, table: Iterable[Any], tp: int, pipeline: Pipeline, p
     return found
 
 
+def trained(spec: ModelSpec, args: Mapping[str, Any], norm: str, padded: int, path: Path) -> list[list[Parameter]]:
+    """What each rank of a run trains, in the order of its model. Tensor ranks count first, then stages.
+
+    Args:
+        spec: the model.
+        args: those of the run.
+        norm: the names of its norms.
+        padded: rows of its embedding.
+        path: what to call the file of the args in an error.
+    """
+    tp, pp, virtual = (
+        whole(args.get(f"{axis}_model_parallel_size") or 1, axis, str(path))
+        for axis in ("tensor", "pipeline", "virtual_pipeline")
+    )
+    by_file: dict[str, list[Slot]] = {}
+    for slot in _slots(spec, MCORE, tp, _pipeline(args, pp, virtual, path), padded):
+        by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
+    options = Options(norm=norm)
+    return [_parameters(by_file[folder_of(rank % tp, rank // tp, pp)], options) for rank in range(tp * pp)]
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,8 @@
                           {optimizer: the same, fp32_from_fp16_params: [[master] of each group]}    half precision
                           {optimizer: {param_groups}}, and beside it distrib_optim.pt               distributed
     distrib_optim.pt      {chunk: {types: {param, exp_avg, exp_avg_sq, numel_unpadded}}}: the parameters end to end
-    torch_dist            optimizer.state.{exp_avg|exp_avg_sq|fp32_param|param}.{key of the model}
+    torch_dist            optimizer.state.{exp_avg|exp_avg_sq|fp32_param|param}.{key of the model}; or buckets:
+                          optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_{chunk}.{types}.bucket_idx_{n}.{param|…}
 
 A parameter's number i counts first those with weight decay, then the vectors and biases, each in the order in which the
 model has them. In `distrib_optim.pt` they lie in the reverse order, each from a multiple of 64 elements on.

@@ -6,27 +6,44 @@ The layouts are those of the weights: a state is a checkpoint of its own, with t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from formats import dcp, megatron_dist
 from formats.archived import Small, plain
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
-from formats.layout import Placed, match
+from formats.layout import Cut, Placed, match
+from formats.megatron import trained
 from formats.megatron_args import CORE, DIST
-from formats.megatron_optim import PREFIX, RESHARDABLE, SHARDED, STATES, Optimizer, decays, starts, stored_name
+from formats.megatron_optim import (
+    PREFIX,
+    RESHARDABLE,
+    SHARDED,
+    STATES,
+    Optimizer,
+    Parameter,
+    decays,
+    starts,
+    stored_name,
+)
 from formats.megatron_shards import DROPS, Shard, read_shards, tensors_of
 from formats.pickles import DTYPES as TYPES
 from formats.pickles import TensorRef
 from formats.scattered import spread
+from formats.spec import ModelSpec
 from formats.storage import DTYPES, Fragment, row_major
 from formats.torchfile import TorchFile, read_torch
 
 HEAD = ("opt_param_scheduler", "lr_scheduler", "num_floating_point_operations_so_far")
 """Entries beside the optimizer that are the same on all ranks, and travel on with it."""
+BUCKETS, GROUP = "dp_reshardable", "optimizer.distributed.dp_group_idx_"
+BUCKET = rf"{re.escape(GROUP)}(\d+)\.gbuf_idx_(\d+)\.dtype_\([^()]*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+"""What training saves by default: the name of a bucket, by rank, chunk of the model, number and state."""
+OBJECT = GROUP + "{}.{}/shard_0_1"
 HALF = ("BF16", "F16")
 NAMES = {name: dtype for dtype, name in reversed([*TYPES.items()])}
 """Element types as torch calls them."""
@@ -102,12 +119,16 @@ def _grads(args: Mapping[str, Any], dtype: str) -> str:
 
 def _dist(source: Checkpoint) -> Optimizer:
     file = read_torch(source.home / megatron_dist.COMMON)
-    about = file.value.get("content_metadata") or {}
-    outer = file.value.get("optimizer")
-    kind = about.get("distrib_optim_sharding_type") or (outer or {}).get("param_state_sharding_type")
+    outer, about = (
+        held if isinstance(held := file.value.get(name), Mapping) else {} for name in ("optimizer", "content_metadata")
+    )
+    kind = about.get("distrib_optim_sharding_type") or outer.get("param_state_sharding_type")
+    head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
+    if kind == BUCKETS:
+        return _in_buckets(source, head)
     if kind not in (None, RESHARDABLE):
         raise UnsupportedError(
-            f"{source.home} keeps its optimizer as {short(kind)}, in buckets of the ranks that saved it",
+            f"{source.home} keeps its optimizer as {short(kind)}, which is not known",
             "save once more with --dist-ckpt-optim-fully-reshardable",
         )
     try:
@@ -135,9 +156,76 @@ def _dist(source: Checkpoint) -> Optimizer:
         kind is not None,
         None if step is None else plain(file, step, "the step"),
         plain(file, outer.get("grad_scaler"), "grad_scaler"),
-        {name: plain(file, file.value[name], name) for name in HEAD if name in file.value},
+        head,
         _grads(source.extra["args"], next(iter(source.dtypes().values()))),
     )
+
+
+def _in_buckets(source: Checkpoint, head: Mapping[str, Any]) -> Optimizer:
+    """A distributed optimizer as its ranks hold it: in buckets, which are those of `distrib_optim.pt` cut to pieces."""
+    entries: dict[tuple[int, int, str], dict[int, dcp.Entry]] = {}
+    for one in dcp.entries(source.home):
+        if found := re.fullmatch(BUCKET, one.name):
+            buckets = entries.setdefault((int(found[1]), int(found[2]), found[4]), {})
+            if int(found[3]) in buckets:
+                raise UnsupportedError(f"{source.home} holds {one.name} of several element types")
+            buckets[int(found[3])] = one
+    args, path = source.extra["args"], source.home / megatron_dist.COMMON
+    placed: dict[str, list[Placed]] = {state: [] for state in STATES}
+    ranks = trained(cast(ModelSpec, source.spec), args, source.extra["norm"], source.extra["padded_vocab"], path)
+    names = [OBJECT.format(rank, name) for rank in range(len(ranks)) for name in ("optimizer", "grad_scaler")]
+    settings, heads = dcp.read_objects(source.home, names), list[Any]()
+    for rank, every in enumerate(ranks):
+        chunks: dict[str, list[Parameter]] = {}
+        for parameter in every:
+            chunks.setdefault(parameter.chunk, []).append(parameter)
+        for number, parameters in enumerate(chunks.values()):
+            for state in STATES:
+                buckets = entries.pop((rank, number, stored_name(state, distributed=True)), {})
+                placed[state] += _cut(source, parameters, [buckets[order] for order in sorted(buckets)])
+        heads.append(_settings(source, settings, rank))
+        if heads[-1] != heads[0]:
+            raise SourceError(f"{source.home}: the ranks 0 and {rank} have optimizers of different steps or settings")
+    if entries or not heads[0][0]:
+        raise SourceError(
+            f"{source.home} holds an optimizer of other ranks than the {len(ranks)} that its args tell of"
+        )
+    states = {state: replace(source, tensors=tuple(every)) for state, every in placed.items()}
+    grads = _grads(args, next(iter(source.dtypes().values())))
+    return Optimizer(_as_checkpoints(source, states), heads[0][0], True, None, heads[0][1], head, grads)
+
+
+def _settings(source: Checkpoint, held: Mapping[str, TorchFile], rank: int) -> tuple[list[dict[str, Any]], Any]:
+    """The parameter groups of a rank, and its scaler of losses."""
+    group, scaler = (held.get(OBJECT.format(rank, name)) for name in ("optimizer", "grad_scaler"))
+    try:
+        groups = _groups(group, group.value[0]["param_groups"]) if group else []
+        return groups, plain(scaler, scaler.value[0], "grad_scaler") if scaler else None
+    except _DAMAGE:
+        raise SourceError(f"{source.home} holds no settings of the optimizer on rank {rank} that are known") from None
+
+
+def _cut(source: Checkpoint, parameters: Sequence[Parameter], buckets: Sequence[dcp.Entry]) -> Iterator[Placed]:
+    """Where each parameter of a chunk lies in its buckets, which together are the buffer."""
+    sizes = [(one.key, one.slot.shape) for one in parameters]
+    total, held = sum(prod(shape) for _, shape in sizes), sum(prod(one.shape) for one in buckets)
+    places = list(starts(sizes))
+    if total != held:
+        raise SourceError(f"{source.home}: buckets of the optimizer hold {held} elements, the model has {total} there")
+    pieces, first = list[tuple[int, Fragment]](), 0
+    for tensor in dcp.load(buckets):
+        pieces += [(first + piece.part.ranges[0][0], piece.fragment) for piece in tensor.copies[0]]
+        first += tensor.shape[0]
+    pieces.sort(key=lambda piece: piece[0])
+    for number, at in places:
+        one, end = parameters[number], at + prod(sizes[number][1])
+        for begin, flat in pieces[bisect(pieces, at, key=lambda piece: piece[0]) - 1 :]:
+            low, high = max(at, begin), min(end, begin + flat.shape[0])
+            if begin >= end:
+                break
+            offset = flat.offset + (low - begin) * DTYPES[flat.dtype]
+            part = flat._replace(offset=offset, shape=(high - low,), strides=(1,))
+            yield Placed(one.key, one.slot, part, Cut(((low - at, high - at),), flat=True))
 
 
 # --- classic ---------------------------------------------------------------------------------------------------------

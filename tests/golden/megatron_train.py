@@ -21,6 +21,7 @@ JOBS.json is a list of trainings, done one after another in one start of the fra
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -297,6 +298,7 @@ def main() -> int:
     give_steps()
     torch.cuda.synchronize = lambda *args, **kwargs: None
     Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
+    gc.freeze()  # a distributed optimizer collects garbage at each save (distrib_optimizer.py:1278)
     children = []
     for rank in range(RANKS):
         children.append(os.fork())

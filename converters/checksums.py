@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
+from bisect import bisect
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,12 +58,19 @@ class Checksums:
         self.sizes = {(file.path, offset): size for file in files for offset, size in file.checksums.values()}
         self.sums = dict.fromkeys(self.sizes, 0)
         self.small = dict.fromkeys(self.sizes, 0)
+        self.starts: dict[Path, list[int]] = {}
+        for path, offset in sorted(self.sizes):
+            self.starts.setdefault(path, []).append(offset)
         self.lock = threading.Lock()
 
     def add(self, fragment: Fragment, at: int, piece: memoryview) -> None:
-        """Count a piece that was written `at` bytes into a storage."""
-        key = (fragment.path, fragment.offset)
-        if self.small.get(key, MANY) >= MANY:
+        """Count a piece that was written `at` bytes into a tensor, which may be one of several in a storage."""
+        starts = self.starts.get(fragment.path, ())
+        if not starts:
+            return
+        start = starts[bisect(starts, fragment.offset) - 1]
+        key, at = (fragment.path, start), at + fragment.offset - start
+        if self.small[key] >= MANY:
             return
         register = shift(zlib.crc32(piece, ONES) ^ ONES, self.sizes[key] - at - len(piece))
         with self.lock:

@@ -26,6 +26,7 @@ from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, ne
 from formats.checkpoint import Checkpoint, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError
 from formats.megatron_args import DIST, Options
+from formats.megatron_optim import Optimizer
 from formats.registry import FORMATS, module, open_checkpoint
 from formats.rows import grown, rows
 from formats.spec import Spec, Verbatim, differences
@@ -131,7 +132,12 @@ def _apply_template(held: Mapping[str, Path], template: str, count: int | None, 
 
 
 def plan_megatron(
-    source: Checkpoint, request: Request, options: Options, iteration: int | None, tokens: int | None = None
+    source: Checkpoint,
+    request: Request,
+    options: Options,
+    iteration: int | None,
+    tokens: int | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Plan:
     """A plan that writes a Megatron run folder, with the model's config and tokenizer in it.
 
@@ -141,6 +147,7 @@ def plan_megatron(
         options: topology and dialect.
         iteration: the iteration to write; None for a release.
         tokens: the vocabulary that Megatron-LLM's training will have; its rows grow to so many.
+        optimizer: what is written beside the weights, for a training that goes on.
     """
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(f"{source.root} has no Megatron layout: {source.spec.why}", "see `convert formats`")
@@ -154,7 +161,7 @@ def plan_megatron(
     llm = [dialect == megatron_llm.NAME for dialect in (source.extra.get("dialect"), options.dialect)]
     args = source.extra.get("args") if llm[0] == llm[1] else None
     writer = megatron_dist if options.dialect == DIST else megatron
-    target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration)
+    target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
     texts, copies = _inside(source, request, megatron.ASSETS, spec)
     if options.dialect == megatron_llm.NAME:
         name = megatron_llm.TOKENIZER
@@ -417,7 +424,8 @@ def _reopened(plan: Plan, request: Request) -> Plan:
         raise VerificationError(
             f"the output's settings differ from the source's (output | source): {'; '.join(changed)}"
         )
-    return make_plan(written)
+    again = make_plan(written)
+    return replace(again, jobs=(*again.jobs, *(plan.more(written) if plan.more else ())))
 
 
 def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool]) -> None:

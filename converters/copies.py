@@ -99,10 +99,13 @@ class Copies:
         """
         job = self.job
         if self.unequal:
+            other = (
+                "without --with-optimizer the weights go alone" if job.state else "--weights module takes the former"
+            )
             raise VerificationError(
                 f"{self.unequal} of {prod(job.shape)} elements of {job.name} in {job.twins[0].fragment.path} are not "
                 f"the rounded float32 masters of {job.sources[0].fragment.path}",
-                "--weights module takes the former; --replicas first takes the masters unchecked",
+                f"{other}; --replicas first takes the masters unchecked",
             )
         if not self.worst:
             return

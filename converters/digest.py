@@ -16,6 +16,7 @@ from blake3 import blake3
 from converters.plan import Job, Plan
 from formats.errors import SourceError, VerificationError
 from formats.huggingface import read_json
+from formats.megatron_optim import STATES
 
 MANIFEST = "vitruvian.json"
 
@@ -33,12 +34,20 @@ def total(digests: Mapping[str, str]) -> str:
 
 def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
     """What travels with an output so that `convert verify OUT` can check it anywhere."""
-    tensors = {
-        job.name: {"dtype": job.dtype, "shape": list(job.shape), "blake3": digests[job.name]} for job in plan.jobs
-    }
+    held: dict[str, dict[str, Any]] = {"tensors": {}}
+    for job in plan.jobs:
+        if not job.state or job.state in STATES:  # padding belongs to no tensor
+            about = {"dtype": job.dtype, "shape": list(job.shape), "blake3": digests[job.name]}
+            held.setdefault("optimizer" if job.state else "tensors", {})[job.name] = about
     source = {"format": plan.source.format, "topology": dict(plan.source.topology)}
-    facts = {"vitruvian": 1, "digest": total(digests), "source": source, "settings": plan.spec.settings()}
-    return (json.dumps({**facts, "tensors": tensors}, indent=1) + "\n").encode()
+    weights = total(of_weights(plan, digests))
+    facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
+    return (json.dumps({**facts, **held}, indent=1) + "\n").encode()
+
+
+def of_weights(plan: Plan, digests: Mapping[str, str]) -> dict[str, str]:
+    """The digests of the weights alone."""
+    return {job.name: digests[job.name] for job in plan.jobs if not job.state}
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
@@ -51,13 +60,32 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
     if not path.is_file():
         return None
     held = read_json(path)
-    facts, tensors = held.get("settings"), held.get("tensors")
-    if isinstance(facts, dict) and isinstance(tensors, dict):
-        found = {name: entry.get("blake3") for name, entry in tensors.items() if isinstance(entry, dict)}
-        digests = {name: digest for name, digest in found.items() if isinstance(digest, str)}
-        if len(digests) == len(tensors):
-            return facts, digests
-    raise SourceError(f"{path} is no manifest of vitruvian")
+    facts, digests = held.get("settings"), _digests(held.get("tensors"))
+    if not isinstance(facts, dict) or digests is None:
+        raise SourceError(f"{path} is no manifest of vitruvian")
+    return facts, digests
+
+
+def remembered_states(folder: Path) -> dict[str, str]:
+    """The digests of an optimizer in a folder's manifest, none without one.
+
+    Raises:
+        SourceError: it is no manifest.
+    """
+    path = folder / MANIFEST
+    digests = _digests(read_json(path).get("optimizer", {})) if path.is_file() else {}
+    if digests is None:
+        raise SourceError(f"{path} is no manifest of vitruvian")
+    return digests
+
+
+def _digests(tensors: Any) -> dict[str, str] | None:
+    """The digest of each tensor of a manifest, None if it is none."""
+    if not isinstance(tensors, dict):
+        return None
+    found = {name: entry.get("blake3") for name, entry in tensors.items() if isinstance(entry, dict)}
+    digests = {name: digest for name, digest in found.items() if isinstance(digest, str)}
+    return digests if len(digests) == len(tensors) else None
 
 
 def is_verbatim(folder: Path) -> bool:
@@ -73,6 +101,7 @@ def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
         VerificationError: the source is not what it was when its manifest was written.
     """
     _, remembered = read_manifest(plan.source.home) or ({}, {})
+    remembered = {**remembered, **remembered_states(plan.source.home)}
     wrong = [
         job.name
         for job in plan.jobs

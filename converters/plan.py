@@ -18,6 +18,8 @@ from formats.pattern import Leaf, overlap
 from formats.spec import Spec
 from formats.storage import DTYPES, FLOATS, Fragment
 
+PADDING = "padding"
+"""The state that rows of a vocabulary's padding are in, where a training goes on with them."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
@@ -36,7 +38,7 @@ class Job:
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
     become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
-    are rounded to.
+    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
     """
 
     tensor: str
@@ -51,11 +53,13 @@ class Job:
     partial: bool = False
     twins: tuple[Part, ...] = ()
     last: bool = False
+    state: str = ""
 
     @property
     def name(self) -> str:
-        """Name of the logical tensor, with the layer behind a dot."""
-        return self.tensor if self.layer is None else f"{self.tensor}.{self.layer}"
+        """Name of the logical tensor, with the state before and the layer behind a dot."""
+        name = f"{self.state}.{self.tensor}" if self.state else self.tensor
+        return name if self.layer is None else f"{name}.{self.layer}"
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +81,8 @@ class Plan:
     """All jobs of a conversion; without a target, those of reading the source once.
 
     `spec` is that of the output; `notes` are what else the user should know. `again` makes of the plan one that reads
-    the output, where no reader of a checkpoint would read all of it; such an output has no manifest.
+    the output, where no reader of a checkpoint would read all of it; such an output has no manifest. `more` gives the
+    jobs of reading what an output holds besides the weights.
     """
 
     source: Checkpoint
@@ -86,6 +91,7 @@ class Plan:
     target: Target | None = None
     notes: tuple[str, ...] = ()
     again: Callable[[Plan], Plan] | None = None
+    more: Callable[[Checkpoint], Iterable[Job]] | None = None
 
     @property
     def nbytes(self) -> int:

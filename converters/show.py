@@ -9,10 +9,11 @@ from typing import Any
 
 from converters import assets
 from converters.digest import MANIFEST
-from converters.plan import Plan, filled
+from converters.plan import PADDING, Plan, filled
 from converters.report import size, table
-from formats import hf_config, megatron_args, megatron_llm
+from formats import hf_config, megatron_args, megatron_llm, megatron_resume
 from formats.checkpoint import Checkpoint
+from formats.errors import SourceError, UnsupportedError
 from formats.huggingface import read_json
 
 FRESH = {
@@ -45,6 +46,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
         "bytes": weights,
         "dropped": len(source.dropped),
         "assets": [name for name, _ in assets.files(source.assets)] if source.assets else [],
+        "optimizer": _optimizer(source),
         "manifest": (source.home / MANIFEST).is_file(),
         "notes": _notes(source),
     }
@@ -59,6 +61,17 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
             for placed in source.tensors
         ]  # fmt: skip
     return record
+
+
+def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
+    """The states of a Megatron run's optimizer, or why it cannot be resharded; None without one."""
+    if source.format not in ("megatron", "megatron_dist") or "optimizer" not in source.extra["state"]:
+        return None
+    try:
+        optimizer = megatron_resume.read(source)
+    except (SourceError, UnsupportedError) as error:
+        return {"states": [], "why": str(error)}
+    return {"states": [*optimizer.states], "distributed": optimizer.distributed}
 
 
 def _parameters(source: Checkpoint) -> int:
@@ -105,6 +118,7 @@ def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
             ),
             *((name, value) for name, value in record["settings"].items()),
             *([("padded vocab", record["padded_vocab"])] if "padded_vocab" in record else []),
+            *([("optimizer", _optimizer_line(record["optimizer"]))] if record["optimizer"] else []),
             ("travels along", ", ".join(record["assets"]) or "nothing"),
         )
     )
@@ -112,6 +126,13 @@ def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
         yield f"note: {note}"
     for entry in record.get("list", ()):
         yield f"{entry['file']}  {entry['key']}  {entry['dtype']}{entry['shape']}  {entry['pattern']}"
+
+
+def _optimizer_line(about: Mapping[str, Any]) -> str:
+    if not about["states"]:
+        return f"cannot be resharded: {about['why']}"
+    kind = "distributed optimizer" if about["distributed"] else "plain"
+    return f"{', '.join(about['states'])} ({kind}); `convert reshard --with-optimizer` takes it along"
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
@@ -137,7 +158,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     padding = (
         source.extra["padded_vocab"] - source.spec.vocab if "padded_vocab" in source.extra and source.spec.vocab else 0
     )
-    if padding:
+    if padding and plan.more is None:
         notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
     record["residue"] = _residue(source)
     if target:
@@ -145,10 +166,15 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "files": {str(file.path).split(".partial/out/")[-1]: file.size for file in target.files},
             "small files": sorted([*target.texts, *target.copies]),
             "bytes": sum(file.size for file in target.files),
-            "filled elements": filled(target),
+            "filled elements": filled(target) - _carried_padding(plan),
             "filled with": FILL[target.padding],
         }
     return record
+
+
+def _carried_padding(plan: Plan) -> int:
+    """How many elements of vocabulary padding come from the source."""
+    return sum(part.leaf.numel for job in plan.jobs if job.state == PADDING for part in job.targets)
 
 
 def _residue(source: Checkpoint) -> dict[str, list[str]]:

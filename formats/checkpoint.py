@@ -114,6 +114,7 @@ class OutputFile:
         tensors: what goes where.
         checksums: byte ranges (offset, size) whose CRC-32 `headers` needs, by name.
         headers: (offset, bytes) of everything that is no tensor, given those checksums.
+        states: what else goes where: masters and moments of an optimizer, by the name of the state.
     """
 
     path: Path
@@ -121,6 +122,7 @@ class OutputFile:
     tensors: tuple[Placed, ...]
     checksums: Mapping[str, tuple[int, int]]
     headers: Callable[[Mapping[str, int]], Iterable[tuple[int, bytes]]]
+    states: Mapping[str, tuple[Placed, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -123,6 +123,28 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
     order = {name: number for number, name in enumerate(paths)}
     names = sorted(shapes, key=lambda name: order.get(name, len(order)))
     return [Entry(name, paths.get(name), *shapes[name], tuple(boxes.get(name, ()))) for name in names], objects
+
+
+def read_objects(folder: Path, names: Collection[str]) -> dict[str, TorchFile]:
+    """What is no tensor, opened, by name; names that are not there are left out.
+
+    Raises:
+        SourceError: a file is missing or cut off.
+    """
+    items = {
+        name: _item(folder, (), (), info.state)
+        for file in metadata_files(folder)
+        for index, info in _metadata(file)["storage_data"].items()
+        if (name := index.state["fqn"]) in names
+    }
+    _require_files(Entry(name, None, (), None, (item,)) for name, item in items.items())
+    found = {}
+    for name, item in items.items():
+        if item.transforms:
+            raise UnsupportedError(f"{item.path} holds {name} encoded as {', '.join(item.transforms)}")
+        with item.path.open("rb") as file:
+            found[name] = read_archive(file.fileno(), item.path, item.start, item.length, name)
+    return found
 
 
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError, IndexError)

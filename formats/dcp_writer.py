@@ -26,13 +26,18 @@ TORCH_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
 
 
 class Stored(NamedTuple):
-    """A part of a slot that a rank's file is to hold: a box of the tensor `name` of a shape, which may be larger."""
+    """A part of a slot that a rank's file is to hold: a box of the tensor `name` of a shape, which may be larger.
+
+    `state` is that of an optimizer, `dtype` its element type; that of a weight follows from the slot.
+    """
 
     slot: Slot
     part: Cut
     name: str
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
+    state: str = ""
+    dtype: str = ""
 
 
 class _Item(NamedTuple):
@@ -71,7 +76,7 @@ def layout(
     Returns:
         The files, and the `.metadata` that belongs to them.
     """
-    items = [[_item(stored, slot_dtype(stored.slot, dtypes)) for stored in held] for held in ranks]
+    items = [[_item(stored, stored.dtype or slot_dtype(stored.slot, dtypes)) for stored in held] for held in ranks]
     tail = b"".join((objects or {}).values())
     files = [
         _file(root / f"__{rank}_0{dcp.SUFFIX}", held, b"" if rank else tail) for rank, held in enumerate(items) if held
@@ -103,13 +108,13 @@ def _starts(items: Iterable[_Item]) -> list[int]:
 
 
 def _file(path: Path, items: list[_Item], objects: bytes) -> OutputFile:
-    starts = _starts(items)
-    placed, extents = [], {}
+    starts, extents = _starts(items), {}
+    placed: dict[str, list[Placed]] = {"": []}
     for number, (item, start) in enumerate(zip(items, starts, strict=False)):
         ((name, (offset, size)),) = item.archive.storages().items()
         slot, part = item.stored.slot, item.stored.part
         fragment = Fragment(path, start + offset, item.dtype, part.shape, row_major(part.shape))
-        placed.append(Placed(slot.keys[0], slot, fragment, part))
+        placed.setdefault(item.stored.state, []).append(Placed(slot.keys[0], slot, fragment, part))
         extents[f"{number} {name}"] = (start + offset, size)
 
     def headers(checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
@@ -119,7 +124,8 @@ def _file(path: Path, items: list[_Item], objects: bytes) -> OutputFile:
                 yield start + offset, content
         yield starts[-1], objects
 
-    return OutputFile(path, starts[-1] + len(objects), tuple(placed), extents, headers)
+    tensors = {state: tuple(every) for state, every in placed.items()}
+    return OutputFile(path, starts[-1] + len(objects), tensors.pop(""), extents, headers, tensors)
 
 
 # --- metadata --------------------------------------------------------------------------------------------------------

@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from formats import huggingface, megatron_llm
+from formats import huggingface, megatron_llm, megatron_optim
 from formats.archived import Held, archived
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.layout import Slot, match, rules, slots
-from formats.megatron_args import CORE, DIST, Options, flags, from_megatron, namespace
+from formats.megatron_args import CORE, DIST, Options, flags, from_megatron, main_dtype, namespace
 from formats.megatron_experts import Mesh, require_mesh
+from formats.megatron_optim import SHARDED, Optimizer, Parameter
 from formats.megatron_shards import (
     DROPS,
     TRACKER,
@@ -310,6 +311,28 @@ def _slots(
     return found
 
 
+def trained(spec: ModelSpec, args: Mapping[str, Any], norm: str, padded: int, path: Path) -> list[list[Parameter]]:
+    """What each rank of a run trains, in the order of its model. Tensor ranks count first, then stages.
+
+    Args:
+        spec: the model.
+        args: those of the run.
+        norm: the names of its norms.
+        padded: rows of its embedding.
+        path: what to call the file of the args in an error.
+    """
+    tp, pp, virtual = (
+        whole(args.get(f"{axis}_model_parallel_size") or 1, axis, str(path))
+        for axis in ("tensor", "pipeline", "virtual_pipeline")
+    )
+    by_file: dict[str, list[Slot]] = {}
+    mesh = Mesh(tp, 1, tp)
+    for slot in _slots(spec, MCORE, mesh, _pipeline(args, pp, virtual, path), padded):
+        by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
+    options = Options(norm=norm)
+    return [_parameters(by_file[folder_of(rank % tp, rank // tp, 0, pp, mesh)], options) for rank in range(tp * pp)]
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +344,7 @@ def write(
     *,
     args: Mapping[str, Any] | None = None,
     iteration: int | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Target:
     """Lay out a run folder with one checkpoint.
 
@@ -331,12 +355,14 @@ def write(
         options: topology and dialect.
         args: those of the checkpoint that is resharded; what does not concern model and topology is kept.
         iteration: its iteration; None for a release.
+        optimizer: what the run keeps to train on.
     """
     pipeline, padded = topology_of(spec, options)
     llm = options.dialect == megatron_llm.NAME
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     spelled = megatron_llm.namespace if llm else namespace
     merged = spelled(spec, dtypes.values(), options, padded, args or {}, iteration)
+    merged |= optimizer.args() if optimizer else {}
     by_file: dict[str, list[Slot]] = {}
     for slot in _slots(spec, TABLES[options.dialect], options.mesh, pipeline, padded):
         by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
@@ -346,7 +372,11 @@ def write(
         path = root / folder / name / "model_optim_rng.pt"
         head = {"args": Namespace({**merged, "rank": stage * options.mesh.ranks + rank}), "checkpoint_version": 3.0}
         head["iteration"] = merged["iteration"]
-        files.append(_file(path, head, by_file[name], dtypes, options))
+        parameters = _parameters(by_file[name], options)
+        files.append(_file(path, head, parameters, dtypes, options, optimizer))
+        if optimizer and optimizer.distributed:
+            dtype = main_dtype(dtypes.values())
+            files.append(megatron_optim.sharded_file(path.with_name(SHARDED), optimizer, parameters, dtype))
     texts = {
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
         FLAGS: (megatron_llm.flags if llm else flags)(merged).encode(),
@@ -374,31 +404,40 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
     return options.pipeline, -(-(spec.vocab or 0) // unit) * unit
 
 
+def _parameters(wanted: Iterable[Slot], options: Options) -> list[Parameter]:
+    """What a rank's file holds, in the order of the model."""
+
+    def key_of(slot: Slot) -> str:
+        names = options.norm if slot.expert is None else options.experts or options.norm
+        return slot.keys[0] if names == "te" else slot.keys[-1]
+
+    return megatron_optim.in_order(Parameter(slot.file.partition(" ")[2], key_of(slot), slot) for slot in wanted)
+
+
 def _file(
     path: Path,
     head: Mapping[str, Any],
-    wanted: Iterable[Slot],
+    parameters: Sequence[Parameter],
     dtypes: Mapping[tuple[str, int | None], str],
     options: Options,
+    optimizer: Optimizer | None,
 ) -> OutputFile:
-    chunk_of: dict[str, tuple[str, str]] = {}
-    held: list[Held] = []
-    for slot in wanted:
-        names = options.norm if slot.expert is None else options.experts or options.norm
-        chunk, key = slot.file.partition(" ")[2], slot.keys[0] if names == "te" else slot.keys[-1]
-        chunk_of[f"{chunk} {key}"] = chunk, key
-        held.append((f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)))
+    held: list[Held] = [
+        (f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)) for chunk, key, slot in parameters
+    ]
+    states = megatron_optim.held(optimizer, parameters) if optimizer and not optimizer.distributed else {}
 
     def value(refs: Mapping[str, TensorRef]) -> dict[str, Any]:
         empty = [_chunk_key(number, options.pipeline) for number in range(options.vpp)]
         models: dict[str, Any] = {chunk: OrderedDict() for chunk in empty}  # a chunk may hold no layer
-        for name, ref in refs.items():
-            chunk, key = chunk_of[name]
+        for chunk, key, _ in parameters:
+            ref = refs[f"{chunk} {key}"]
             *outer, last = megatron_llm.place(key) if options.dialect == megatron_llm.NAME else (key,)
             inner = models[chunk]
             for part in outer:
                 inner = inner.setdefault(part, OrderedDict())
             inner[last] = ref
-        return {**head, **models}
+        kept = {**optimizer.head, "optimizer": megatron_optim.entry(optimizer, parameters, refs)} if optimizer else {}
+        return {**head, **models, **kept}
 
-    return archived(path, held, value)
+    return archived(path, held, value, states=states)

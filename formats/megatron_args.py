@@ -436,5 +436,8 @@ def flags(args: Mapping[str, Any]) -> str:
         flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
     flags += megatron_experts.flags(args)
     flags += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
-    flags += ["--no-load-optim", "--no-load-rng"] if args["iteration"] else []  # a release loads neither
+    if not args["no_save_optim"] and args["use_distributed_optimizer"]:
+        flags.append("--use-distributed-optimizer")
+    if args["iteration"]:  # a release loads neither
+        flags += [*(["--no-load-optim"] if args["no_save_optim"] else []), "--no-load-rng"]
     return "--use-checkpoint-args\n" + "\n".join(flags) + "\n"

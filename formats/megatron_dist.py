@@ -22,8 +22,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from formats import dcp, dcp_writer
-from formats.checkpoint import Checkpoint, Settings, Target
+from formats import dcp, dcp_writer, megatron_optim
+from formats.archived import packed_plain
+from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.huggingface import read_json
@@ -31,6 +32,7 @@ from formats.layout import Cut, Rule, Slot, match, rules, slots
 from formats.megatron import FLAGS, MCORE, assets_of, spec_of, topology_of, vocab_multiple
 from formats.megatron_args import DIST, Options, flags, namespace
 from formats.megatron_experts import Mesh
+from formats.megatron_optim import PREFIX, Optimizer
 from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate
 from formats.pattern import splits
 from formats.pickles import Namespace
@@ -101,7 +103,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     common = _common(folder)
     args = args_of(common)
     entries, objects = dcp.contents(folder)
-    tensors = _tensors(folder, [entry for entry in entries if not entry.name.startswith(OPTIMIZER)])
+    tensors = tensors_in(folder, [entry for entry in entries if not entry.name.startswith(OPTIMIZER)])
     if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
         raise SourceError(f"{folder} holds no {EMBEDDING}")
     padded = tensors[EMBEDDING].shape[0]
@@ -156,7 +158,7 @@ def _common(folder: Path) -> TorchFile:
     return common
 
 
-def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]:
+def tensors_in(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]:
     """The model's tensors by key, each layer by itself.
 
     Raises:
@@ -217,6 +219,7 @@ def write(
     *,
     args: Mapping[str, Any] | None = None,
     iteration: int | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Target:
     """Lay out a run folder with one checkpoint, whose layers are stacked, or numbered where some have experts.
 
@@ -231,18 +234,23 @@ def write(
         stage = _stage(slot, parts)
         for rank, cut in _cuts(slot, options.mesh):
             ranks[stage * options.mesh.ranks + rank].append(_stored(slot, cut, spec, options.norm))
-    states = dict.fromkeys(_states(spec, options.norm), packed([None]))
-    files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=states)
+    if optimizer:
+        ranks = [[*held, *_states_of(optimizer, held)] for held in ranks]
+    extra = dict.fromkeys(_extra_states(spec, options.norm), packed([None]))
+    files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
+    merged |= optimizer.args() if optimizer else {}
+    kept, about = megatron_optim.common(optimizer) if optimizer else ({}, {"singleton_local_shards": False})
     common = {
         "args": Namespace({**merged, "rank": 0}),
         "checkpoint_version": 3.0,
         "iteration": merged["iteration"],
-        "content_metadata": {"singleton_local_shards": False},
+        **kept,
+        "content_metadata": about,
     }
     texts = {
         f"{folder}/{dcp.METADATA}": metadata,
-        f"{folder}/{COMMON}": packed(common),
+        f"{folder}/{COMMON}": packed_plain(common),
         f"{folder}/{BACKEND}": json.dumps(ABOUT).encode(),
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
         FLAGS: flags(merged).encode(),
@@ -284,7 +292,16 @@ def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.Stor
     return dcp_writer.Stored(slot, cut, name, (spec.layers, *slot.shape), box)
 
 
-def _states(spec: ModelSpec, norm: str) -> Iterator[str]:
+def _states_of(optimizer: Optimizer, held: Sequence[dcp_writer.Stored]) -> Iterator[dcp_writer.Stored]:
+    """The states of the parameters, of which a rank holds these parts."""
+    for state, dtypes in optimizer.dtypes.items():
+        prefix = f"{PREFIX}{megatron_optim.stored_name(state, optimizer.distributed)}."
+        for one in held:
+            dtype = slot_dtype(one.slot, dtypes)
+            yield one._replace(name=prefix + one.name, state=state, dtype=dtype)
+
+
+def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
     """The names of the `_extra_state` entries that megatron-core asks for, of local or Transformer Engine's layers."""
     te, family = norm == "te", family_named(spec.family)
     every = [*STATES, *(TE_STATES if te else ()), *(TE_NORMS if te and family.qk_norm else ())]

@@ -341,11 +341,15 @@ def plan_archive(value: Any, storages: Mapping[str, int], folder: str = STREAM) 
     return Archive(tuple(members), position)
 
 
-def packed(value: Any) -> bytes:
-    """A whole archive for an object without tensors."""
-    archive = plan_archive(value, {})
-    content = bytearray(archive.size)
-    for offset, part in archive.headers({}):
+def packed(value: Any, storages: Mapping[str, bytes] | None = None) -> bytes:
+    """A whole archive for an object whose tensors, if it has any, refer to these few bytes."""
+    held = storages or {}
+    archive = plan_archive(value, {key: len(raw) for key, raw in held.items()})
+    content, sums = bytearray(archive.size), {}
+    for (name, (start, size)), raw in zip(archive.storages().items(), held.values(), strict=True):
+        content[start : start + size] = raw
+        sums[name] = zlib.crc32(raw)
+    for offset, part in archive.headers(sums):
         content[offset : offset + len(part)] = part
     return bytes(content)
 

@@ -14,7 +14,6 @@ restores none: they stay what the model was made with.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from formats.checkpoint import OutputFile
 from formats.errors import SourceError, short
 from formats.layout import Placed, Slot
 from formats.pickles import Namespace, StorageRef, TensorRef, keeps
-from formats.torchfile import TorchFile, plan_archive, read_torch
+from formats.torchfile import TorchFile, packed, read_torch
 from formats.zero_partitions import number
 
 LATEST = "latest_universal"
@@ -73,20 +72,20 @@ def texts(
     found = {f"zero/{one.name}/step.pt": scalar(one.step) for one in parameters}
     plain = [{key: value for key, value in group.items() if keeps(value)} for group in groups]
     step = parameters[0].step if parameters else 0.0
-    found["zero/optimizer_state.pt"] = _bytes(
+    found["zero/optimizer_state.pt"] = packed(
         {
             "ds_version": "0.19.8",
             "param_groups": plain,
             "optimizer_state_dict": {"state": {0: {"step": _reference()}}, "param_groups": plain},
         },
-        np.float32(step).tobytes(),
+        {"0": np.float32(step).tobytes()},
     )
     info = {"universal_checkpoint_version": VERSION}
     head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
     head |= {"module": {}, "universal_checkpoint_info": info, "optimizer": None}
     for rank in range(ranks):
-        found[f"mp_rank_{rank:02d}_model_states.pt"] = _bytes(head, b"")
-        found[f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt"] = _bytes(head, b"")
+        found[f"mp_rank_{rank:02d}_model_states.pt"] = packed(head)
+        found[f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt"] = packed(head)
     return found
 
 
@@ -101,20 +100,7 @@ def _reference() -> TensorRef:
 
 def scalar(value: float) -> bytes:
     """A file of torch.save with one float32 number."""
-    return _bytes(_reference(), np.float32(value).tobytes())
-
-
-def _bytes(value: Any, storage: bytes) -> bytes:
-    """A small file of torch.save, whole."""
-    archive = plan_archive(value, {"0": len(storage)} if storage else {})
-    content = bytearray(archive.size)
-    sums = {}
-    for name, (start, size) in archive.storages().items():
-        content[start : start + size] = storage
-        sums[name] = zlib.crc32(storage)
-    for start, piece in archive.headers(sums):
-        content[start : start + len(piece)] = piece
-    return bytes(content)
+    return packed(_reference(), {"0": np.float32(value).tobytes()})
 
 
 # --- what it needs of a source ---------------------------------------------------------------------------------------

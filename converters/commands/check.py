@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from converters.commands.options import (
 from formats.errors import SourceError, VerificationError, short
 
 if TYPE_CHECKING:
+    from converters.plan import Job
     from formats.checkpoint import Checkpoint
 
 
@@ -63,7 +64,7 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
 
     A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32.
     """
-    from converters.digest import MANIFEST, is_verbatim, read_manifest, total
+    from converters.digest import MANIFEST, is_verbatim, read_manifest, remembered_states, total
     from formats.spec import differences
 
     if src is None and out.is_dir() and not any(out.rglob(MANIFEST)):
@@ -85,12 +86,13 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
                 f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
             )
         facts, against = remembered
-        here = checkpoint.spec.settings()
-        settings = [
-            f"{key}: {short(here[key])} | {short(facts.get(key))}" for key in here if here[key] != facts.get(key)
-        ]
+        own = checkpoint.spec.settings()
+        settings = [f"{key}: {short(own[key])} | {short(facts.get(key))}" for key in own if own[key] != facts.get(key)]
     found = _digests(checkpoint, options, as_json)
-    wrong = sorted(tensor for tensor in {*found, *against} if found.get(tensor) != against.get(tensor))
+    states = remembered_states(checkpoint.home) if src is None else {}
+    held = _state_digests(checkpoint, options, as_json) if states else {}
+    here, there = {**found, **held}, {**against, **states}
+    wrong = sorted(tensor for tensor in {*here, *there} if here.get(tensor) != there.get(tensor))
     if as_json:
         record = {"equal": not (wrong or settings), "digest": total(found), "against": total(against)}
         click.echo(json.dumps(record | {"settings": settings, "differing": wrong}, indent=1))
@@ -99,11 +101,11 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     if wrong:
         names = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
         raise VerificationError(
-            f"{len(wrong)} of {len(against)} tensors of {out} differ from {name}: {names}",
+            f"{len(wrong)} of {len(there)} tensors of {out} differ from {name}: {names}",
             f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source",
         )
     if not as_json:
-        click.echo(f"{out} equals {name}: {len(found)} tensors\ndigest {total(found)}")
+        click.echo(f"{out} equals {name}: {len(here)} tensors\ndigest {total(found)}")
 
 
 def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
@@ -188,10 +190,23 @@ def _knows_itself(path: Path) -> bool:
 def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dict[str, str]:
     """The digest of each logical tensor of a checkpoint."""
     from converters.convert import plan_reading
+
+    return _hashed(plan_reading(source).jobs, options, quiet)
+
+
+def _state_digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dict[str, str]:
+    """The digest of each state of a run's optimizer."""
+    from converters.optimizer import state_jobs
+    from formats.megatron_resume import read
+
+    return _hashed(state_jobs(source, read(source)), options, quiet)
+
+
+def _hashed(jobs: Iterable[Job], options: Mapping[str, Any], quiet: bool) -> dict[str, str]:
     from converters.engine import Limits, digest_of
     from converters.report import Progress
 
-    plan = plan_reading(source)
+    every = list(jobs)
     limits = Limits(options["threads"], options["memory"], options["replicas"])
-    with Progress("hashing", plan.nbytes, quiet) as progress:
-        return digest_of(plan.jobs, limits, progress.advance)
+    with Progress("hashing", sum(job.nbytes for job in every), quiet) as progress:
+        return digest_of(every, limits, progress.advance)

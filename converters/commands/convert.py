@@ -264,6 +264,11 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @click.option("--format", "kind", type=click.Choice([*MEGATRON]), help="Megatron: its files.  [default: as in SRC]")
 @at_iteration
 @true_vocab_size
+@click.option(
+    "--with-optimizer",
+    is_flag=True,
+    help="Megatron: masters, moments, step and scheduler too; a training goes on at the new topology.",
+)
 @deepspeed_reading
 @gqa_layout
 @reading
@@ -273,6 +278,10 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
     source = opened(iteration_folder(src, options["iteration"]), options)
     if source.format not in (*READ.split(), "neox"):
         raise UsageError(f"{src} is a checkpoint of the format {source.format}, which has no shards", USE_HF2MEGATRON)
+    if source.format == "neox" and options["with_optimizer"]:
+        raise UsageError(
+            "--with-optimizer is for Megatron", "`convert zero2universal` takes the optimizer of GPT-NeoX along"
+        )
     require_effect(options, source, known=SHARDS)
     request = request_of(out, options, source)
     planned = _reshard_neox if source.format == "neox" else _reshard_megatron
@@ -281,13 +290,20 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
 
 def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
     from converters.convert import plan_megatron
+    from converters.optimizer import plan_run
+    from formats import megatron_llm
 
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
     names = options["experts"] or source.extra.get("experts")
     wanted = _wanted({**options, "experts": names}, norm, multiple, _dialect(options, source.extra["dialect"]))
-    return plan_megatron(source, request, wanted, iteration, options["tokens"])
+    if not options["with_optimizer"]:
+        return plan_megatron(source, request, wanted, iteration, options["tokens"])
+    if options["dtype"] != "keep" or wanted.dialect == megatron_llm.NAME:
+        what = f"--dtype {options['dtype']}" if options["dtype"] != "keep" else f"the format {megatron_llm.NAME}"
+        raise UsageError(f"an optimizer cannot go on with {what}", "reshard the weights without --with-optimizer")
+    return plan_run(source, request, wanted, iteration)
 
 
 def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:

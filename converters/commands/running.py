@@ -59,7 +59,12 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
         told = "the same command without --part finishes"
     else:
         digests = run(plan, request, drifted)
-        name, tensors, nbytes, total = str(request.out), len(digests), plan.nbytes, digest.total(digests)
+        name, tensors, nbytes, total = (
+            str(request.out),
+            len(digests),
+            plan.nbytes,
+            digest.total(digest.of_weights(plan, digests)),
+        )
         facts = {"digest": total, "verified": request.verify}
         told = f"{'read back and equal' if request.verify else 'not read back'}\ndigest {total}"
     seconds = time.monotonic() - began

@@ -1,0 +1,100 @@
+"""Plans of Megatron runs that go on: the weights, masters and moments, each a conversion of its own into one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from converters.convert import Request, plan_megatron
+from converters.plan import PADDING, Job, Part, Plan, make_plan, prove_tiling
+from formats import megatron_resume
+from formats.checkpoint import Checkpoint, Target
+from formats.layout import Placed
+from formats.megatron_args import Options
+from formats.megatron_dist import OPTIMIZER
+from formats.megatron_optim import Optimizer
+from formats.pattern import Leaf
+
+
+def plan_run(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:
+    """A plan that writes a run of Megatron with the optimizer of the source.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for.
+        options: topology and dialect.
+        iteration: that of the source.
+
+    Raises:
+        SourceError: the source holds no optimizer, or an incomplete one.
+        UnsupportedError: its optimizer has no layout here.
+    """
+    optimizer = megatron_resume.read(source)
+    plan = plan_megatron(source, request, options, iteration, optimizer=optimizer)
+    padded, multiple = source.extra["padded_vocab"], options.vocab_multiple * options.tp
+    rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
+    jobs = (*plan.jobs, *state_jobs(source, optimizer, rows, plan.target))
+
+    def more(written: Checkpoint) -> Iterator[Job]:
+        return state_jobs(written, megatron_resume.read(written), rows)
+
+    notes = ["rng_state stays behind: it is that of other ranks"] if "rng_state" in source.extra["state"] else []
+    if rows < padded:
+        notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
+    held = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
+    resumed = replace(
+        source,
+        files=tuple(dict.fromkeys([*source.files, *held])),
+        extra={**source.extra, "state": ()},
+        dropped=tuple(name for name in source.dropped if not name.startswith(OPTIMIZER)),
+    )
+    return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
+
+
+def state_jobs(source: Checkpoint, optimizer: Optimizer, rows: int = 0, target: Target | None = None) -> Iterator[Job]:
+    """The jobs of each state, and of what lies between the vocabulary and so many rows."""
+    vocab = source.spec.vocab or 0
+    for state, one in {"": source, **optimizer.states}.items():
+        part = _only(target, state) if target else None
+        if state:
+            yield from (replace(job, state=state) for job in make_plan(one, part).jobs)
+        placed = [placed for file in part.files for placed in file.tensors] if part else []
+        yield from _padding_jobs(one, placed, range(vocab, rows), f"{state}.{PADDING}".strip("."))
+
+
+def _only(target: Target, state: str) -> Target:
+    """What of a target belongs to a state, or to the weights."""
+    if not state:
+        return target
+    return replace(target, files=tuple(replace(one, tensors=one.states.get(state, ())) for one in target.files))
+
+
+def _padding_jobs(source: Checkpoint, wanted: Iterable[Placed], rows: range, state: str) -> Iterator[Job]:
+    """The jobs that move rows of vocabulary padding, which no token has."""
+    held, targets, dtypes = _rows(source.tensors, rows), _rows(wanted, rows), source.dtypes()
+    for tensor, copies in held.items():
+        written = [part for parts in targets.get(tensor, {}).values() for part in parts]
+        shape = (len(rows), *(span.stop - span.start for span in copies[""][0].leaf.spans[1:]))
+        for parts in (*copies.values(), *targets.get(tensor, {}).values()):
+            prove_tiling([part.leaf for part in parts], shape, f"{state}.{tensor}")
+        replicas = {copy: tuple(parts) for copy, parts in copies.items() if copy}
+        dtype = dtypes[tensor, None]
+        yield Job(tensor, None, shape, dtype, dtype, tuple(copies[""]), replicas, tuple(written), state=state)
+
+
+def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, dict[str, list[Part]]]:
+    """Where rows of vocabulary padding lie, by tensor and by the copy to which they belong."""
+    found: dict[str, dict[str, list[Part]]] = {}
+    for placed in tensors:
+        sizes = dict(placed.slot.sizes)
+        if not rows or "~" not in placed.slot.rule.pattern.text:
+            continue
+        sizes |= {"vocab": rows.stop, "padding": sizes["vocab"] + sizes["padding"] - rows.stop}
+        for leaf in placed._replace(slot=placed.slot._replace(sizes=tuple(sizes.items()))).leaves():
+            first = leaf.spans[0]
+            low, high = max(first.start, rows.start), min(first.stop, rows.stop)
+            if low < high:
+                spans = (first._replace(start=low - rows.start, stop=high - rows.start), *leaf.spans[1:])
+                part = Part(Leaf(leaf.tensor, spans, leaf.base + (low - first.start) * first.stride), placed.fragment)
+                found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(part)
+    return found

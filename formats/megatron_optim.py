@@ -1,0 +1,213 @@
+"""The optimizer of a Megatron run: what Adam keeps of each parameter, and what is written of it.
+
+    model_optim_rng.pt    {state: {i: {exp_avg, exp_avg_sq, step}}, param_groups}                  float32
+                          {optimizer: the same, fp32_from_fp16_params: [[master] of each group]}    half precision
+                          {optimizer: {param_groups}}, and beside it distrib_optim.pt               distributed
+    distrib_optim.pt      {chunk: {types: {param, exp_avg, exp_avg_sq, numel_unpadded}}}: the parameters end to end
+    torch_dist            optimizer.state.{exp_avg|exp_avg_sq|fp32_param|param}.{key of the model}; or buckets:
+                          optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_{chunk}.{types}.bucket_idx_{n}.{param|…}
+
+A parameter's number i counts first those with weight decay, then the vectors and biases, each in the order in which the
+model has them. In `distrib_optim.pt` they lie in the reverse order, each from a multiple of 64 elements on.
+
+Facts: megatron-core 0.16.1, optimizer/__init__.py `_get_param_groups`, optimizer.py, distrib_optimizer.py and
+distributed/param_and_grad_buffer.py; a training that goes on with each is in tests/golden/test_megatron_optim.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.archived import Held, Small
+from formats.checkpoint import Checkpoint, OutputFile, slot_dtype
+from formats.errors import UnsupportedError
+from formats.layout import Placed, Slot
+from formats.pickles import Dtype, StorageRef, TensorRef
+from formats.storage import DTYPES, Fragment, row_major
+from formats.torchfile import STREAM, plan_archive
+
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
+"""What there is of a parameter: the float32 master, unless it is float32 itself, and Adam's moments."""
+ALIGNMENT = 64
+"""Elements: where a parameter begins in the buffers of a distributed optimizer."""
+RESHARDABLE = "fully_reshardable"
+PREFIX = "optimizer.state."
+SHARDED = "distrib_optim.pt"
+MODULES = (
+    "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm",
+    "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
+)  # fmt: skip
+"""Of a layer, in the order in which the model has them (transformer/transformer_layer.py, attention.py and mlp.py)."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What a run keeps to train on, besides the weights.
+
+    Attributes:
+        states: those of STATES that there are, each as a checkpoint of its own.
+        groups: the parameter groups, without their parameters.
+        distributed: whether it is Megatron's distributed optimizer, which has its step in the groups.
+        step: that of torch's Adam; None where the groups have it.
+        scaler: that of float16 losses; None without one.
+        head: what lies beside the optimizer and is the same on all ranks, such as the scheduler of the rate.
+        grads: the element type in which gradients are reduced, as torch calls it.
+    """
+
+    states: Mapping[str, Checkpoint]
+    groups: Sequence[Mapping[str, Any]]
+    distributed: bool
+    step: Small | None
+    scaler: Any
+    head: Mapping[str, Any]
+    grads: str
+
+    @cached_property
+    def dtypes(self) -> dict[str, Mapping[tuple[str, int | None], str]]:
+        """The element type of each logical tensor, by state."""
+        return {state: source.dtypes() for state, source in self.states.items()}
+
+    def args(self) -> dict[str, Any]:
+        """The arguments by which Megatron knows that it is there."""
+        return {"no_save_optim": False, "use_distributed_optimizer": self.distributed}
+
+    def around(self, inner: Mapping[str, Any], masters: Any = None) -> dict[str, Any]:
+        """The entry `optimizer` around that of Adam itself."""
+        if not self.distributed and "fp32" not in self.states:
+            return dict(inner)
+        found = {"optimizer": dict(inner)} | ({} if self.scaler is None else {"grad_scaler": self.scaler})
+        return found if masters is None else {**found, "fp32_from_fp16_params": masters}
+
+
+def decays(key: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is in the group with weight decay."""
+    return len(shape) > 1 and not key.endswith(".bias")
+
+
+def stored_name(state: str, distributed: bool) -> str:
+    """What a distributed checkpoint calls a state."""
+    return state if state != "fp32" else "param" if distributed else "fp32_param"
+
+
+# --- classic files ---------------------------------------------------------------------------------------------------
+
+
+class Parameter(NamedTuple):
+    """A parameter of a rank's file: the chunk that it is in, its key, and its slot."""
+
+    chunk: str
+    key: str
+    slot: Slot
+
+
+def in_order(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """The parameters of a file in the order in which the model has them."""
+
+    def place(one: Parameter) -> tuple[int, int, int]:
+        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", one.key)
+        if found is None:
+            return int(one.chunk[5:] or 0), -1 if "first" in one.slot.rule.conditions else 1_000_000, 0
+        rank = next((n for n, module in enumerate(MODULES) if found[2].startswith(module)), len(MODULES))
+        return int(one.chunk[5:] or 0), int(found[1]), rank
+
+    return sorted(parameters, key=place)
+
+
+def held(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, list[Held]]:
+    """The tensors of a plain optimizer in a rank's file, by state."""
+    found: dict[str, list[Held]] = {}
+    for state, dtypes in optimizer.dtypes.items():
+        found[state] = [
+            (f"{state} {one.chunk} {one.key}", one.slot, one.slot.shape, slot_dtype(one.slot, dtypes))
+            for one in parameters
+        ]
+    return found
+
+
+def entry(optimizer: Optimizer, parameters: Sequence[Parameter], refs: Mapping[str, TensorRef]) -> dict[str, Any]:
+    """The entry `optimizer` of a rank's file."""
+    if optimizer.distributed:
+        return optimizer.around({"param_groups": list(optimizer.groups)})
+    groups, states, masters = [], dict[int, dict[str, Any]](), []
+    for group in optimizer.groups:
+        members = [one for one in parameters if decays(one.key, one.slot.shape) == bool(group["wd_mult"])]
+        first = len(states)
+        for number, one in enumerate(members, first):
+            step = {} if optimizer.step is None else {"step": optimizer.step}
+            states[number] = step | {name: refs[f"{name} {one.chunk} {one.key}"] for name in ("exp_avg", "exp_avg_sq")}
+        groups.append({**group, "params": list(range(first, len(states)))})
+        masters.append([refs[f"fp32 {one.chunk} {one.key}"] for one in members if "fp32" in optimizer.states])
+    return optimizer.around({"state": states, "param_groups": groups}, masters)
+
+
+def starts(sizes: Sequence[tuple[str, Sequence[int]]]) -> Iterator[tuple[int, int]]:
+    """Number and first element of each parameter in the buffer of a distributed optimizer.
+
+    Args:
+        sizes: key and shape of each parameter of a chunk, in the order of the model.
+
+    Raises:
+        UnsupportedError: there are gaps between them, which depend on how the buffer is cut into buckets.
+    """
+    at = 0
+    for number in reversed(range(len(sizes))):
+        key, shape = sizes[number]
+        if prod(shape) % ALIGNMENT:
+            raise UnsupportedError(
+                f"{key} {list(shape)} is no multiple of {ALIGNMENT} elements: where in {SHARDED} the others lie, the "
+                "buckets of a training decide",
+                "take torch_dist instead, which a training saves with --dist-ckpt-optim-fully-reshardable",
+            )
+        yield number, at
+        at += prod(shape)
+
+
+def sharded_file(path: Path, optimizer: Optimizer, parameters: Sequence[Parameter], dtype: str) -> OutputFile:
+    """`distrib_optim.pt` of a rank, whose parameters are of an element type, as torch calls it."""
+    chunks: dict[str, list[Parameter]] = {}
+    for one in parameters:
+        chunks.setdefault(one.chunk, []).append(one)
+    value: dict[Any, Any] = {"buckets_coalesced": True}
+    storages: dict[str, int] = {}
+    for number, members in enumerate(chunks.values()):
+        total = sum(prod(one.slot.shape) for one in members)
+        tensors: dict[str, Any] = {}
+        for state in STATES:
+            name = str(len(storages))
+            storages[name] = total * DTYPES["F32"]
+            storage = StorageRef("F32", name, total)
+            tensors[stored_name(state, True)] = TensorRef(storage, 0, (total,), (1,), "F32")
+        value[number] = {(Dtype(dtype), Dtype(optimizer.grads)): {**tensors, "numel_unpadded": total}}
+    archive = plan_archive(value, storages)
+    extents = archive.storages()
+    placed: dict[str, list[Placed]] = {state: [] for state in STATES}
+    for number, members in enumerate(chunks.values()):
+        for index, at in starts([(one.key, one.slot.shape) for one in members]):
+            one = members[index]
+            for offset, state in enumerate(STATES):
+                begin = extents[f"{STREAM}/data/{number * len(STATES) + offset}"][0] + at * DTYPES["F32"]
+                fragment = Fragment(path, begin, "F32", one.slot.shape, row_major(one.slot.shape))
+                placed[state].append(Placed(one.key, one.slot, fragment))
+    return OutputFile(path, archive.size, (), extents, archive.headers, {s: tuple(p) for s, p in placed.items()})
+
+
+# --- distributed checkpoints -----------------------------------------------------------------------------------------
+
+
+def common(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `common.pt` says of an optimizer, and what its `content_metadata` says."""
+    about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    groups = [dict(group) for group in optimizer.groups]
+    if optimizer.distributed:
+        about["distrib_optim_sharding_type"] = RESHARDABLE
+        inner = {**optimizer.around({"param_groups": groups}), "param_state_sharding_type": RESHARDABLE}
+    else:
+        step = {} if optimizer.step is None else {"common_step": optimizer.step}
+        inner = optimizer.around({"state": step, "param_groups": groups})
+    return {**optimizer.head, "optimizer": inner}, about

@@ -1,0 +1,194 @@
+"""Optimizers of Megatron runs that are damaged, incomplete, or of a kind that cannot be cut again: each is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.optimizers import add_optimizer, check
+
+FOLDER = "iter_0000003/mp_rank_{:02d}"
+
+
+@pytest.fixture(scope="module")
+def runs(model, tmp_path_factory):
+    """Runs at TP 2 with an optimizer, by what it is: to be copied before they are spoiled."""
+    import sys
+
+    from converters.cli import cli
+
+    made = {}
+    for how, name, dtype in (("plain", "llama", "bfloat16"), ("distributed", "mistral", "float32")):
+        made[how] = tmp_path_factory.mktemp(how) / "run"
+        words = ["hf2megatron", str(model(name, dtype)), str(made[how]), "--tp", "2", "--iteration", "3", "-q"]
+        cli(words, standalone_mode=False)
+        add_optimizer(made[how], how)
+    sys.stdout.flush()
+    return made
+
+
+def spoil(run: Path, change: Any, name: str = "model_optim_rng.pt", rank: int = 1) -> None:
+    """Change a file of a rank, given what is in it."""
+    import torch
+
+    path = run / FOLDER.format(rank) / name
+    stored = torch.load(path, weights_only=False)
+    change(stored)
+    torch.save(stored, path)
+
+
+def adam(stored: dict[str, Any]) -> dict[str, Any]:
+    return stored["optimizer"]["optimizer"]
+
+
+PLAIN = {
+    "no moment of a parameter": (lambda s: adam(s)["state"][3].pop("exp_avg_sq"), 3, "holds no exp_avg_sq of decoder"),
+    "no step yet": (lambda s: adam(s)["state"].clear(), 3, "holds no exp_avg and no exp_avg_sq of embedding"),
+    "frozen": (lambda s: adam(s)["param_groups"][0]["params"].pop(), 3, "has 17 parameters, its model has 18"),
+    "no master": (lambda s: s["optimizer"]["fp32_from_fp16_params"][1].pop(), 3, "has 8 parameters, its model has 9"),
+    "no masters": (lambda s: s["optimizer"].pop("fp32_from_fp16_params"), 3, "fp32 of its optimizer: "),
+    "another master": (lambda s: s["optimizer"]["fp32_from_fp16_params"][0][2].mul_(1.5), 6, "rounded float32 masters"),
+    "another shape": (
+        lambda s: adam(s)["state"][3].update(exp_avg=adam(s)["state"][3]["exp_avg"][:-1].clone()), 3, "has shape"
+    ),
+    "another step": (lambda s: [one["step"].add_(1) for one in adam(s)["state"].values()], 3, "of different steps"),
+    "steps differ": (lambda s: adam(s)["state"][3]["step"].add_(1), 4, "different numbers of steps"),
+    "another rate": (lambda s: adam(s)["param_groups"][0].update(lr=0.02), 3, "different steps or settings"),
+    "several": (lambda s: s.update(optimizer=[s["optimizer"]]), 4, "several optimizers"),
+    "amsgrad": (lambda s: adam(s)["state"][3].update(max=adam(s)["state"][3]["exp_avg"]), 4, "keeps 'max' of"),
+    "three groups": (lambda s: adam(s)["param_groups"].append(adam(s)["param_groups"][1]), 4, "3 groups of parameters"),
+    "copies differ": (lambda s: adam(s)["state"][18]["exp_avg"].add_(1), 6, "differs between its copies"),
+    "no optimizer": (lambda s: s.pop("optimizer"), 3, "holds no optimizer"),
+    "of another kind": (lambda s: s.update(optimizer={"optimizer": 5}), 3, "no optimizer of a kind that is known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PLAIN)
+def test_a_plain_optimizer_is_whole_or_refused(runs, convert, tmp_path, what):
+    change, code, words = PLAIN[what]
+    run, out = shutil.copytree(runs["plain"], tmp_path / "run"), tmp_path / "out"
+    spoil(run, change)
+    ran = convert("reshard", run, out, "--with-optimizer")
+    assert (ran.code, words in ran.err, out.exists()) == (code, True, False), ran.err
+    assert what in ("another master", "copies differ") or convert("inspect", run).code == 0
+
+
+def test_files_of_a_distributed_optimizer(runs, convert, tmp_path):
+    def refused(run: Path, words: str, code: int = 3) -> None:
+        ran = convert("reshard", run, tmp_path / "out", "--with-optimizer")
+        assert (ran.code, words in ran.err) == (code, True), ran.err
+
+    def copy(name: str) -> Path:
+        return shutil.copytree(runs["distributed"], tmp_path / name)
+
+    run = copy("cut")
+    path = run / FOLDER.format(0) / "distrib_optim.pt"
+    path.write_bytes(path.read_bytes()[:-1000])
+    refused(run, "distrib_optim.pt is no sound torch.save archive")
+    path.unlink()
+    refused(run, "holds no distrib_optim.pt")
+    other = copy("other")
+    spoil(other, lambda stored: next(iter(stored[0].values()))["param"][:100].add_(1), "distrib_optim.pt")
+    refused(other, "rounded float32 masters", 6)
+    short = copy("short")
+    spoil(
+        short,
+        lambda stored: next(iter(stored[0].values())).update(
+            exp_avg=next(iter(stored[0].values()))["exp_avg"][1:].clone()
+        ),
+        "distrib_optim.pt",
+    )
+    refused(short, "elements of exp_avg, its model has")
+    more = copy("more")
+    spoil(more, lambda stored: stored.update({1: stored[0]}), "distrib_optim.pt")
+    refused(more, "more than one buffer", 4)
+
+
+def test_a_buffer_with_gaps_is_refused(model, convert, tmp_path):
+    """Where they are depends on the buckets of the training, of which the file tells nothing."""
+    run = tmp_path / "run"
+    convert("hf2megatron", model("starcoder2"), run, "--tp", 2, "--iteration", 3)  # a bias has 96 / 2 elements
+    add_optimizer(run, "distributed")
+    ran = convert("reshard", run, tmp_path / "out", "--with-optimizer")
+    assert (ran.code, "[48] is no multiple of 64 elements" in ran.err) == (4, True), ran.err
+
+
+def test_states_of_a_distributed_checkpoint(runs, convert, tmp_path):
+    run = tmp_path / "run"
+    convert("reshard", runs["plain"], run, "--format", "torch_dist", "--with-optimizer")
+    metadata, manifest = run / "iter_0000003/.metadata", run / "iter_0000003/vitruvian.json"
+    held = metadata.read_bytes()
+    for old, new, code, words in (
+        (b"exp_avg.output_layer", b"exp_avg.output_lazer", 3, "tensors are missing"),
+        (b"state.fp32_param.", b"state.fp32_parax.", 4, "the optimizer keeps fp32_parax"),
+    ):
+        assert old in held
+        metadata.write_bytes(held.replace(old, new))
+        ran = convert("reshard", run, tmp_path / "out", "--with-optimizer")
+        assert (ran.code, words in ran.err) == (code, True), ran.err
+    metadata.write_bytes(held)
+    manifest.write_text(manifest.read_text().replace('"exp_avg.final_norm": {', '"exp_avg.final_norm": {"x": 1,'))
+    assert convert("verify", run).code == 0
+    path = sorted((run / "iter_0000003").glob("*.distcp"))[0]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert convert("verify", run).code == 6
+    assert convert("reshard", run, tmp_path / "out", "--with-optimizer").code == 6
+
+
+def test_what_cannot_go_on(runs, model, convert, tmp_path):
+    def refused(code: int, words: str, *more: object) -> None:
+        ran = convert("reshard", *more, "--with-optimizer")
+        assert (ran.code, words in ran.err) == (code, True), ran.err
+
+    refused(2, "cannot go on with --dtype fp32", runs["plain"], tmp_path / "out", "--dtype", "fp32")
+    refused(2, "cannot go on with the format megatron-llm", runs["plain"], tmp_path / "out", "--format", "megatron-llm")
+    convert("hf2megatron", model("llama"), tmp_path / "release")
+    refused(3, "is a release, of which Megatron loads no optimizer", tmp_path / "release", tmp_path / "out")
+    convert("hf2neox", model("llama"), tmp_path / "neox")
+    refused(2, "--with-optimizer is for Megatron", tmp_path / "neox", tmp_path / "out")
+
+
+def test_steps_that_the_groups_have(runs, convert, tmp_path):
+    """Transformer Engine's and Apex's Adam count there, that of torch in each parameter's state."""
+    import torch
+
+    run, dist, back = shutil.copytree(runs["plain"], tmp_path / "run"), tmp_path / "dist", tmp_path / "back"
+
+    def move(stored: dict[str, Any]) -> None:
+        for state in adam(stored)["state"].values():
+            del state["step"]
+        for group in adam(stored)["param_groups"]:
+            group["step"] = 3
+
+    for rank in (0, 1):
+        spoil(run, move, rank=rank)
+    assert convert("reshard", run, dist, "--format", "torch_dist", "--with-optimizer").code == 0
+    inner = torch.load(dist / "iter_0000003/common.pt", weights_only=False)["optimizer"]["optimizer"]
+    assert (inner["state"], [group["step"] for group in inner["param_groups"]]) == ({}, [3, 3])
+    assert convert("reshard", dist, back, "--tp", 2, "--format", "torch", "--with-optimizer").code == 0
+    stored = torch.load(back / FOLDER.format(1) / "model_optim_rng.pt", weights_only=False)
+    assert {tuple(state) for state in adam(stored)["state"].values()} == {("exp_avg", "exp_avg_sq")}
+    assert [group["step"] for group in adam(stored)["param_groups"]] == [3, 3]
+
+
+def test_a_scaler_of_losses_travels(runs, convert, tmp_path):
+    import torch
+
+    run, out = shutil.copytree(runs["plain"], tmp_path / "run"), tmp_path / "out"
+    for rank in (0, 1):
+        spoil(
+            run,
+            lambda stored: stored["optimizer"].update(grad_scaler={"scale": torch.tensor([4.0]), "growth": 7}),
+            rank=rank,
+        )
+    assert convert("reshard", run, out, "--with-optimizer").code == 0
+    stored = torch.load(out / FOLDER.format(0) / "model_optim_rng.pt", weights_only=False)
+    assert stored["optimizer"]["grad_scaler"] == {"scale": torch.tensor([4.0]), "growth": 7}
+    del stored["optimizer"]["grad_scaler"]
+    torch.save(stored, out / FOLDER.format(0) / "model_optim_rng.pt")
+    check(out, "plain", 0)

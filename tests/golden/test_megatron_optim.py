@@ -1,0 +1,151 @@
+"""A training of real megatron-core goes on at another topology, from a run whose optimizer we resharded.
+
+Its losses are those of the training that went on unbroken, and what it saves at once is what it was given, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from converters.digest import remembered_states
+from converters.engine import Limits, digest_of
+from converters.optimizer import state_jobs
+from formats import megatron_resume
+from formats.checkpoint import Settings
+from formats.registry import open_checkpoint
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
+HERE = Path(__file__).parent
+
+
+class Topology(NamedTuple):
+    """What a run is cut for; two ranks compute it, the others are data parallel."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp)]
+
+
+ONE, TP2, PP2, VPP2 = Topology(), Topology(2), Topology(pp=2), Topology(pp=2, vpp=2)
+
+
+class Run(NamedTuple):
+    """A training, what it saves, and what is made of each of these."""
+
+    model: str
+    dtype: str
+    distributed: bool
+    topology: Topology
+    resharded: dict[str, list[tuple[str, Topology]]]
+    bucket: int | None = None
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "distributed": self.distributed} | ({"bucket": self.bucket} if self.bucket else {})
+
+
+RUNS = (
+    Run("llama", "float32", False, TP2, {"torch": [("torch", PP2)], "torch_dist": [("torch", ONE)]}),
+    Run("starcoder2", "float32", False, PP2, {"torch": [("torch", TP2)]}),
+    Run("qwen3", "float32", False, ONE, {"torch_dist": [("torch", VPP2)]}),
+    Run("llama-tied", "bfloat16", False, PP2, {"torch": [("torch_dist", ONE)], "torch_dist": [("torch", TP2)]}),
+    Run("llama", "float32", True, ONE, {"torch": [("torch", VPP2)], "dp_reshardable": [("torch_dist", TP2)]}, 20_000),
+    Run("llama-tied", "bfloat16", True, PP2, {"dp_reshardable": [("torch_dist", ONE)]}, 20_000),
+    Run("mistral", "bfloat16", True, TP2, {"torch_dist": [("torch", ONE), ("torch_dist", PP2)]}),
+)
+
+
+def train(jobs: list[dict[str, Any]], folder: Path, seconds: int = 280) -> None:
+    """Run the trainings, those of one topology together."""
+    jobs = sorted(jobs, key=lambda job: (job["tp"], job["pp"], job.get("vpp", 1)))
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    call = "import sys, megatron_train; sys.exit(megatron_train.main())"
+    command = [sys.executable, "-c", call, str(folder / "jobs.json")]
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
+    assert ran.stdout.count("largest relative loss difference") == sum("resume" in job for job in jobs)
+
+
+def at(topology: Topology) -> dict[str, int]:
+    """The entries of a job."""
+    return topology._asdict() if topology.vpp > 1 else {"tp": topology.tp, "pp": topology.pp}
+
+
+def states(run: Path, vocab: int) -> dict[str, str]:
+    """The digest of each state of each tensor."""
+    source = open_checkpoint(run, Settings(vocab))
+    return digest_of(state_jobs(source, megatron_resume.read(source)), Limits())
+
+
+def swapped(run: Path) -> None:
+    """Give the first moments of a layer to another one: no size tells, and nothing but a training sees it."""
+    import torch
+
+    path = run / "iter_0000003/mp_rank_00_000/model_optim_rng.pt"
+    stored = torch.load(path, weights_only=False)
+    kept = stored["optimizer"]["state"]
+    assert kept[1]["exp_avg"].shape == kept[5]["exp_avg"].shape != kept[2]["exp_avg"].shape
+    kept[1]["exp_avg"], kept[5]["exp_avg"] = kept[5]["exp_avg"], kept[1]["exp_avg"]
+    torch.save(stored, path)
+
+
+def test_a_training_goes_on(model, convert, tmp_path):
+    jobs: list[dict[str, Any]] = []
+    for number, run in enumerate(RUNS):
+        source, begun = model(run.model, run.dtype), tmp_path / f"begun{number}"
+        words = [*run.topology.flags, "--norm", "local", "--make-vocab-size-divisible-by", 16]
+        assert convert("hf2megatron", source, begun, *words).code == 0
+        saves = {str(tmp_path / f"{how}{number}"): how for how in run.resharded}
+        rest = {"hf": str(source), "losses": str(tmp_path / f"losses{number}"), "save": saves, "weights": str(begun)}
+        jobs.append(run.job | at(run.topology) | rest)
+    jobs[4]["save"][str(tmp_path / "shifted")] = "torch_dist"
+    train(jobs, tmp_path)
+
+    resumed: list[dict[str, Any]] = []
+    for number, run in enumerate(RUNS):
+        for how, targets in run.resharded.items():
+            for kind, topology in targets:
+                out = tmp_path / f"{number}-{how}-{kind}-{'-'.join(map(str, topology))}"
+                words = [*topology.flags, "--format", kind, "--norm", "local", "--with-optimizer", "--vocab-size", 211]
+                ran = convert("reshard", tmp_path / f"{how}{number}", out, *words)
+                assert ran.code == 0, ran.err
+                assert convert("verify", out).code == 0
+                job = {key: value for key, value in jobs[number].items() if key not in ("weights", "tp", "pp", "vpp")}
+                job |= at(topology) | {"resume": str(out), "save": {f"{out}-again": "torch"}}
+                resumed.append(job)
+    damaged = {**resumed[0], "resume": str(tmp_path / "damaged"), "save": {}, "damaged": True}
+    source = tmp_path / "torch0"
+    convert(
+        "reshard", source, tmp_path / "damaged", "--pp", 2, "--with-optimizer", "--norm", "local", "--vocab-size", 211
+    )
+    swapped(tmp_path / "damaged")
+    train([*resumed, damaged], tmp_path)
+    for job in resumed:
+        given = remembered_states(Path(job["resume"]) / "iter_0000003")
+        assert states(Path(f"{job['resume']}-again"), 211) == given != {}, job["resume"]
+
+    ran = convert("reshard", tmp_path / "shifted", tmp_path / "x", "--with-optimizer", "--vocab-size", 211)
+    assert ran.code == 6, "megatron-core 0.16.1 shifts what lies behind the first bucket of a fully_reshardable save"
+    metadata = tmp_path / "dp_reshardable5/iter_0000003/.metadata"
+    for old, new, words in (
+        (b"dp_group_idx_1.gbuf", b"dp_group_idx_7.gbuf", "buckets of the optimizer hold 0 elements"),
+        (b"dp_group_idx_1.opt", b"dp_group_idx_7.opt", "different steps or settings"),
+    ):
+        held = metadata.read_bytes()
+        assert old in held
+        metadata.write_bytes(held.replace(old, new))
+        ran = convert("reshard", metadata.parent, tmp_path / "x", "--with-optimizer", "--vocab-size", 211)
+        assert (ran.code, words in ran.err) == (3, True), ran.err
+        metadata.write_bytes(held)

@@ -1,0 +1,67 @@
+"""Optimizers of Megatron runs through topologies and formats: each state stays with its weight."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.optimizers import add_optimizer, check
+
+CASES = {
+    "fp32": ("llama", "float32", "plain", "--tp 2", ["--pp 2", "--format torch_dist --tp 2 --pp 2", "--tp 4"]),
+    "biases": ("starcoder2", "float32", "plain", "--pp 2", ["--tp 2", "--format torch_dist"]),
+    "masters": ("qwen3", "bfloat16", "plain", "--tp 2 --pp 2", ["--pp 2 --vpp 2", "--format torch_dist --tp 2"]),
+    "tied": ("llama-tied", "bfloat16", "plain", "--pp 4", ["--tp 2", "--pp 2 --norm te", "--format torch_dist"]),
+    "distributed": ("mistral", "bfloat16", "distributed", "--tp 2", ["--pp 2", "--format torch_dist --pp 2"]),
+    "chunks": ("llama-tied", "float32", "distributed", "--pp 2 --vpp 2", ["--tp 2", "--format torch_dist"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states_stay_with_their_weights(model, convert, tmp_path, name):
+    family, dtype, how, begun, targets = CASES[name]
+    source, run = model(family, dtype), tmp_path / "run"
+    words = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16]
+    assert convert("hf2megatron", source, run, *begun.split(), *words).code == 0
+    add_optimizer(run, how)
+    plain = convert("digest", run).out.split()[0]
+    for number, target in enumerate(targets):
+        out, again = tmp_path / f"out{number}", tmp_path / f"again{number}"
+        ran = convert("reshard", run, out, *target.split(), "--with-optimizer")
+        assert ran.code == 0, ran.err
+        assert f"digest {plain}" in ran.out, "that of the weights"
+        assert "rng_state stays behind" in ran.err
+        assert "only weights" not in ran.err
+        check(out, how, 13)
+        words = ["--format", "torch", *begun.split(), "--norm", "local", "--with-optimizer"]
+        ran = convert("reshard", out, again, *words)
+        assert ran.code == 0, ran.err
+        check(again, how, 13)
+        assert convert("verify", again).out == convert("verify", out).out.replace(str(out), str(again))
+        flags = (out / "megatron_flags.txt").read_text()
+        assert ("--no-load-optim" in flags, "--no-load-rng" in flags) == (False, True)
+        assert ("--use-distributed-optimizer" in flags) == (how == "distributed")
+
+
+def test_inspect_names_the_states(model, convert, tmp_path):
+    run = tmp_path / "run"
+    convert("hf2megatron", model("llama", "bfloat16"), run, "--iteration", 3)
+    assert json.loads(convert("inspect", run, "--json").out)["optimizer"] is None
+    add_optimizer(run, "plain")
+    assert "fp32, exp_avg, exp_avg_sq (plain)" in convert("inspect", run).out
+    out = convert("reshard", run, tmp_path / "out", "--with-optimizer", "-n").out
+    assert "check  39 float32 masters" in out
+    assert "rows of vocabulary padding" not in out
+
+
+def test_a_larger_vocabulary_is_padded_and_a_smaller_one_says_what_it_lost(model, convert, tmp_path):
+    run = tmp_path / "run"
+    words = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 32]
+    convert("hf2megatron", model("llama"), run, "--tp", 2, *words)  # 256 rows
+    add_optimizer(run, "plain")
+    ran = convert("reshard", run, tmp_path / "one", "--with-optimizer")  # 224 rows
+    assert "32 rows of vocabulary padding have no place" in ran.err
+    check(tmp_path / "one", "plain", 13)
+    assert convert("reshard", tmp_path / "one", tmp_path / "two", "--with-optimizer", "--tp", 2).code == 0
+    check(tmp_path / "two", "plain", 13)

@@ -57,6 +57,17 @@ REFUSED = {
     "gemma3": {"megatron": NORMS, "neox": "heads of hidden / heads = 8"},
     "gemma3-untied": {"megatron": NORMS, "neox": "heads of hidden / heads = 8"},
     **{
+        f"{name}{head}": {"megatron-llm": reason, "neox": f"has no {name}"}
+        for name, reason in (
+            ("mixtral", "no experts"),
+            ("qwen2_moe", "biases everywhere or nowhere"),
+            ("qwen3_moe", "no norms on query and key"),
+            ("dots1", "no norms on query and key"),
+        )
+        for head in ("", "-tied")
+    },
+    "qwen3_moe": {"megatron-llm": "no norms on query and key", "neox": "heads of hidden / heads = 8"},
+    **{
         f"{name}{head}": {"megatron": RESIDUAL, "neox": f"has no {name.replace('-', '_')}"}
         for name in ("falcon", "falcon-40b", "falcon-11b")
         for head in ("", "-untied")

@@ -283,7 +283,7 @@ def trained(spec: ModelSpec, args: Mapping[str, Any], norm: str, padded: int, pa
     for slot in _slots(spec, MCORE, tp, _pipeline(args, pp, virtual, path), padded):
         by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
     options = Options(norm=norm)
-    return [_parameters(by_file[folder_of(rank % tp, rank // tp, pp)], options) for rank in range(tp * pp)]
+    return [_parameters(by_file.get(folder_of(rank % tp, rank // tp, pp), []), options) for rank in range(tp * pp)]
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -90,13 +90,14 @@ def _reference(dtype: str, shape: tuple[int, ...], storage: str) -> TensorRef:
 # --- what is small enough to travel as it is -------------------------------------------------------------------------
 
 
-def plain(file: TorchFile, value: Any, name: str) -> Any:
+def plain(file: TorchFile, value: Any, name: str, depth: int = 8) -> Any:
     """A value of a file, with its small tensors read.
 
     Args:
         file: the file.
         value: what it holds.
         name: what to call the value in an error.
+        depth: how many maps and lists may lie inside each other.
 
     Raises:
         UnsupportedError: it holds more than plain data and small tensors.
@@ -110,10 +111,10 @@ def plain(file: TorchFile, value: Any, name: str) -> Any:
             with file.path.open("rb") as opened:
                 read_into(opened.fileno(), memoryview(raw), fragment.offset, file.path)
             return Small(value.dtype, value.shape, bytes(raw))
-        case dict():
-            return {key: plain(file, one, name) for key, one in value.items()}
-        case list():
-            return [plain(file, one, name) for one in value]
+        case dict() if depth and keeps([*value]):
+            return {key: plain(file, one, name, depth - 1) for key, one in value.items()}
+        case list() if depth:
+            return [plain(file, one, name, depth - 1) for one in value]
         case _ if keeps(value):
             return value
     raise UnsupportedError(f"{file.path}: {name} holds {short(value)}, which is no plain data")

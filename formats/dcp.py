@@ -131,11 +131,12 @@ def read_objects(folder: Path, names: Collection[str]) -> dict[str, TorchFile]:
     Raises:
         SourceError: a file is missing or cut off.
     """
+    wanted = set(names)
     items = {
         name: _item(folder, (), (), info.state)
         for file in metadata_files(folder)
         for index, info in _metadata(file)["storage_data"].items()
-        if (name := index.state["fqn"]) in names
+        if (name := index.state["fqn"]) in wanted
     }
     _require_files(Entry(name, None, (), None, (item,)) for name, item in items.items())
     found = {}

@@ -330,7 +330,8 @@ def trained(spec: ModelSpec, args: Mapping[str, Any], norm: str, padded: int, pa
     for slot in _slots(spec, MCORE, mesh, _pipeline(args, pp, virtual, path), padded):
         by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
     options = Options(norm=norm)
-    return [_parameters(by_file[folder_of(rank % tp, rank // tp, 0, pp, mesh)], options) for rank in range(tp * pp)]
+    files = [folder_of(rank % tp, rank // tp, 0, pp, mesh) for rank in range(tp * pp)]
+    return [_parameters(by_file.get(file, []), options) for file in files]
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -169,7 +169,16 @@ def starts(sizes: Sequence[tuple[str, Sequence[int]]]) -> Iterator[tuple[int, in
 
 
 def sharded_file(path: Path, optimizer: Optimizer, parameters: Sequence[Parameter], dtype: str) -> OutputFile:
-    """`distrib_optim.pt` of a rank, whose parameters are of an element type, as torch calls it."""
+    """`distrib_optim.pt` of a rank, whose parameters are of an element type, as torch calls it.
+
+    Raises:
+        UnsupportedError: a state is not float32, or there would be gaps between the parameters.
+    """
+    for state, dtypes in optimizer.dtypes.items():
+        if others := set(dtypes.values()) - {"F32"}:
+            raise UnsupportedError(
+                f"{state} is {others.pop()}, {SHARDED} is of float32", "--format torch_dist keeps it"
+            )
     chunks: dict[str, list[Parameter]] = {}
     for one in parameters:
         chunks.setdefault(one.chunk, []).append(one)

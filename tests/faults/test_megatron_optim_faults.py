@@ -44,6 +44,14 @@ def adam(stored: dict[str, Any]) -> dict[str, Any]:
     return stored["optimizer"]["optimizer"]
 
 
+def nested(depth: int) -> list[Any]:
+    """Lists inside each other."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 PLAIN = {
     "no moment of a parameter": (lambda s: adam(s)["state"][3].pop("exp_avg_sq"), 3, "holds no exp_avg_sq of decoder"),
     "no step yet": (lambda s: adam(s)["state"].clear(), 3, "holds no exp_avg and no exp_avg_sq of embedding"),
@@ -61,6 +69,7 @@ PLAIN = {
     "amsgrad": (lambda s: adam(s)["state"][3].update(max=adam(s)["state"][3]["exp_avg"]), 4, "keeps 'max' of"),
     "three groups": (lambda s: adam(s)["param_groups"].append(adam(s)["param_groups"][1]), 4, "3 groups of parameters"),
     "copies differ": (lambda s: adam(s)["state"][18]["exp_avg"].add_(1), 6, "differs between its copies"),
+    "groups in groups": (lambda s: adam(s)["param_groups"][0].update(lr=nested(300)), 4, "which is no plain data"),
     "no optimizer": (lambda s: s.pop("optimizer"), 3, "holds no optimizer"),
     "of another kind": (lambda s: s.update(optimizer={"optimizer": 5}), 3, "no optimizer of a kind that is known"),
 }  # fmt: skip

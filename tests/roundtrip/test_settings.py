@@ -84,10 +84,12 @@ HARMLESS = {
     "is_decoder", "reorder_and_upcast_attn", "pretraining_tp", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj", "_sliding_window_pattern", "max_window_layers",
     "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
-    "multi_query",
+    "multi_query", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
+    "shared_expert_intermediate_size",
 }  # fmt: skip
 """Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
-has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon."""
+has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does
+not share."""
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -128,7 +128,7 @@ def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Pat
             return _tokenize(files, Path(stack.enter_context(scratch)), tokenizer)
 
         folder = world.told(made)
-        data = config.data.model_copy(update={"loss": "all"})
+        data = config.data.model_copy(update={"loss": "all", "control_tokens": {}})
         yield {file.stem: open_rows(data, [folder / file.stem], config.seed) for file in files}
         world.wait()
 

@@ -51,7 +51,7 @@ def test_the_users_file_is_understood(tmp_path):
     assert config.optim.clip == 1.0
     assert "pack_impl -> data.packing: k_bin" in notes
     assert "optimizer -> optim" in notes
-    assert "override_lr_scheduler: no effect" in notes
+    assert "no effect here: override_lr_scheduler" in notes
     with pytest.raises(UsageError, match=r"x 192 ranks is 576, batch\.size is 192"):
         batch_sizes(config.batch, 192)
     assert batch_sizes(config.batch, 64) == Sizes(3, 1, 64)

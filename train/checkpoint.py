@@ -86,6 +86,12 @@ def newest(save: Path) -> Path | None:
     return None
 
 
+def started(path: Path) -> Path:
+    """The checkpoint that `latest` in the folder of a run of this trainer names; the path itself if it is none."""
+    name = (path / LATEST).read_text().strip() if (path / LATEST).is_file() else ""
+    return path / name if name and is_ours(path / name) else path
+
+
 def is_ours(path: Path) -> bool:
     """Whether a folder is a complete checkpoint of this trainer."""
     return re.fullmatch(rf"{PREFIX}\d+", path.name) is not None and (path / NOTE).is_file()

@@ -211,7 +211,9 @@ class Config(_Part):
     profile: Profile = Profile()  # type: ignore[call-arg]
     seed: Annotated[int, Field(ge=0)] = Field(1234, description="Of the order of rows, of packing and of noise.")
     init: Literal["auto", "finetune", "resume"] = Field(
-        "auto", description="finetune takes weights only, resume goes on; auto resumes if this run has a checkpoint."
+        "auto",
+        description="All go on from a checkpoint of this run; if there is none, auto and finetune begin, "
+        "finetune without the moments of the phase before, and resume refuses.",
     )
     neftune_alpha: Annotated[float, Field(ge=0)] = Field(0.0, description="Noise on embeddings, for each document.")
     export: Path | None = Field(None, description="Hugging Face folder that is written at the end.")

@@ -107,7 +107,7 @@ def _train(config: Config, world: World, say: Say) -> Progress:
     if progress.step < made.total:
         raise Interrupted(
             f"stopped behind step {progress.step} of {made.total}, saved as {progress.name}",
-            "run the same command again to go on" if config.init != "finetune" else "go on with --init auto",
+            "run the same command again to go on",
         )
     return progress
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -25,10 +24,6 @@ from converters.commands.options import (
 )
 from converters.commands.running import carry_out, request_of
 from formats.errors import UsageError
-
-if TYPE_CHECKING:
-    from converters.publish.tokenizer_files import Tokenizer
-    from formats.checkpoint import Checkpoint
 
 
 @click.command()
@@ -53,8 +48,9 @@ def neox2hf(src: Path, out: Path, tokenizer: Path | None, **options: Any) -> Non
     SRC has none in configs/, or a Hugging Face folder.
     """
     from converters.convert import plan_huggingface
+    from converters.publish.tokenizer_files import attached, load, named
 
-    found = _tokenizer(src, tokenizer, options)
+    found = load(tokenizer) if tokenizer is not None else named(src, options["tag"], options["config"])
     if found and found.size > (options["vocab_size"] or found.size):
         raise UsageError(f"the tokenizer has {found.size} tokens, --vocab-size says {options['vocab_size']}")
     if found and options["vocab_size"] is None:
@@ -63,37 +59,8 @@ def neox2hf(src: Path, out: Path, tokenizer: Path | None, **options: Any) -> Non
     request = request_of(out, options, source)
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
         if found:
-            source = _with_tokenizer(source, found, Path(folder))
+            source = attached(source, found, Path(folder))
         carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
-
-
-def _tokenizer(src: Path, given: Path | None, options: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer that the user named, or that the yml names and that is here."""
-    from converters.publish.tokenizer_files import load
-    from formats import deepspeed, neox
-
-    if given is not None:
-        return load(given)
-    config = options["config"]
-    if not src.is_dir() or not deepspeed.detect(src) or (config and (config / "config.json").is_file()):
-        return None
-    _, tag = deepspeed.locate(src, options["tag"])
-    named = neox.config_of(tag, config)[0].get("vocab_file")
-    return load(Path(named)) if isinstance(named, str) and Path(named).exists() else None
-
-
-def _with_tokenizer(source: Checkpoint, found: Tokenizer, folder: Path) -> Checkpoint:
-    """The checkpoint with a tokenizer, and a config that knows its special tokens, as its small files."""
-    from converters.assets import config_text
-
-    for name, content in found.files.items():
-        (folder / name).write_bytes(content)
-    ids = {f"{role}_token_id": found.special.get(role) for role in ("bos", "eos", "pad")}
-    config = json.loads(config_text(source, None)) | ids
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    kept = {name: number for name, number in ids.items() if number is not None}
-    (folder / "generation_config.json").write_text(json.dumps(kept, indent=2) + "\n")
-    return replace(source, assets=folder, notes=(*source.notes, *found.notes))
 
 
 @click.command()

@@ -15,7 +15,7 @@ import torch
 
 from converters.durable import lock, stoppable, write_file
 from formats.errors import Interrupted, OutputError, VerificationError
-from train.batching import seed_of
+from train.batching import passes, seed_of
 from train.checkpoint import Progress, Saver
 from train.config import Config, write_config
 from train.distributed import World
@@ -197,6 +197,8 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         for name, one in {"data.train": rows, **sets}.items():
             if one.overlong:
                 say(f"note       {name}: {one.overlong}")
+        if told := passes(len(rows), config.steps, made.sizes.size):
+            say(f"note       {told}")
         say(f"batch      {made.sizes}")
         say(f"steps      {made.total}, from global step {made.progress.offset + made.progress.step + 1}")
         say(f"attention  {backend}, packed documents differ by {apart:.1e} from documents alone")

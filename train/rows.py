@@ -127,7 +127,7 @@ def open_rows(data: Data, prefixes: Sequence[Path], seed: int) -> Rows:
     """
     documents = [open_documents(prefix, None, data.control_tokens) for prefix in prefixes]
     for one in documents:
-        if not one.control and one.stored is None and one.roles is None and data.loss != "all":
+        if one.silent and data.loss != "all":
             raise RefusedError(
                 f"{one.indexed.prefix} does not tell which of its tokens are replies",
                 "name its control tokens, --data.control_tokens '{user: 7, assistant: 8}', or train all of its tokens, "

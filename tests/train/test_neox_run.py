@@ -34,12 +34,15 @@ def begun(model, convert, tmp_path):
     return tmp_path / "c.yml"
 
 
-def test_a_chain_of_their_jobs(begun, run, convert, tmp_path):
+def test_a_chain_of_their_jobs(begun, run, convert, tmp_path, monkeypatch):
     """With `finetune: true` in the folder that the start lies in; the next job goes on, and the last one exports."""
     words = ["--export", tmp_path / "out", "--chat_template", "control"]
+    monkeypatch.setenv("SFT_ENABLED", "0")
     first = run(begun, *words, "--steps.exit_interval", 2, save="run")
     assert first.code == 75, first.out
     assert "loss_mask_pairs, loss_mask_alternating_individual -> data.control_tokens" in first.out
+    assert "note: SFT_ENABLED 0 in the environment has no effect: data.loss says what is trained" in first.out
+    assert "note       steps.train_iters 4 are" in first.out
     trained, tokens = (sum(first.series(name)) for name in ("trained_tokens", "tokens"))
     assert 0 < trained < tokens
     assert (tmp_path / "run/latest").read_text() == "global_step502"

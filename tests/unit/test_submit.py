@@ -160,6 +160,7 @@ def test_a_script_of_all_sites_passes_bash(train, folder):
         (["run1/config.yml", "--jobs", "0"], "neither auto nor a number"),
         (["run1/config.yml", "--optim.rl", "1"], "optim.rl is no setting"),
         (["run1/config.yml", "--sbatch", "--nodes 4"], "is no option of sbatch"),
+        (["eval", "nosuch", "--all"], "nosuch: No such file"),
         (["--preflight", "run1/config.yml"], "--preflight examines nodes"),
         ([], "what is to be submitted?"),
         (["--settings", "run1/config.yml", "run1/config.yml"], "batch.size is no setting of a job"),

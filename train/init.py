@@ -23,9 +23,9 @@ from pydantic_core import PydanticUndefined
 from converters.durable import write_file
 from formats.errors import OutputError, SourceError, UsageError
 from train.batching import make_order, one_pass
-from train.checkpoint import LATEST, PREFIX
 from train.config import Config, load_config
 from train.rows import open_rows
+from train.runs import LATEST, PREFIX
 
 SEQ_LENGTH = 8192
 """Tokens of a row, unless the model has fewer positions."""

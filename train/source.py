@@ -11,6 +11,7 @@ from blake3 import blake3
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import SourceError, UsageError
 from train.config import Config
+from train.runs import started
 
 TO_FOLDER = {
     "fsdp": "fsdp2hf", "megatron": "megatron2hf", "megatron_dist": "megatron2hf", "neox": "neox2hf", "zero": "zero2hf",
@@ -39,8 +40,6 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
     Raises:
         VitruvianError: it cannot be converted; or the Hugging Face folder or tokenizer that it needs is not given.
     """
-    from train.checkpoint import started
-
     path, out = started(config.model.path), config.save.path / CONVERTED
     if is_folder(path):
         return path

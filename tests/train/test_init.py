@@ -57,7 +57,7 @@ def test_a_phase_begins_at_a_step_and_another_follows(train, run, model, data, t
     assert first.code == 0, first.out
     made = train("init", tmp_path / "two", "--after", tmp_path / "one/config.yml", "--data", data)
     assert made.code == 0, made.err
-    second = run(tmp_path / "two/config.yml", *words, save="one/checkpoints")
+    second = run(tmp_path / "two/config.yml", *words, "--steps.train_iters", 2, save="one/checkpoints")
     assert second.code == 0, second.out
     assert second.series("global_step") == [423859, 423860, 423861, 423862]
     left = sorted(path.name for path in save.glob("global_step*"))

@@ -34,7 +34,7 @@ def begun(model, convert, tmp_path):
     return tmp_path / "c.yml"
 
 
-def test_a_chain_of_their_jobs(begun, run, convert, tmp_path, monkeypatch):
+def test_a_chain_of_their_jobs(begun, run, convert, train, tmp_path, monkeypatch):
     """With `finetune: true` in the folder that the start lies in; the next job goes on, and the last one exports."""
     words = ["--export", tmp_path / "out", "--chat_template", "control"]
     monkeypatch.setenv("SFT_ENABLED", "0")
@@ -48,6 +48,8 @@ def test_a_chain_of_their_jobs(begun, run, convert, tmp_path, monkeypatch):
     assert (tmp_path / "run/latest").read_text() == "global_step502"
     second = run(begun, *words, save="run")
     assert second.code == 0, second.out
+    planned = train("plan", begun)
+    assert (planned.code, "steps.train_iters 4 are" in planned.err) == (0, True), planned.err
     assert "weights    " + str(tmp_path / "run/global_step502") in second.out
     assert second.series("global_step") == [501, 502, 503, 504]
     assert (tmp_path / "run/global_step500/configs").is_dir()  # theirs is untouched

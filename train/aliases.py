@@ -1,8 +1,8 @@
 """Keys of GPT-NeoX files and what they are called here, so that a user's yml trains as it is.
 
-A file with such keys has the defaults of GPT-NeoX for what it does not say. What has no meaning here is refused unless
-it is in `IGNORED`: it describes the model, which the checkpoint does too, or how GPT-NeoX does its work. Keys may have
-`-` or `_`.
+A file in which such keys become settings has the defaults of GPT-NeoX for what it does not say. What has no meaning
+here is refused unless it is in `IGNORED`: it describes the model, which the checkpoint does too, or how GPT-NeoX does
+its work. Keys may have `-` or `_`.
 
 Facts: EleutherAI/gpt-neox ea7aefd8 and tilde-nlp/llm-gpt-neox 374a5c6, megatron/neox_arguments for keys and defaults,
 megatron/learning_rates.py for rates, megatron/data/gpt2_dataset.py for rows.
@@ -176,7 +176,7 @@ def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], Note
             tree[name] = value
     if idle:
         notes.append(("", f"no effect here: {', '.join(idle)}"))
-    if notes:
+    if any(ours for ours, _ in notes):
         tree.setdefault(HELD, {})
     return tree, notes
 
@@ -307,11 +307,14 @@ Filled = Iterator[tuple[str, Any, str]]
 """Settings, their values, and the keys that they come from."""
 
 
-def _number(held: Mapping[str, Any], key: str, default: float = 0.0) -> float:
+def _number(tree: Mapping[str, Any], name: str, default: float = 0.0) -> float:
+    value = get(tree, name)
     try:
-        return float(held.get(key, default))
+        if not isinstance(value, bool):
+            return default if value is None else float(value)
     except (TypeError, ValueError):
-        raise UsageError(f"{key} is {held[key]!r}, which is no number") from None
+        pass
+    raise UsageError(f"{name} is {value!r}, which is no number")
 
 
 def _masks(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
@@ -327,7 +330,7 @@ def _masks(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
             f"loss_mask_pairs {pairs} with loss_mask_alternating_individual {opens} is no mask of replies",
             "[USER, USER] and [ASSISTANT] are; or say data: {loss: …, control_tokens: {user: …, assistant: …}}",
         )
-    yield "data.loss", "assistant", "loss_mask_pairs"
+    yield "data.loss", "assistant", "loss_mask_pairs, and what opens a reply is no label either"
     if one:
         control = {"user": pair[0], "assistant": one[0]}
         yield "data.control_tokens", control, "loss_mask_pairs, loss_mask_alternating_individual"
@@ -335,27 +338,25 @@ def _masks(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
 
 def _rates(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
     """The schedule. Every rate behind the warm-up is min_lr at least, whatever the style."""
-    style, lowest, total = get(tree, "schedule.style"), _number(held, "min_lr"), get(tree, "steps.train_iters")
+    style, lowest = get(tree, "schedule.style"), _number(held, "min_lr")
     if lowest:
         yield "schedule.min_lr" if style == "cosine" else "schedule.floor", lowest, "min_lr"
     if style == "sqrt":
         yield from _cool_down(tree, held)
-    elif style == "exponential" and isinstance(get(tree, "optim.lr"), float):
-        yield "schedule.min_lr", get(tree, "optim.lr") * math.exp(-FALL), f"lr_decay_style {style}"
+    elif style == "exponential":
+        yield "schedule.min_lr", _number(tree, "optim.lr") * math.exp(-FALL), f"lr_decay_style {style}"
     warmup, why = _number(held, "warmup", WARMUP), "warmup" if "warmup" in held else "no warmup"
-    if not 0 <= warmup <= 1:
-        raise UsageError(f"warmup is {warmup:g}: a share of the steps, 1 is all of them", "schedule: {warmup: STEPS}")
-    decayed = held.get("lr_decay_iters")
-    if decayed is None or decayed == total:
+    if not 0 <= warmup <= 1 and get(tree, "schedule.warmup") is None:
+        raise UsageError(f"warmup is {warmup:g}: a share of the steps, 1 is all of them", "--schedule.warmup STEPS")
+    total = get(tree, "steps.train_iters")
+    decayed = max(1, int(_number(held, "lr_decay_iters", 1)))
+    if "lr_decay_iters" not in held or decayed == total:
         yield "schedule.warmup", "all" if warmup == 1 else warmup, why
         return
-    yield "schedule.warmup", math.ceil(warmup * _number(held, "lr_decay_iters")), f"{why} of lr_decay_iters"
+    yield "schedule.warmup", math.ceil(warmup * decayed), f"{why} of lr_decay_iters"
     if style in ("linear", "cosine", "exponential"):
-        yield (
-            "schedule.end",
-            (get(tree, "steps.iteration_offset") or 0) + decayed,
-            "lr_decay_iters, behind which the rate stays",
-        )
+        end = int(_number(tree, "steps.iteration_offset")) + decayed
+        yield "schedule.end", end, "lr_decay_iters, behind which the rate stays"
 
 
 def _cool_down(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
@@ -365,12 +366,12 @@ def _cool_down(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
     lacking = [key for key in wanted if held.get(key) is None]
     if lacking:
         raise UsageError(f"lr_decay_style is sqrt, and {', '.join(lacking)} cannot be found")
-    for key in {"cd_start_iter", "cd_end_iter"} & set(wanted):
-        yield f"schedule.{settings[key]}", held[key], key
+    yield "schedule.start", held.get("cd_start_iter"), "cd_start_iter"
+    yield "schedule.end", held.get("cd_end_iter"), "cd_end_iter"
     if "decay_pp" in wanted:
-        high, rate = _number(held, "start_cd_lr"), get(tree, "optim.lr")
+        high, rate = _number(held, "start_cd_lr"), _number(tree, "optim.lr")
         if rate != high:
-            told = f"the optimizer's lr is {rate}, start_cd_lr is {high:g}: a decay by sqrt begins with the second"
+            told = f"the optimizer's lr is {rate:g}, start_cd_lr is {high:g}: a decay by sqrt begins with the second"
             raise UsageError(told, f"give both the same value, such as --optim.lr {high:g}")
         yield "schedule.min_lr", high * _number(held, "decay_pp"), "decay_pp x start_cd_lr"
 
@@ -381,7 +382,9 @@ def _rows(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
         yield "data.overlong", "truncate", "allow_chopped"
     if get(tree, "data.validation"):
         yield "evaluate.every", EVAL_INTERVAL, "no eval_interval"
-        batch = tree.get("batch", {})
-        rows = batch.get("size") or (batch.get("micro") or 1) * (batch.get("accumulation") or 1)
-        batches = held.get("eval_iters", EVAL_ITERS)
-        yield "evaluate.max_rows", int(batches * rows), f"eval_iters {batches} x {rows} rows"
+        rows = _number(tree, "batch.size")
+        rows = rows or _number(tree, "batch.micro", 1) * _number(tree, "batch.accumulation", 1)
+        batches = _number(held, "eval_iters", EVAL_ITERS)
+        if not batches:
+            raise UsageError("eval_iters is 0, and valid_data_paths name sets to be evaluated", "leave one of them out")
+        yield "evaluate.max_rows", int(batches * rows), f"eval_iters {batches:g} x {rows:g} rows"

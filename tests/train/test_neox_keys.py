@@ -84,10 +84,13 @@ def test_defaults_are_those_of_gpt_neox(read):
     said, notes = read(BARE, "--schedule.style", "cosine", "--schedule.warmup", "5", "--data.packing", "bfd")
     assert (said.schedule.style, said.schedule.warmup, said.data.packing) == ("cosine", 5, "bfd")
     assert not [note for note in notes if "style" in note or "warmup" in note or "packing" in note]
-    ours, notes = read(
-        "model: {path: m}\ndata: {train: [d], seq_length: 8}\nbatch: {}\noptim: {lr: 1.0}\nseed: 1\nsave: {path: s}"
-    )
-    assert (ours.schedule.style, ours.data.loss, notes) == ("cosine", "assistant", [])
+
+
+def test_a_file_of_ours_stays_one(read):
+    tree = {"model": {"path": "m"}, "data": {"train": ["d"], "seq_length": 8}, "batch": {}, "optim": {"lr": 1.0}}
+    config, notes = read(yaml.safe_dump(tree | {"save": {"path": "s"}, "seed": 1, "num_workers": 2}))
+    assert (config.schedule.style, config.data.loss) == ("cosine", "assistant")
+    assert notes == ["no effect here: num_workers"]
 
 
 def test_defaults_do_not_hide_what_a_base_says(read, tmp_path):
@@ -148,6 +151,7 @@ def test_warm_up_is_a_share_of_the_steps(read):
     assert [learning_rate(config, step, 100) for step in (0, 49, 99)] == pytest.approx([1.6e-6, 8e-5, 1.6e-4])
     with pytest.raises(UsageError, match="warmup is 2000: a share of the steps, 1 is all of them"):
         read(BARE + "warmup: 2000\n")
+    assert read(BARE + "warmup: 2000\n", "--schedule.warmup", "20")[0].schedule.warmup == 20
 
 
 @pytest.mark.parametrize(
@@ -162,6 +166,8 @@ def test_warm_up_is_a_share_of_the_steps(read):
         ("loss_mask_alternating_individual: [8]\n", "loss_mask_pairs None with"),
         ("data_path: /d/P\n", "data_path is '/d/P': train_data_paths and valid_data_paths name"),
         ("valid_data_paths: [/a/P, /b/P]\n", "two of valid_data_paths have one name"),
+        ("valid_data_paths: [/a/P]\neval_iters: 0\n", "eval_iters is 0"),
+        ("warmup: true\n", "warmup is True, which is no number"),
         ("warmup: much\n", "warmup is 'much', which is no number"),
         ("schedule: {warmup: 3}\nwarmup: 0.5\n", "both mean schedule.warmup"),
     ],

@@ -52,7 +52,7 @@ TOGETHER: Mapping[str, str] = {
     "min_lr": "schedule.min_lr", "warmup": "schedule.warmup", "lr_decay_iters": "", "cd_start_iter": "schedule.start",
     "cd_end_iter": "schedule.end", "start_cd_lr": "", "decay_pp": "", "loss_mask_pairs": "",
     "loss_mask_alternating_individual": "", "eval_iters": "evaluate.max_rows", "allow_chopped": "data.overlong",
-    "train_data_weights": "",
+    "train_data_weights": "", "eod_mask_loss": "",
 }  # fmt: skip
 """Keys that mean something only with others, see `completed`; and the setting that would say the same, if one does."""
 DEFAULTS: Mapping[str, tuple[str, Any]] = {
@@ -84,8 +84,7 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Key: values that say what is done here anyway, and why any other one is refused."""
 IGNORED = frozenset({
-    # eod_mask_loss: what follows an end of document is never a label here
-    "eod_mask_loss", "override_lr_scheduler", "CURSE_ATTENTION", "SAMPLE_ENDS", "test_data_paths", "split",
+    "override_lr_scheduler", "CURSE_ATTENTION", "SAMPLE_ENDS", "test_data_paths", "split",
     "valid_data_weights", "test_data_weights",
     # the model, which the checkpoint describes
     "num_layers", "hidden_size", "intermediate_size", "mlp_multiple_of", "expansion_factor", "num_attention_heads",
@@ -222,6 +221,8 @@ def _completed(tree: dict[str, Any], held: Mapping[str, Any]) -> list[str]:
         if held.get("train_data_weights"):
             raise UsageError("train_data_weights: all rows of all files are trained alike", "leave it out")
         notes.append("train_data_paths: all rows of all files are trained alike, however many a file has")
+    if "eod_mask_loss" in held:
+        notes.append("eod_mask_loss: what follows the end of a document is no label here, whatever it says")
     if get(tree, "init") is None:
         notes.append("no finetune: init is auto, which begins with the weights of load, but without its moments")
     return notes

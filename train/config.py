@@ -8,6 +8,7 @@ A YAML file gives it, upon another one if it names a `base`; dotted words on the
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -388,9 +389,8 @@ def _explained(error: ValidationError, path: str) -> tuple[str, str]:
         near = [found for found in map(nearest, unknown) if found]
         told = f"{', '.join(unknown)} {'are no settings' if len(unknown) > 1 else 'is no setting'}"
         return f"{path}: {told}{many}", f"did you mean {', '.join(dict.fromkeys(near))}?" if near else ""
-    fault, known = faults[0], keys()
-    where = ".".join(map(str, fault["loc"]))
-    where = next((name for name in known if where.startswith(f"{name}.")), where)  # of a list, or a union
+    fault = faults[0]
+    where = re.sub(r"\.(constrained-float|literal\[.*\])$", "", ".".join(map(str, fault["loc"])))  # of a union
     more = f" ({len(faults) - 1} more)" if len(faults) > 1 else ""
     if fault["type"] == "missing":
         lacking = [".".join(map(str, one["loc"])) for one in faults if one["type"] == "missing"]

@@ -187,6 +187,17 @@ def test_files_with_weights_are_refused(read):
     read(BARE + "train_data_weights: [1.0]\n")
 
 
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_what_follows_an_end_of_document_is_no_label(read, value):
+    _, notes = read(BARE + f"eod_mask_loss: {value}\n")
+    assert any(note.startswith("eod_mask_loss: what follows the end of a document is no label") for note in notes)
+    rows = open_rows(Data(train=["P"], seq_length=512, loss="all"), [GOLDEN / "sft_text_document"], 1)
+    flat = rows.flat(range(len(rows)))
+    ends = np.flatnonzero(flat.input_ids == 3)
+    assert not len(ends), "an end of document is a label, never an input"
+    assert (flat.labels == 3).sum() == len(flat.cu_seqlens) - 1 == 200
+
+
 def test_overflow_cuts_what_is_too_long(read):
     assert read(BARE + "pack_impl: pack_until_overflow\n")[0].data.overlong == "truncate"
     assert read(BARE + "pack_impl: pack_until_overflow\nallow_chopped: false\n")[0].data.overlong == "drop"

@@ -33,6 +33,7 @@ NEOX = """
 "loss_mask_pairs": [7, 7]
 "loss-mask-alternating-individual": [8]
 "override_lr_scheduler": true
+"seed": 1
 """
 
 
@@ -104,6 +105,7 @@ def test_notes_say_what_has_an_effect(tmp_path):
         ('"Adam"', '"Lion"', "the optimizer Lion is not known"),
         ('"save": "/ckpt"', '"saev": "/ckpt"', "saev is no setting"),
         ('"seq_length": 8192', '"seq_length": -1', "data.seq_length is -1"),
+        ('"seed": 1', '"schedule": {"warmup": -1}', "schedule.warmup is -1: Input should be greater"),
         ('"train_iters": 1337', '"train_iters": 1.5', "steps.train_iters is 1.5"),
     ],
 )

@@ -76,11 +76,13 @@ def check_export(config: Config, start: Path) -> None:
         if config.chat_template is not None:
             raise UsageError("chat_template is that of the exported folder, and nothing is exported", "--export OUT")
         return
-    if not has_tokenizer(start) and (config.chat_template is not None or start != config.model.path):
+    if not has_tokenizer(start):
+        later = "train without export, and then: convert tokenizer FILE FOLDER, convert assets OUT --from FOLDER"
         raise RefusedError(
             f"{config.export} would have no tokenizer: {config.model.path} has none",
-            "--model.tokenizer FILE of SentencePiece or tokenizer.json; or train without export, and then: "
-            "convert tokenizer FILE FOLDER, convert assets OUT --from FOLDER",
+            f"--model.tokenizer FILE of SentencePiece or tokenizer.json; or {later}"
+            if start != config.model.path
+            else later,
         )
     plan_huggingface(open_checkpoint(start), Request(config.export, cast="bf16"), SHARD_SIZE, config.chat_template)
 

@@ -63,7 +63,8 @@ def check_schedule(config: Config, total: int) -> None:
     schedule = config.schedule
     for name, low in {"min_lr": schedule.min_lr, "floor": schedule.floor}.items():
         if low > config.optim.lr:
-            raise UsageError(f"schedule.{name} {low:g} is above optim.lr {config.optim.lr:g}")
+            hint = f"no rate would be as low as optim.lr, --schedule.{name} 0 leaves that out"
+            raise UsageError(f"schedule.{name} {low:g} is above optim.lr {config.optim.lr:g}", hint)
     if schedule.style == "exponential" and not schedule.min_lr:
         raise UsageError("an exponential decay never reaches schedule.min_lr 0", "such as --schedule.min_lr 1e-6")
     start, end = _decay(config, total)

@@ -64,12 +64,16 @@ def test_a_chain_of_their_jobs(begun, run, convert, train, tmp_path, monkeypatch
     assert third.series("global_step")[4:] == [505, 506, 507, 508]
 
 
-def test_what_an_export_lacks_is_said_before_the_first_step(begun, run, tmp_path):
+def test_what_an_export_lacks_is_said_before_the_first_step(begun, run, model, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(model("llama", vocab_size=253), bare, ignore=shutil.ignore_patterns("tokenizer*"))
     gone = run(begun, "--model.tokenizer", tmp_path / "gone.model", save="run")
     assert (gone.code, "gone.model, the tokenizer of" in gone.out) == (3, True), gone.out
     none = run(begun, "--model.tokenizer", "null", "--export", tmp_path / "out", save="run")
     assert (none.code, "would have no tokenizer" in none.out) == (5, True), none.out
     assert "convert tokenizer FILE FOLDER, convert assets OUT --from FOLDER" in none.out
+    kept = run(begun, "--model.path", bare, "--export", tmp_path / "out", save="run")
+    assert (kept.code, "would have no tokenizer" in kept.out) == (5, True), kept.out
     wrong = run(begun, "--export", tmp_path / "out", "--chat_template", "nosuch", save="run")
     assert wrong.code != 0
     assert "nosuch" in wrong.out

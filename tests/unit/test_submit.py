@@ -172,6 +172,13 @@ def test_what_cannot_be_meant_is_refused(train, folder, words, message):
     assert message in ran.err
 
 
+def test_a_chain_may_begin_with_finetune(train, folder):
+    """F30: the second job goes on with what the first has saved."""
+    ran = train("submit", "run1/config.yml", "--site", "lumi", "--account", "P", "--init", "finetune", "-n")
+    assert ran.code == 0, ran.err
+    assert "--init finetune" in ran.out
+
+
 def test_settings_of_a_user_stand_behind_options(train, folder):
     Path("mine.yml").write_text(
         "slurm: {site: lumi, account: A, nodes: 2, sbatch: [qos=x]}\ncontainer: {image: v.sif}\n"

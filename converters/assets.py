@@ -119,12 +119,15 @@ def checks(folder: Path, spec: Spec) -> list[str]:
         beyond = sorted(token for token in ids if spec.vocab is not None and token >= spec.vocab)
         if beyond:
             notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")
-    if not any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    ):
+    if not has_tokenizer(folder):
         notes.append(f"no tokenizer lies in {folder}")
     return notes
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    return any((folder / name).is_file() for name in names)
 
 
 def _ids(values: Any) -> Iterator[int]:

@@ -1,13 +1,18 @@
 """Keys of GPT-NeoX files and what they are called here, so that a user's yml trains as it is.
 
-Facts: EleutherAI/gpt-neox ea7aefd8 megatron/neox_arguments, tilde-nlp/llm-gpt-neox 374a5c6 for the fork's keys. Keys
-may have `-` or `_`. What has no meaning here is refused unless it is in `IGNORED`: it describes the model, which the
-checkpoint does too, or how GPT-NeoX does its work.
+A file in which such keys become settings has the defaults of GPT-NeoX for what it does not say. What has no meaning
+here is refused unless it is in `IGNORED`: it describes the model, which the checkpoint does too, or how GPT-NeoX does
+its work. Keys may have `-` or `_`.
+
+Facts: EleutherAI/gpt-neox ea7aefd8 and tilde-nlp/llm-gpt-neox 374a5c6, megatron/neox_arguments for keys and defaults,
+megatron/learning_rates.py for rates, megatron/data/gpt2_dataset.py for rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from formats.errors import UsageError
@@ -22,17 +27,16 @@ ALIASES: Mapping[str, str] = {
     "clip_grad": "optim.clip",
     "weight_decay": "optim.weight_decay",
     "lr_decay_style": "schedule.style",
-    "warmup": "schedule.warmup",
-    "min_lr": "schedule.min_lr",
-    "cd_start_iter": "schedule.start",
-    "cd_end_iter": "schedule.end",
     "train_iters": "steps.train_iters",
+    "train_epochs": "steps.epochs",
     "iteration_offset": "steps.iteration_offset",
     "exit_interval": "steps.exit_interval",
+    "eval_interval": "evaluate.every",
     "checkpoint_factor": "save.every",
     "keep_last_n_checkpoints": "save.keep",
     "save": "save.path",
     "load": "model.path",
+    "vocab_file": "model.tokenizer",
     "checkpoint_activations": "model.activation_checkpointing",
     "log_interval": "log.every",
     "seed": "seed",
@@ -40,60 +44,128 @@ ALIASES: Mapping[str, str] = {
 VALUES: Mapping[str, Callable[[Any], tuple[str, Any]]] = {
     "finetune": lambda value: ("init", "finetune" if value else "resume"),
     "pack_impl": lambda value: ("data.packing", _packing(value)),
-    "loss_mask_pairs": lambda value: ("data.loss", "assistant" if value else "all"),
-    "loss_mask_alternating_individual": lambda value: ("data.loss", "assistant" if value else "all"),
+    "valid_data_paths": lambda value: ("data.validation", _named(value)),
     "SFT_ENABLED": lambda value: ("data.loss", "all" if str(value).lower() in ("0", "false") else "assistant"),
     "precision": lambda value: ("model.dtype", {"bfloat16": "bf16", "fp32": "fp32"}.get(value, value)),
 }
+TOGETHER: Mapping[str, str] = {
+    "min_lr": "schedule.min_lr", "warmup": "schedule.warmup", "lr_decay_iters": "", "cd_start_iter": "schedule.start",
+    "cd_end_iter": "schedule.end", "start_cd_lr": "", "decay_pp": "", "loss_mask_pairs": "",
+    "loss_mask_alternating_individual": "", "eval_iters": "evaluate.max_rows", "allow_chopped": "data.overlong",
+    "train_data_weights": "", "eod_mask_loss": "",
+}  # fmt: skip
+"""Keys that mean something only with others, see `completed`; and the setting that would say the same, if one does."""
+DEFAULTS: Mapping[str, tuple[str, Any]] = {
+    "pack_impl": ("data.packing", "packed"),
+    "loss_mask_pairs": ("data.loss", "all"),
+    "lr_decay_style": ("schedule.style", "linear"),
+    "weight_decay": ("optim.weight_decay", 0.1),
+    "betas": ("optim.betas", [0.9, 0.999]),
+    "precision": ("model.dtype", "fp32"),
+}
+"""Key: the setting that it becomes, and what GPT-NeoX takes where no key says it."""
+WARMUP, EVAL_ITERS, EVAL_INTERVAL, FALL = 0.01, 100, 1000, 0.693
+"""More of GPT-NeoX's defaults, and the exponent of its exponential decay."""
+ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_dropout": ((0,), "nothing is dropped out here"),
+    "attention_dropout": ((0,), "nothing is dropped out here"),
+    "loss_mask_individual": (([], [0]), "only padding, 0, is left out wherever it stands: it does not exist here"),
+    "data_path": ((), "train_data_paths and valid_data_paths name token files, none is split here"),
+    "batch_iteration_offset": ((0,), "no rows are skipped here; a run goes on with the row that is next"),
+    "use_checkpoint_lr_scheduler": ((False,), "settings win over a checkpoint's here"),
+    "weight_by_num_documents": ((False,), "each row is trained as often as any other"),
+    "checkpoint_scale": (("linear",), "checkpoints are written at equal distances: save.every"),
+    "extra_save_iters": (([],), "checkpoints are written at equal distances: save.every"),
+    "train_impl": (("normal",), "only next tokens are trained here"),
+    "no_load_optim": ((False,), "finetune: true takes weights only"),
+    "use_mup": ((False,), "all weights have one learning rate here"),
+    "z_loss": ((0,), "the loss is the cross entropy alone"),
+    "use_bnb_optimizer": ((False,), "AdamW keeps its moments in float32 here"),
+}
+"""Key: values that say what is done here anyway, and why any other one is refused."""
 IGNORED = frozenset({
-    "override_lr_scheduler", "CURSE_ATTENTION", "SAMPLE_ENDS", "loss_mask_individual", "eod_mask_loss", "launcher",
-    "distributed_backend", "deepspeed_slurm", "no_ssh_check", "tokenizer_type", "vocab_file", "data_impl",
-    "num_workers", "eval_interval", "eval_iters", "zero_optimization", "steps_per_print", "wall_clock_breakdown",
-    "use_wandb", "bf16", "fp16", "hidden_size", "num_layers", "num_attention_heads", "num_kv_heads",
-    "intermediate_size", "max_position_embeddings", "norm", "rms_norm_epsilon", "pos_emb", "rotary_pct",
-    "rotary_emb_base", "no_weight_tying", "gpt_j_residual", "output_layer_parallelism", "activation", "mlp_type",
-    "use_bias_in_attn_linear", "use_bias_in_norms", "use_bias_in_mlp", "attention_config",
-    "make_vocab_size_divisible_by", "model_parallel_size", "pipe_parallel_size", "init_method",
-    "output_layer_init_method", "attention_dropout", "hidden_dropout", "lr_decay_iters", "partition_activations",
-    "synchronize_each_layer", "checkpoint_num_layers", "tensorboard_dir", "log_dir",
+    "override_lr_scheduler", "CURSE_ATTENTION", "SAMPLE_ENDS", "test_data_paths", "split",
+    "valid_data_weights", "test_data_weights",
+    # the model, which the checkpoint describes
+    "num_layers", "hidden_size", "intermediate_size", "mlp_multiple_of", "expansion_factor", "num_attention_heads",
+    "num_kv_heads", "sliding_window_width", "max_position_embeddings", "norm", "use_qk_layernorm", "layernorm_epsilon",
+    "rms_norm_epsilon", "scalenorm_epsilon", "pos_emb", "rpe_num_buckets", "rpe_max_distance", "opt_pos_emb_offset",
+    "no_weight_tying", "attention_config", "sparsity_config", "num_unique_layers", "param_sharing_style",
+    "make_vocab_size_divisible_by", "activation", "rotary_pct", "rotary_emb_base", "rotary_save_freqs_buffer", "yarn",
+    "yarn_beta_slow", "yarn_beta_fast", "yarn_factor", "yarn_attention_factor",
+    "yarn_original_max_position_embeddings", "gpt_j_residual", "gpt_j_tied", "use_bias_in_norms",
+    "use_bias_in_attn_linear", "use_bias_in_mlp", "mlp_type", "output_layer_parallelism", "padded_vocab_size",
+    "init_method", "init_method_std", "output_layer_init_method", "apply_query_key_layer_scaling",
+    # how it computes
+    "layernorm_fusion", "rmsnorm_fusion", "use_flashattn_swiglu", "scaled_upper_triang_masked_softmax_fusion",
+    "scaled_masked_softmax_fusion", "bias_gelu_fusion", "bias_dropout_fusion", "rope_fusion", "fp16_lm_cross_entropy",
+    "use_cpu_initialization", "attention_softmax_in_fp32", "pipe_parallel_size", "model_parallel_size",
+    "pipe_partition_method", "sequence_parallel", "world_size", "is_pipe_parallel", "zero_optimization", "bf16", "fp16",
+    "fp32_allreduce", "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "data_types",
+    "deepspeed", "deepspeed_extra_args", "activation_checkpointing", "checkpoint_num_layers", "partition_activations",
+    "deepspeed_activation_checkpointing", "contiguous_checkpointing", "checkpoint_in_cpu", "synchronize_each_layer",
+    "profile_backward", "loss_scale", "dynamic_loss_scale", "loss_scale_window", "min_scale", "hysteresis",
+    # data and checkpoints
+    "tokenizer_type", "merge_file", "data_impl", "dataset_impl", "use_shared_fs", "num_workers", "mmap_warmup",
+    "short_seq_prob", "weighted_sampler_alpha", "no_save_optim", "no_save_rng", "no_load_rng", "checkpoint",
+    "checkpoint_validation_with_forward_pass", "s3_path", "s3_chunk_size", "do_train", "do_valid", "do_test",
+    # what it writes down
+    "use_wandb", "wandb", "wandb_group", "wandb_team", "wandb_project", "wandb_host", "wandb_init_all_ranks",
+    "use_comet", "comet_workspace", "comet_project", "comet_experiment_name", "comet_tags", "comet_others",
+    "tensorboard", "tensorboard_dir", "csv_monitor", "git_hash", "log_dir", "log_grad_pct_zeros", "log_param_norm",
+    "log_grad_norm", "log_optimizer_states", "log_gradient_noise_scale", "gradient_noise_scale_n_batches",
+    "gradient_noise_scale_cpu_offload", "memory_profiling", "memory_profiling_path", "profile", "profile_step_start",
+    "profile_step_stop", "steps_per_print", "wall_clock_breakdown", "comms_logger", "flops_profiler", "dump_state",
+    "char_level_ppl",
+    # how it is started
+    "launcher", "distributed_backend", "deepspeed_slurm", "deepspeed_mpi", "no_ssh_check", "hostfile", "include",
+    "exclude", "num_nodes", "num_gpus", "master_port", "master_addr", "force_multi", "detect_nvlink_pairs",
+    "autotuning", "autotuning_run", "comment", "account", "user_script", "config_files", "local_rank", "rank",
+    "lazy_mpu_init", "global_num_gpus", "adlr_autoresume", "adlr_autoresume_interval", "onnx_safe",
 })  # fmt: skip
 """Without effect: documents of a row are always kept apart, and the settings here always win over a checkpoint's."""
+HELD = "(GPT-NeoX)"
+"""Where a tree keeps keys of `TOGETHER` until all of them are known; that it is there tells of a GPT-NeoX file."""
 
 
-def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+Notes = list[tuple[str, str]]
+
+
+def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], Notes]:
     """A tree of ours out of a file that may have keys of GPT-NeoX.
 
     Returns:
-        The tree; and for each key that was translated or has no effect the setting that it became, or nothing, and a
-        line that says so.
+        The tree, for `completed`; and for each key that was translated or has no effect the setting that it became, or
+        nothing, and a line that says so.
 
     Raises:
         UsageError: two keys say different things, or one cannot be translated.
     """
     tree: dict[str, Any] = {}
-    notes: list[tuple[str, str]] = []
+    notes: Notes = []
+    idle: list[str] = []
     said: dict[str, tuple[str, Any]] = {}
     for key, value in held.items():
         name = str(key).replace("-", "_")
-        if name == "optimizer":
-            for ours, given in _optimizer(value, path).items():
-                _say(tree, said, str(key), ours, given, path)
-            notes.append(("optim", "optimizer -> optim"))
-        elif name == "zero_optimization" and isinstance(value, dict) and value.get("stage") in (1, 2, 3):
-            stage = value["stage"]
-            _say(tree, said, f"{key}.stage", "parallel.zero_stage", stage, path)
-            told = (
-                f"{key}.stage -> parallel.zero_stage: {stage}, if --engine deepspeed trains; fsdp shards all as 3 does"
-            )
-            notes.append(("parallel.zero_stage", told))
-        elif name == "fp16" and isinstance(value, dict) and value.get("enabled") and value.get("type") != "bfloat16":
-            notes.append(("", f"{key}: no effect, nothing is trained in float16: the computation is in model.dtype"))
-        elif name in IGNORED:
-            notes.append(("", f"{key}: no effect"))
+        if isinstance(value, dict) and name in ("optimizer", "zero_optimization", "fp16", "bf16"):
+            found, told = _section(str(key), name, value, path)
+            for ours, given in found.items():
+                _say(tree, said, f"{key}.stage" if name == "zero_optimization" else str(key), ours, given, path)
+            notes += told
+            idle += [] if told else [str(key)]
+        elif name in IGNORED and not (name == "profile" and isinstance(value, dict)):
+            idle.append(str(key))
         elif isinstance(value, dict):
             for ours, given in value.items():
                 _say(tree, said, f"{name}.{ours}", f"{name}.{ours}", given, path)
             tree.setdefault(name, {})
+        elif name in ONLY:
+            values, why = ONLY[name]
+            if value not in values:
+                raise UsageError(f"{path}: {key} is {value!r}: {why}", f"without {key} it is trained")
+            idle.append(str(key))
+        elif name in TOGETHER:
+            _say(tree, said, str(key), f"{HELD}.{name}", value, path, TOGETHER[name])
         elif name in ALIASES or name in VALUES:
             ours, given = (ALIASES[name], value) if name in ALIASES else VALUES[name](value)
             _say(tree, said, str(key), ours, given, path)
@@ -101,25 +173,111 @@ def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list
                 notes.append((ours, f"{key} -> {ours}: {given}"))
         else:
             tree[name] = value
+    if idle:
+        notes.append(("", f"no effect here: {', '.join(idle)}"))
+    if any(ours for ours, _ in notes):
+        tree.setdefault(HELD, {})
     return tree, notes
 
 
-def _say(tree: dict[str, Any], said: dict[str, tuple[str, Any]], key: str, ours: str, value: Any, path: str) -> None:
-    before = said.setdefault(ours, (key, value))
-    if before[1] != value:
-        raise UsageError(f"{path}: {before[0]} says {before[1]!r}, {key} says {value!r}: both mean {ours}")
-    *sections, last = ours.split(".")
+def completed(tree: dict[str, Any], path: str) -> list[str]:
+    """Put into a tree what the keys of `TOGETHER` say, and the defaults of GPT-NeoX, where nothing else is said.
+
+    Args:
+        tree: of one or several files, and the command line; changed.
+        path: the file, for errors.
+
+    Returns:
+        A line for each setting.
+
+    Raises:
+        UsageError: keys lack each other, or cannot be translated.
+    """
+    held = tree.pop(HELD, None)
+    if held is None:
+        return []
+    try:
+        return _completed(tree, held)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}", error.hint) from None
+
+
+def _completed(tree: dict[str, Any], held: Mapping[str, Any]) -> list[str]:
+    notes = []
+
+    def fill(ours: str, value: Any, why: str) -> None:
+        if get(tree, ours) is None:
+            put(tree, ours, value)
+            notes.append(f"{why} -> {ours}: {value}")
+
+    for ours, value, why in _masks(tree, held):
+        fill(ours, value, why)
+    for key, (ours, value) in DEFAULTS.items():
+        fill(ours, value, f"no {key}")
+    for ours, value, why in [*_rates(tree, held), *_rows(tree, held)]:
+        fill(ours, value, why)
+    files = get(tree, "data.train")
+    if isinstance(files, list) and len(files) > 1:
+        if held.get("train_data_weights"):
+            raise UsageError("train_data_weights: all rows of all files are trained alike", "leave it out")
+        notes.append("train_data_paths: all rows of all files are trained alike, however many a file has")
+    if "eod_mask_loss" in held:
+        notes.append("eod_mask_loss: what follows the end of a document is no label here, whatever it says")
+    if get(tree, "init") is None:
+        notes.append("no finetune: init is auto, which begins with the weights of load, but without its moments")
+    return notes
+
+
+def get(tree: Any, name: str) -> Any:
+    """A setting in a tree, None where it is not said."""
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def put(tree: dict[str, Any], name: str, value: Any, told: str = "") -> None:
+    """Say a setting.
+
+    Raises:
+        UsageError: what should be a section is none.
+    """
+    *sections, last = name.split(".")
     for section in sections:
-        inner = tree.setdefault(section, {})
-        if not isinstance(inner, dict):
-            raise UsageError(f"{path}: {section} is {inner!r}, and {key} belongs into a section of that name")
-        tree = inner
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UsageError(f"{told or name}: {section} is {tree!r}, which is no section")
     tree[last] = value
 
 
-def _optimizer(value: Any, path: str) -> dict[str, Any]:
-    params = value.get("params") if isinstance(value, dict) else None
-    kind = value.get("type") if isinstance(value, dict) else None
+def _say(
+    tree: dict[str, Any], said: dict[str, tuple[str, Any]], key: str, place: str, value: Any, path: str, ours: str = ""
+) -> None:
+    before = said.setdefault(ours or place, (key, value))
+    if before[1] != value:
+        raise UsageError(f"{path}: {before[0]} says {before[1]!r}, {key} says {value!r}: both mean {ours or place}")
+    put(tree, place, value, f"{path}: {key}")
+
+
+# --- keys that are sections ------------------------------------------------------------------------------------------
+
+
+def _section(key: str, name: str, value: dict[str, Any], path: str) -> tuple[dict[str, Any], Notes]:
+    """Settings out of a section of GPT-NeoX, and notes; nothing if it has no effect."""
+    if name == "optimizer":
+        return _optimizer(value, path), [("optim", "optimizer -> optim")]
+    if name == "zero_optimization" and value.get("stage") in (1, 2, 3):
+        stage, ours = value["stage"], "parallel.zero_stage"
+        told = f"{key}.stage -> {ours}: {stage}, if --engine deepspeed trains; fsdp shards all as 3 does"
+        return {ours: stage}, [(ours, told)]
+    if name in ("fp16", "bf16") and value.get("enabled"):
+        half = name == "fp16" and value.get("type") != "bfloat16"
+        told = f"{key}: no effect, nothing is trained in float16: model.dtype is bf16" if half else ""
+        return {"model.dtype": "bf16"}, [("model.dtype", told or f"{key} -> model.dtype: bf16")]
+    return {}, []
+
+
+def _optimizer(value: dict[str, Any], path: str) -> dict[str, Any]:
+    params, kind = value.get("params"), value.get("type")
     if not isinstance(params, dict) or str(kind).lower() not in ("adam", "adamw"):
         raise UsageError(f"{path}: the optimizer {kind} is not known", 'only {"type": "Adam", "params": {…}}')
     unknown = sorted(params.keys() - {"lr", "betas", "eps", "weight_decay"})
@@ -133,3 +291,101 @@ def _optimizer(value: Any, path: str) -> dict[str, Any]:
 
 def _packing(value: Any) -> Any:
     return {"k_bin_packed": "k_bin", "pack_until_overflow": "overflow", "packed": "packed"}.get(value, value)
+
+
+def _named(value: Any) -> dict[str, str]:
+    """Validation sets by the names of their files."""
+    paths = [str(one) for one in (value if isinstance(value, list) else [value])]
+    found = {Path(one).name.removesuffix(".bin"): one for one in paths}
+    if len(found) < len(paths):
+        raise UsageError("two of valid_data_paths have one name", "data: {validation: {NAME: PREFIX, …}} names them")
+    return found
+
+
+# --- keys that mean something together -------------------------------------------------------------------------------
+
+Filled = Iterator[tuple[str, Any, str]]
+"""Settings, their values, and the keys that they come from."""
+
+
+def _number(tree: Mapping[str, Any], name: str, default: float = 0.0) -> float:
+    value = get(tree, name)
+    try:
+        if not isinstance(value, bool):
+            return default if value is None else float(value)
+    except (TypeError, ValueError):
+        pass
+    raise UsageError(f"{name} is {value!r}, which is no number")
+
+
+def _masks(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
+    """Which labels are trained: one pair of equal ids is the user's token, an alternating id the assistant's."""
+    pairs, opens = held.get("loss_mask_pairs"), held.get("loss_mask_alternating_individual")
+    if not pairs and not opens:
+        return
+    pair, one = (list(held) if isinstance(held, list) else [] for held in (pairs, opens))
+    if len(pair) != 2 or pair[0] != pair[1] or len(one) > 1 or (opens and not one):
+        if get(tree, "data.loss") is not None:
+            return
+        raise UsageError(
+            f"loss_mask_pairs {pairs} with loss_mask_alternating_individual {opens} is no mask of replies",
+            "[USER, USER] and [ASSISTANT] are; or say data: {loss: …, control_tokens: {user: …, assistant: …}}",
+        )
+    yield "data.loss", "assistant", "loss_mask_pairs, and what opens a reply is no label either"
+    if one:
+        control = {"user": pair[0], "assistant": one[0]}
+        yield "data.control_tokens", control, "loss_mask_pairs, loss_mask_alternating_individual"
+
+
+def _rates(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
+    """The schedule. Every rate behind the warm-up is min_lr at least, whatever the style."""
+    style, lowest = get(tree, "schedule.style"), _number(held, "min_lr")
+    if lowest:
+        yield "schedule.min_lr" if style == "cosine" else "schedule.floor", lowest, "min_lr"
+    if style == "sqrt":
+        yield from _cool_down(tree, held)
+    elif style == "exponential":
+        yield "schedule.min_lr", _number(tree, "optim.lr") * math.exp(-FALL), f"lr_decay_style {style}"
+    warmup, why = _number(held, "warmup", WARMUP), "warmup" if "warmup" in held else "no warmup"
+    if not 0 <= warmup <= 1 and get(tree, "schedule.warmup") is None:
+        raise UsageError(f"warmup is {warmup:g}: a share of the steps, 1 is all of them", "--schedule.warmup STEPS")
+    total = get(tree, "steps.train_iters")
+    decayed = max(1, int(_number(held, "lr_decay_iters", 1)))
+    if "lr_decay_iters" not in held or decayed == total:
+        yield "schedule.warmup", "all" if warmup == 1 else warmup, why
+        return
+    yield "schedule.warmup", math.ceil(warmup * decayed), f"{why} of lr_decay_iters"
+    if style in ("linear", "cosine", "exponential"):
+        end = int(_number(tree, "steps.iteration_offset")) + decayed
+        yield "schedule.end", end, "lr_decay_iters, behind which the rate stays"
+
+
+def _cool_down(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
+    """Of the users' fork: from start_cd_lr to decay_pp times it, between two global steps."""
+    settings = {"cd_start_iter": "start", "cd_end_iter": "end", "start_cd_lr": "min_lr", "decay_pp": "min_lr"}
+    wanted = [key for key, ours in settings.items() if get(tree, f"schedule.{ours}") is None]
+    lacking = [key for key in wanted if held.get(key) is None]
+    if lacking:
+        raise UsageError(f"lr_decay_style is sqrt, and {', '.join(lacking)} cannot be found")
+    yield "schedule.start", held.get("cd_start_iter"), "cd_start_iter"
+    yield "schedule.end", held.get("cd_end_iter"), "cd_end_iter"
+    if "decay_pp" in wanted:
+        high, rate = _number(held, "start_cd_lr"), _number(tree, "optim.lr")
+        if rate != high:
+            told = f"the optimizer's lr is {rate:g}, start_cd_lr is {high:g}: a decay by sqrt begins with the second"
+            raise UsageError(told, f"give both the same value, such as --optim.lr {high:g}")
+        yield "schedule.min_lr", high * _number(held, "decay_pp"), "decay_pp x start_cd_lr"
+
+
+def _rows(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
+    """What becomes of documents that are longer than a row, and how much is evaluated."""
+    if get(tree, "data.packing") == "overflow" and held.get("allow_chopped", True):
+        yield "data.overlong", "truncate", "allow_chopped"
+    if get(tree, "data.validation"):
+        yield "evaluate.every", EVAL_INTERVAL, "no eval_interval"
+        rows = _number(tree, "batch.size")
+        rows = rows or _number(tree, "batch.micro", 1) * _number(tree, "batch.accumulation", 1)
+        batches = _number(held, "eval_iters", EVAL_ITERS)
+        if not batches:
+            raise UsageError("eval_iters is 0, and valid_data_paths name sets to be evaluated", "leave one of them out")
+        yield "evaluate.max_rows", int(batches * rows), f"eval_iters {batches:g} x {rows:g} rows"

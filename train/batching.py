@@ -40,6 +40,8 @@ def batch_sizes(batch: Batch, ranks: int) -> Sizes:
     micro, size, accumulation = batch.micro, batch.size, batch.accumulation
     if size is None:
         return Sizes(micro or 1, accumulation or 1, ranks)
+    if size < ranks:
+        raise UsageError(f"batch.size: {size} rows are fewer than {ranks} ranks", "each rank needs one in a step")
     given = (micro or 1) * ranks if accumulation is None else accumulation * ranks
     found = size / given
     if accumulation is None:
@@ -99,13 +101,27 @@ def make_order(rows: int, seed: int, steps: Steps, size: int) -> tuple[Order, in
         UsageError: neither train_iters nor epochs are given, or both.
     """
     if (steps.train_iters is None) == (steps.epochs is None):
-        raise UsageError("give one of steps.train_iters and steps.epochs")
+        both = "--steps.epochs null leaves the other out" if steps.epochs is not None else ""
+        raise UsageError("give one of steps.train_iters and steps.epochs", both)
     if steps.train_iters is not None:
         return Order(rows, seed, steps.train_iters * size), steps.train_iters
     samples = round((steps.epochs or 0) * rows)
     if not samples:
         raise UsageError(f"{steps.epochs} epochs of {rows} rows are no row at all")
     return Order(rows, seed, samples), math.ceil(samples / size)
+
+
+def one_pass(rows: int, size: int) -> int:
+    """Steps in which every row is trained once; the last one may be short."""
+    return -(-rows // size)
+
+
+def passes(rows: int, steps: Steps, size: int) -> str:
+    """What to say of a number of steps that is not one pass over the rows; empty if it is, or none is given."""
+    total, once = steps.train_iters, one_pass(rows, size)
+    if total is None or total == once:
+        return ""
+    return f"steps.train_iters {total} are {total * size / rows:.3g} passes over {rows} rows, {once} are one"
 
 
 def seed_of(*parts: int) -> int:

@@ -26,8 +26,9 @@ from converters.durable import sync_folder, write_file
 from formats.errors import OutputError, RefusedError, SourceError
 from train.distributed import World
 from train.engines import Engine
+from train.runs import LATEST, NOTE, PREFIX, is_ours
 
-LATEST, NOTE, PREFIX, PARTIAL = "latest", ".progress", "global_step", ".partial"
+PARTIAL = ".partial"
 BESIDE = (".json", ".jinja", ".model", ".txt")
 """Small files of a model's folder that go into each checkpoint,"""
 NOT_BESIDE = (".index.json", "vitruvian.json")
@@ -84,11 +85,6 @@ def newest(save: Path) -> Path | None:
             f"echo {held[-1].name} > {save / LATEST}",
         )
     return None
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a folder is a complete checkpoint of this trainer."""
-    return re.fullmatch(rf"{PREFIX}\d+", path.name) is not None and (path / NOTE).is_file()
 
 
 def ours(save: Path) -> list[Path]:

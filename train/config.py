@@ -8,6 +8,7 @@ A YAML file gives it, upon another one if it names a `base`; dotted words on the
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -17,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from converters.durable import write_file
 from formats.errors import UsageError
-from train.aliases import translated
+from train.aliases import Notes, completed, get, put, translated
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -51,6 +52,9 @@ class Model(_Part):
 
     path: Path = Field(description="Checkpoint to start from, of any format; see `convert formats`.")
     config: Path | None = Field(None, description="Hugging Face folder with the settings and tokenizer it lacks.")
+    tokenizer: Path | None = Field(
+        None, description="File of the tokenizer, for a checkpoint without: of SentencePiece, or tokenizer.json."
+    )
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="Type of the computation; weights to step are float32.")
     attention: Literal["auto", "flash", "varlen", "flex", "sdpa", "eager"] = Field(
         "auto", description="How documents of a row are kept apart; auto takes the fastest that the device has."
@@ -89,6 +93,9 @@ class Data(_Part):
     packing: Literal["bfd", "k_bin", "overflow", "packed"] = Field("bfd", description="See train pack.")
     overlong: Literal["drop", "error", "truncate"] = Field("drop", description="Documents longer than a row.")
     loss: Literal["assistant", "last_turn", "all"] = Field("assistant", description="Which labels are trained.")
+    control_tokens: dict[str, int] = Field(
+        default_factory=dict, description="Role: id, such as {user: 7, assistant: 8}, for files that do not tell them."
+    )
 
 
 class Batch(_Part):
@@ -113,8 +120,11 @@ class Schedule(_Part):
     """The learning rate. Warm-up counts steps of this run, everything else the run's global step."""
 
     style: Literal["constant", "linear", "cosine", "exponential", "sqrt"] = Field("cosine")
-    warmup: Annotated[float, Field(ge=0)] = Field(0.0, description="Steps, or a share of them if below 1.")
+    warmup: Annotated[float, Field(ge=0)] | Literal["all"] = Field(
+        0.0, description="Steps, or a share of them if below 1."
+    )
     min_lr: Annotated[float, Field(ge=0)] = Field(0.0, description="Where it ends.")
+    floor: Annotated[float, Field(ge=0)] = Field(0.0, description="No rate behind the warm-up is lower.")
     start: int | None = Field(None, description="Global step where the decay begins.  [default: the run's first]")
     end: int | None = Field(None, description="Global step where it ends.  [default: the run's last]")
 
@@ -202,7 +212,9 @@ class Config(_Part):
     profile: Profile = Profile()  # type: ignore[call-arg]
     seed: Annotated[int, Field(ge=0)] = Field(1234, description="Of the order of rows, of packing and of noise.")
     init: Literal["auto", "finetune", "resume"] = Field(
-        "auto", description="finetune takes weights only, resume goes on; auto resumes if this run has a checkpoint."
+        "auto",
+        description="All go on from a checkpoint of this run; if there is none, auto and finetune begin, "
+        "finetune without the moments of the phase before, and resume refuses.",
     )
     neftune_alpha: Annotated[float, Field(ge=0)] = Field(0.0, description="Noise on embeddings, for each document.")
     export: Path | None = Field(None, description="Hugging Face folder that is written at the end.")
@@ -219,7 +231,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
         overrides: `--optim.lr`, `1e-5`, `--model.compile=true`, ….
 
     Returns:
-        The settings, and a line for each key of GPT-NeoX that was translated.
+        The settings, and lines about keys of GPT-NeoX: what they became, and its defaults for those that are not there.
 
     Raises:
         UsageError: a key is unknown, or a value is wrong.
@@ -227,8 +239,9 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
     tree, translations = _tree(path)
     words = dict(_words(overrides))
     for name, value in words.items():
-        _put(tree, name, value)
+        put(tree, name, value, f"--{name}")
     notes = [told + _overridden(ours, words) for ours, told in translations]
+    notes += completed(tree, str(path))
     try:
         config = Config(**tree)
     except ValidationError as error:
@@ -239,7 +252,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
     return config, notes
 
 
-def _tree(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def _tree(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Notes]:
     """What a file says, upon what its `base` says, and the notes of both.
 
     Args:
@@ -262,9 +275,8 @@ def _tree(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], lis
 
 def _says(tree: Any, name: str) -> bool:
     """Whether settings give a value to one of them."""
-    for part in name.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
-    return tree is not None and not isinstance(tree, Mapping)
+    value = get(tree, name)
+    return value is not None and not isinstance(value, Mapping)
 
 
 def _upon(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,26 +380,23 @@ def _value(text: str) -> Any:
         return text
 
 
-def _put(tree: dict[str, Any], name: str, value: Any) -> None:
-    *sections, last = name.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-        if not isinstance(tree, dict):
-            raise UsageError(f"--{name}: {section} is no section")
-    tree[last] = value
-
-
 def _explained(error: ValidationError, path: str) -> tuple[str, str]:
-    """The first fault as a sentence, and the nearest known key as a hint."""
-    fault = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # what is misspelled is missing too
-    where = [str(part) for part in fault["loc"]]
-    more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if fault["type"] == "extra_forbidden":
-        near = nearest(".".join(where))
-        return f"{path}: {'.'.join(where)} is no setting{more}", f"did you mean {near}?" if near else ""
+    """The first fault as a sentence, or all unknown keys, and the nearest known ones as a hint."""
+    faults = error.errors()
+    unknown = [".".join(map(str, one["loc"])) for one in faults if one["type"] == "extra_forbidden"]
+    if unknown:  # what is misspelled is missing too
+        many = f" ({len(faults) - len(unknown)} more)" if len(faults) > len(unknown) else ""
+        near = [found for found in map(nearest, unknown) if found]
+        told = f"{', '.join(unknown)} {'are no settings' if len(unknown) > 1 else 'is no setting'}"
+        return f"{path}: {told}{many}", f"did you mean {', '.join(dict.fromkeys(near))}?" if near else ""
+    fault = faults[0]
+    where = re.sub(r"\.(constrained-float|literal\[.*\])$", "", ".".join(map(str, fault["loc"])))  # of a union
+    more = f" ({len(faults) - 1} more)" if len(faults) > 1 else ""
     if fault["type"] == "missing":
-        return f"{path}: {'.'.join(where)} is missing{more}", described(".".join(where))
-    return f"{path}: {'.'.join(where)} is {fault['input']!r}: {fault['msg']}{more}", described(".".join(where))
+        lacking = [".".join(map(str, one["loc"])) for one in faults if one["type"] == "missing"]
+        more = f" ({len(faults) - len(lacking)} more)" if len(faults) > len(lacking) else ""
+        return f"{path}: {', '.join(lacking)} {'are' if len(lacking) > 1 else 'is'} missing{more}", described(where)
+    return f"{path}: {where} is {fault['input']!r}: {fault['msg']}{more}", described(where)
 
 
 def keys(part: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:

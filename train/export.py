@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from converters.assets import has_tokenizer
 from converters.convert import SHARD_SIZE, Request, check_paths, plan_huggingface, run
 from formats.checkpoint import Checkpoint
-from formats.errors import SourceError
+from formats.errors import RefusedError, SourceError, UsageError
 from formats.layout import Placed
 from formats.registry import open_checkpoint
 from formats.storage import read_safetensors
+from train.config import Config
 
 ADAPTER = "adapter"
 """Folder in OUT with the adapters by themselves, as peft loads them."""
@@ -58,6 +60,31 @@ def export(checkpoint: Path, out: Path, template: str | None = None) -> None:
         run(replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own})), request)
     finally:
         shutil.rmtree(scratch)
+
+
+def check_export(config: Config, start: Path) -> None:
+    """See that a model can be exported before it is trained.
+
+    Args:
+        config: `export`, `chat_template` and `model`.
+        start: the Hugging Face folder that the training begins with.
+
+    Raises:
+        VitruvianError: it lacks a tokenizer, or the chat template is not for it.
+    """
+    if config.export is None:
+        if config.chat_template is not None:
+            raise UsageError("chat_template is that of the exported folder, and nothing is exported", "--export OUT")
+        return
+    if not has_tokenizer(start):
+        later = "train without export, and then: convert tokenizer FILE FOLDER, convert assets OUT --from FOLDER"
+        raise RefusedError(
+            f"{config.export} would have no tokenizer: {config.model.path} has none",
+            f"--model.tokenizer FILE of SentencePiece or tokenizer.json; or {later}"
+            if start != config.model.path
+            else later,
+        )
+    plan_huggingface(open_checkpoint(start), Request(config.export, cast="bf16"), SHARD_SIZE, config.chat_template)
 
 
 def _merged(base: Checkpoint, checkpoint: Path, said: dict[str, Any], scratch: Path) -> Checkpoint:

@@ -22,10 +22,10 @@ from pydantic_core import PydanticUndefined
 
 from converters.durable import write_file
 from formats.errors import OutputError, SourceError, UsageError
-from train.batching import make_order
-from train.checkpoint import LATEST, PREFIX
+from train.batching import make_order, one_pass
 from train.config import Config, load_config
 from train.rows import open_rows
+from train.runs import LATEST, PREFIX
 
 SEQ_LENGTH = 8192
 """Tokens of a row, unless the model has fewer positions."""
@@ -66,6 +66,7 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
     from formats.spec import ModelSpec
 
     _require_empty(folder)
+    start = _tag(start)
     spec = open_checkpoint(start, Settings(config=base)).spec
     for prefix in data:
         if not prefix.with_name(prefix.name + ".idx").is_file():
@@ -86,21 +87,28 @@ def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
     Args:
         folder: new, or empty.
         before: the settings of the phase before.
-        data: token files of the new phase.
+        data: token files of the new phase. Where that before says `train_iters`, this one gets those of one pass.
 
     Returns:
         The settings.
+
+    Raises:
+        OutputError: the folder has something in it.
+        UsageError: nobody knows how many rows a step has.
+        SourceError: the data cannot be read.
     """
     _require_empty(folder)
     config, _ = load_config(before)
+    if config.batch.size is None:
+        raise UsageError(f"{before} has no batch.size, so nobody knows how many steps a phase has")
     total = config.steps.train_iters
     if total is None:
-        if config.batch.size is None:
-            raise UsageError(f"{before} has no batch.size, so nobody knows at which step that phase ends")
         rows = len(open_rows(config.data, config.data.train, config.seed))
         _, total = make_order(rows, config.seed, config.steps, config.batch.size)
     values = dict(_given(config))
     values |= {"data.train": list(data), "steps.iteration_offset": config.steps.iteration_offset + total}
+    if config.steps.train_iters is not None:
+        values["steps.train_iters"] = one_pass(len(open_rows(config.data, data, config.seed)), config.batch.size)
     values |= {"schedule.warmup": 0.0, "init": "auto"}
     ended = config.schedule.end is not None and config.schedule.end <= values["steps.iteration_offset"]
     over = ("schedule.start", "schedule.end") if ended else ()
@@ -110,6 +118,12 @@ def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
 def _require_empty(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder} has something in it", "name a new folder")
+
+
+def _tag(start: Path) -> Path:
+    """The checkpoint that `latest` in a folder names, so that its step is known; the path itself without that."""
+    name = (start / LATEST).read_text().strip() if (start / LATEST).is_file() else ""
+    return start / name if name and Path(name).name == name and (start / name).is_dir() else start
 
 
 def _link(folder: Path, start: Path, seq_length: int) -> Start:
@@ -193,6 +207,8 @@ def _flow(value: Any) -> str:
             return _flow(str(value))
         case list() | tuple():
             return "[" + ", ".join(_flow(one) for one in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{_flow(name)}: {_flow(held)}" for name, held in value.items()) + "}"
         case float():
             digits, sign, power = repr(value).partition("e")
             return digits + (".0" if sign and "." not in digits else "") + sign + power  # YAML knows no 1e-05

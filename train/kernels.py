@@ -32,7 +32,7 @@ def resolve(wanted: str, config: Any, device: torch.device) -> str:
     if find_spec("liger_kernel") is None:
         if wanted == "auto":
             return "torch"
-        raise UnsupportedError("liger_kernel is not installed", "pip install 'vitruvian[liger]'")
+        raise UnsupportedError("liger_kernel is not installed", "pip install '.[liger]'")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0

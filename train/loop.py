@@ -15,7 +15,7 @@ import torch
 
 from converters.durable import lock, stoppable, write_file
 from formats.errors import Interrupted, OutputError, VerificationError
-from train.batching import seed_of
+from train.batching import passes, seed_of
 from train.checkpoint import Progress, Saver
 from train.config import Config, write_config
 from train.distributed import World
@@ -107,7 +107,7 @@ def _train(config: Config, world: World, say: Say) -> Progress:
     if progress.step < made.total:
         raise Interrupted(
             f"stopped behind step {progress.step} of {made.total}, saved as {progress.name}",
-            "run the same command again to go on" if config.init != "finetune" else "go on with --init auto",
+            "run the same command again to go on",
         )
     return progress
 
@@ -197,6 +197,8 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         for name, one in {"data.train": rows, **sets}.items():
             if one.overlong:
                 say(f"note       {name}: {one.overlong}")
+        if told := passes(len(rows), config.steps, made.sizes.size):
+            say(f"note       {told}")
         say(f"batch      {made.sizes}")
         say(f"steps      {made.total}, from global step {made.progress.offset + made.progress.step + 1}")
         say(f"attention  {backend}, packed documents differ by {apart:.1e} from documents alone")

@@ -21,6 +21,7 @@ from formats.spec import ModelSpec
 from train.batching import Sizes, batch_sizes, make_order
 from train.config import Config, Lora
 from train.rows import CHUNK, Rows, open_rows
+from train.runs import started
 from train.schedule import check_schedule
 
 MASTERS, GRADIENT = 3 * 4, 4
@@ -73,6 +74,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     Raises:
         UsageError: the settings contradict each other, or the ranks cannot be divided.
     """
+    from formats.checkpoint import Settings
     from formats.registry import open_checkpoint
 
     if ranks % config.parallel.replicas:
@@ -81,7 +83,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     rows = open_rows(config.data, config.data.train, config.seed)
     order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
     check_schedule(config, steps)
-    spec = open_checkpoint(config.model.path).spec
+    spec = open_checkpoint(started(config.model.path), Settings(config=config.model.config)).spec
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
     if not isinstance(spec, ModelSpec):
         raise UnsupportedError(f"{config.model.path} is of no known family: its sizes are not known either")

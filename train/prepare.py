@@ -16,6 +16,7 @@ from train.checkpoint import Progress, check_same, newest, read_progress, requir
 from train.config import Config
 from train.distributed import World
 from train.engines import ENGINES
+from train.export import check_export
 from train.model import DTYPES, open_config
 from train.rows import Rows, open_rows
 from train.schedule import check_schedule
@@ -60,7 +61,8 @@ def prepare(config: Config, world: World) -> Prepared:
     start, progress = world.told(lambda: _start(config, fresh))
     if progress.step < total:
         world.told(lambda: require_places(config.save.path, progress, total))
-        path = world.told(lambda: folder_of(config))
+        path = world.told(lambda: folder_of(config, resumed=start is not None))
+        world.told(lambda: check_export(config, path))
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     return Prepared(config, rows, sizes, order, total, progress, start)
 
@@ -91,12 +93,7 @@ def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:
             raise RefusedError(f"{config.save.path} has no checkpoint to resume from", hint)
         return None, fresh
     held = read_progress(found)
-    if config.init == "finetune":
-        if held.offset == fresh.offset:
-            raise RefusedError(
-                f"{config.save.path} has a checkpoint of this run, {found.name}, and init is finetune",
-                "go on with --init auto, or take another save.path",
-            )
+    if config.init == "finetune" and held.offset != fresh.offset:
         return None, fresh
     if held.engine != fresh.engine:
         raise RefusedError(

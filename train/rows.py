@@ -7,7 +7,7 @@ each document: no label ever crosses a boundary.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -87,7 +87,8 @@ class Rows:
     def digest(self) -> str:
         """What the rows are made of: hashes of the files, and everything that decides which documents share a row."""
         made = [[sorted(p.made_from.items()), p.algorithm, p.capacity, p.seed, len(p)] for p in self.plans]
-        return blake3(repr([made, self.loss]).encode()).hexdigest()
+        told = [sorted(one.control.items()) for one in self.documents if one.facts is None and one.control]
+        return blake3(repr([made, self.loss, *told]).encode()).hexdigest()
 
     def flat(self, numbers: Sequence[int]) -> Flat:
         """Some rows, flattened; no rows give one input that trains nothing, because every rank takes every step."""
@@ -118,18 +119,19 @@ class Rows:
         return found
 
 
-def open_rows(data: Data, prefixes: Sequence[Path], seed: int, control: Mapping[str, int] | None = None) -> Rows:
+def open_rows(data: Data, prefixes: Sequence[Path], seed: int) -> Rows:
     """Pack token files.
 
     Raises:
         RefusedError: nobody knows which tokens are replies.
     """
-    documents = [open_documents(prefix, None, control) for prefix in prefixes]
+    documents = [open_documents(prefix, None, data.control_tokens) for prefix in prefixes]
     for one in documents:
-        if not one.control and one.stored is None and one.roles is None and data.loss != "all":
+        if one.silent and data.loss != "all":
             raise RefusedError(
                 f"{one.indexed.prefix} does not tell which of its tokens are replies",
-                "tokenize it with train tokenize, or train all of them: --data.loss all",
+                "name its control tokens, --data.control_tokens '{user: 7, assistant: 8}', or train all of its tokens, "
+                "--data.loss all",
             )
     plans = [
         make_plan(one.indexed, algorithm=data.packing, seq_length=data.seq_length, seed=seed, overlong=data.overlong)

@@ -2,6 +2,7 @@
 
     SAVE/config.yml            settings, see `config.write_config`
     SAVE/global_step1500/      checkpoints, see `checkpoint.py`
+    SAVE/latest                name of the newest one
     SAVE/log.jsonl             a line for each step
     SAVE/evaluations.jsonl     a line for each evaluation
 
@@ -11,6 +12,7 @@ No torch is needed to read them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from formats.errors import SourceError
 from train.config import Config, load_config
 
 CONFIG, LOG, EVALUATIONS = "config.yml", "log.jsonl", "evaluations.jsonl"
+LATEST, NOTE, PREFIX = "latest", ".progress", "global_step"
+"""Name of the newest checkpoint; in each checkpoint, how far it is; what names begin with."""
 
 
 def open_run(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
@@ -41,6 +45,17 @@ def open_run(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[st
         raise SourceError(f"{path} has no {CONFIG}: it is no run's folder", "name the file that it was started with")
     moved = ["--save.path", str(path.absolute())] if (path / LOG).is_file() else []
     return load_config(path / CONFIG, [*moved, *overrides])
+
+
+def started(path: Path) -> Path:
+    """The checkpoint that `latest` in the folder of a run of this trainer names; the path itself if it is none."""
+    name = (path / LATEST).read_text().strip() if (path / LATEST).is_file() else ""
+    return path / name if name and is_ours(path / name) else path
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a folder is a complete checkpoint of this trainer."""
+    return re.fullmatch(rf"{PREFIX}\d+", path.name) is not None and (path / NOTE).is_file()
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

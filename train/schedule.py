@@ -32,12 +32,14 @@ def learning_rate(config: Config, step: int, total: int) -> float:
         return high * (step + 1) / warmup
     start, end = _decay(config, total)
     share = min(1.0, max(0.0, (offset + step - start) / max(1, end - start)))
-    return SHAPES[schedule.style](high, schedule.min_lr, share)
+    return max(schedule.floor, SHAPES[schedule.style](high, schedule.min_lr, share))
 
 
 def _warmup(config: Config, total: int) -> int:
     """Steps of it."""
     warmup = config.schedule.warmup
+    if warmup == "all":
+        return total
     return math.ceil(warmup if warmup >= 1 else warmup * total)
 
 
@@ -59,8 +61,10 @@ def check_schedule(config: Config, total: int) -> None:
         UsageError: they do not.
     """
     schedule = config.schedule
-    if schedule.min_lr > config.optim.lr:
-        raise UsageError(f"schedule.min_lr {schedule.min_lr:g} is above optim.lr {config.optim.lr:g}")
+    for name, low in {"min_lr": schedule.min_lr, "floor": schedule.floor}.items():
+        if low > config.optim.lr:
+            hint = f"no rate would be as low as optim.lr, --schedule.{name} 0 leaves that out"
+            raise UsageError(f"schedule.{name} {low:g} is above optim.lr {config.optim.lr:g}", hint)
     if schedule.style == "exponential" and not schedule.min_lr:
         raise UsageError("an exponential decay never reaches schedule.min_lr 0", "such as --schedule.min_lr 1e-6")
     start, end = _decay(config, total)

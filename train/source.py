@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from formats.errors import UsageError
+from blake3 import blake3
+
+from formats.checkpoint import Checkpoint, Settings
+from formats.errors import SourceError, UsageError
 from train.config import Config
+from train.runs import started
 
 TO_FOLDER = {
     "fsdp": "fsdp2hf", "megatron": "megatron2hf", "megatron_dist": "megatron2hf", "neox": "neox2hf", "zero": "zero2hf",
@@ -23,32 +29,57 @@ def is_folder(path: Path) -> bool:
     return held and (path / "config.json").is_file()
 
 
-def folder_of(config: Config) -> Path:
+def folder_of(config: Config, resumed: bool = False) -> Path:
     """The Hugging Face folder to start from. Any other checkpoint is converted to `SAVE/start`, if that is not its.
 
+    Args:
+        config: `model`, and `save.path`.
+        resumed: the weights come from a checkpoint of this run. Where `model.path` is `save.path`, as in files of
+            GPT-NeoX, its `latest` is this run's by then, and `SAVE/start` stays what the run began with.
+
     Raises:
-        VitruvianError: it cannot be converted; or the Hugging Face folder that it needs is not given.
+        VitruvianError: it cannot be converted; or the Hugging Face folder or tokenizer that it needs is not given.
     """
-    path = config.model.path
+    path, out = started(config.model.path), config.save.path / CONVERTED
     if is_folder(path):
         return path
+    if resumed and is_folder(out) and config.model.path.resolve() == config.save.path.resolve():
+        return out
     from converters.convert import SHARD_SIZE, Request, plan_huggingface, run
     from converters.durable import write_file
     from converters.journal import fingerprint
-    from formats.checkpoint import Settings
-    from formats.registry import open_checkpoint
 
-    out = config.save.path / CONVERTED
     note = out.with_name(f".{CONVERTED}")
-    source = open_checkpoint(path, Settings(config=config.model.config))
     out.parent.mkdir(parents=True, exist_ok=True)
     request = Request(out, quiet=True, force=True)
-    plan = plan_huggingface(source, request, SHARD_SIZE)
-    made_of = fingerprint(plan, request.limits.replicas).encode()
-    if is_folder(out) and note.is_file() and note.read_bytes() == made_of:
-        return out
-    run(plan, request)
+    with TemporaryDirectory(prefix="vitruvian-") as scratch:
+        source, tokenizer = _opened(path, config, Path(scratch))
+        plan = plan_huggingface(source, request, SHARD_SIZE)
+        made_of = (fingerprint(plan, request.limits.replicas) + tokenizer).encode()
+        if is_folder(out) and note.is_file() and note.read_bytes() == made_of:
+            return out
+        run(plan, request)
     write_file(note, made_of)
     if not is_folder(out):
         raise UsageError(f"{path} was converted to {out}, which has no config.json", "--model.config HF_FOLDER")
     return out
+
+
+def _opened(path: Path, config: Config, scratch: Path) -> tuple[Checkpoint, str]:
+    """A checkpoint with the tokenizer that it lacks, if that is given or named by its yml; and the tokenizer's hash."""
+    from converters.assets import has_tokenizer
+    from converters.publish.tokenizer_files import attached, load, named
+    from formats.registry import open_checkpoint
+
+    given, settings = config.model.tokenizer, Settings(config=config.model.config)
+    source = open_checkpoint(path, settings)
+    if source.assets is not None and has_tokenizer(source.assets):
+        return source, ""
+    if given is not None and not given.exists():
+        hint = "--model.tokenizer FILE; or null, where none is wanted"
+        raise SourceError(f"{given}, the tokenizer of {path}, is not there", hint)
+    found = load(given) if given is not None else named(path, None, config.model.config)
+    if found is None:
+        return source, ""
+    source = open_checkpoint(path, replace(settings, vocab_size=found.size))
+    return attached(source, found, scratch), " " + blake3(repr(sorted(found.files.items())).encode()).hexdigest()

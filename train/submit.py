@@ -61,8 +61,6 @@ def training(
     site = load_site(wishes.site)
     header, srun, words = _with_gpus(site, wishes, launcher, ["run", config.absolute(), *overrides])
     batch_sizes(settings.batch, int(header["nodes"]) * _tasks(site, wishes))
-    if settings.init == "finetune" and links > 1:
-        raise UsageError("init finetune does not go on, the second job of a chain would be refused", "--init auto")
     if seconds_of(header["time"]) < save_seconds + 60:
         raise UsageError(f"--time {header['time']} leaves nothing before the last {save_seconds} s", "--save-seconds")
     if bench is not None and not bench.is_file():

@@ -17,7 +17,7 @@ import torch
 
 from formats.errors import SourceError, UsageError
 from train import lora
-from train.checkpoint import NOTE, PREFIX, Progress, newest, ours, read_progress
+from train.checkpoint import Progress, newest, ours, read_progress
 from train.config import Config
 from train.distributed import World
 from train.engines.fsdp import read_weights, sharded
@@ -26,6 +26,7 @@ from train.metrics import open_judge
 from train.model import fill
 from train.prepare import choose_attention
 from train.rows import Rows, open_rows
+from train.runs import NOTE, PREFIX
 from train.source import MAKE, is_folder
 
 METADATA = ".metadata"
@@ -128,7 +129,7 @@ def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Pat
             return _tokenize(files, Path(stack.enter_context(scratch)), tokenizer)
 
         folder = world.told(made)
-        data = config.data.model_copy(update={"loss": "all"})
+        data = config.data.model_copy(update={"loss": "all", "control_tokens": {}})
         yield {file.stem: open_rows(data, [folder / file.stem], config.seed) for file in files}
         world.wait()
 

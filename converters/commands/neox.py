@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -25,11 +24,6 @@ from converters.commands.options import (
 )
 from converters.commands.running import carry_out, request_of
 from formats.errors import UsageError
-
-if TYPE_CHECKING:
-    from converters.publish.tokenizer_files import Tokenizer
-    from formats.checkpoint import Checkpoint
-
 
 ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
 """Family: what GPT-NeoX's own script calls it."""
@@ -62,6 +56,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     SRC has none in configs/, or a Hugging Face folder. The flags of GPT-NeoX's own script are understood too.
     """
     from converters.convert import plan_huggingface
+    from converters.publish.tokenizer_files import attached, load, named
 
     architecture, precision = options.pop("architecture"), options.pop("precision")
     src, out = src or options.pop("old_src"), out or options.pop("old_out")
@@ -70,7 +65,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     options["config"] = options["config"] or options["old_config"]
     if precision not in (None, "auto"):
         options["dtype"] = precision
-    found = _tokenizer(src, tokenizer, options)
+    found = load(tokenizer) if tokenizer is not None else named(src, options["tag"], options["config"])
     if found and found.size > (options["vocab_size"] or found.size):
         raise UsageError(f"the tokenizer has {found.size} tokens, --vocab-size says {options['vocab_size']}")
     if found and options["vocab_size"] is None:
@@ -81,37 +76,8 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     request = request_of(out, options, source)
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
         if found:
-            source = _with_tokenizer(source, found, Path(folder))
+            source = attached(source, found, Path(folder))
         carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
-
-
-def _tokenizer(src: Path, given: Path | None, options: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer that the user named, or that the yml names and that is here."""
-    from converters.publish.tokenizer_files import load
-    from formats import deepspeed, neox
-
-    if given is not None:
-        return load(given)
-    config = options["config"]
-    if not src.is_dir() or not deepspeed.detect(src) or (config and (config / "config.json").is_file()):
-        return None
-    _, tag = deepspeed.locate(src, options["tag"])
-    named = neox.config_of(tag, config)[0].get("vocab_file")
-    return load(Path(named)) if isinstance(named, str) and Path(named).exists() else None
-
-
-def _with_tokenizer(source: Checkpoint, found: Tokenizer, folder: Path) -> Checkpoint:
-    """The checkpoint with a tokenizer, and a config that knows its special tokens, as its small files."""
-    from converters.assets import config_text
-
-    for name, content in found.files.items():
-        (folder / name).write_bytes(content)
-    ids = {f"{role}_token_id": found.special.get(role) for role in ("bos", "eos", "pad")}
-    config = json.loads(config_text(source, None)) | ids
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    kept = {name: number for name, number in ids.items() if number is not None}
-    (folder / "generation_config.json").write_text(json.dumps(kept, indent=2) + "\n")
-    return replace(source, assets=folder, notes=(*source.notes, *found.notes))
 
 
 @click.command()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, VerificationError
 
 NAMES = {"eos": "<|endoftext|>", "pad": "<|pad|>"}
@@ -45,6 +47,43 @@ def load(path: Path) -> Tokenizer:
     if not path.is_file():
         raise SourceError(f"{path} is no tokenizer", "name a .model of SentencePiece, a tokenizer.json, or its folder")
     return _sentencepiece(path)
+
+
+def named(path: Path, tag: str | None, config: Path | None) -> Tokenizer | None:
+    """The tokenizer that the yml of a GPT-NeoX checkpoint names, if there is one and it is here.
+
+    Args:
+        path: of the run or the checkpoint.
+        tag: as in `Settings`.
+        config: likewise; a Hugging Face folder has its own tokenizer.
+    """
+    from formats import deepspeed, neox
+
+    if not path.is_dir() or not neox.detect(path) or (config and (config / "config.json").is_file()):
+        return None
+    _, place = deepspeed.locate(path, tag)
+    said = neox.config_of(place, config)[0].get("vocab_file")
+    return load(Path(said)) if isinstance(said, str) and Path(said).exists() else None
+
+
+def attached(source: Checkpoint, found: Tokenizer, folder: Path) -> Checkpoint:
+    """A checkpoint with a tokenizer, and a config that knows its special tokens, as its small files.
+
+    Args:
+        source: opened with the tokenizer's size as its vocabulary.
+        found: the tokenizer.
+        folder: where the files are written, to be kept until the checkpoint is converted.
+    """
+    from converters.assets import config_text
+
+    for name, content in found.files.items():
+        (folder / name).write_bytes(content)
+    ids = {f"{role}_token_id": found.special.get(role) for role in ("bos", "eos", "pad")}
+    config = json.loads(config_text(source, None)) | ids
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    kept = {name: number for name, number in ids.items() if number is not None}
+    (folder / "generation_config.json").write_text(json.dumps(kept, indent=2) + "\n")
+    return replace(source, assets=folder, notes=(*source.notes, *found.notes))
 
 
 def _sentencepiece(path: Path) -> Tokenizer:

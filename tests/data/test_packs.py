@@ -22,6 +22,7 @@ def test_state_file_of_the_users_script(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran = train("packs", "state", "final_data_merged")
     assert (ran.code, ran.out) == (0, "state.0.yaml: 6 data sets\n")
+    assert train("packs", "state", "final_data_merged", "sliced/new/state.0.yaml").code == 0
     written = Path("state.0.yaml").read_text().replace(str(tmp_path) + "/", "")
     assert written == (GOLDEN / "6_packs/small/state.0.yaml").read_text()
     assert train("packs", "state", "final_data_merged").code == 7

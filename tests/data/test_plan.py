@@ -289,6 +289,10 @@ def test_showing(train, tmp_path):
     assert other.code == 3
     neox = train("show", words[0], "--compat", "neox", "--control-tokens", "user=7,assistant=8", "--document", 0)
     assert "5 trained" in neox.out
+    unknown = train("show", words[0], "--document", 0)
+    assert "document 0, 16 tokens, of which nothing tells which are trained: --control-tokens" in unknown.out
+    assert "»" not in unknown.out
+    assert "15 trained" in train("show", words[0], "--document", 0, "--loss", "all").out
     small = made(tmp_path / "S", [300])
     wrong = train("show", small, "--tokenizer", GOLDEN / "1_sft/model.model")
     assert wrong.code == 5

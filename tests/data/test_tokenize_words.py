@@ -69,4 +69,4 @@ def test_without_the_library(train, tmp_path, monkeypatch):
         "tokenize", "--input", tmp_path / "in.jsonl", "--vocab-file", GOLDEN / "model.model", "--output-prefix",
         tmp_path / "P", "--ftfy",
     )  # fmt: skip
-    assert (ran.code, "pip install 'vitruvian[ftfy]'" in ran.err) == (4, True), ran.err
+    assert (ran.code, "pip install '.[ftfy]'" in ran.err) == (4, True), ran.err

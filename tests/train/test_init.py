@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from train.config import Config, Lora, keys, load_config
+from train.rows import open_rows
 
 
 def test_every_setting_is_there_and_explained(train, model, data, tmp_path):
@@ -56,11 +57,38 @@ def test_a_phase_begins_at_a_step_and_another_follows(train, run, model, data, t
     assert first.code == 0, first.out
     made = train("init", tmp_path / "two", "--after", tmp_path / "one/config.yml", "--data", data)
     assert made.code == 0, made.err
-    second = run(tmp_path / "two/config.yml", *words, save="one/checkpoints")
+    second = run(tmp_path / "two/config.yml", *words, "--steps.train_iters", 2, save="one/checkpoints")
     assert second.code == 0, second.out
     assert second.series("global_step") == [423859, 423860, 423861, 423862]
     left = sorted(path.name for path in save.glob("global_step*"))
     assert left == ["global_step423858", "global_step423860", "global_step423862"]
+
+
+def test_the_folder_of_a_run_is_its_latest_checkpoint(train, model, data, convert, tmp_path):
+    made = convert("hf2neox", model("llama", vocab_size=253), tmp_path / "final", "--iteration", 423858)
+    assert made.code == 0, made.err
+    assert (tmp_path / "final/latest").read_text().strip() == "global_step423858"
+    made = train("init", tmp_path / "run", "--from", tmp_path / "final", "--data", data)
+    assert made.code == 0, made.err
+    config, _ = load_config(tmp_path / "run/config.yml")
+    assert config.steps.iteration_offset == 423858
+    assert config.model.path.readlink().name == "global_step423858"
+
+
+def test_the_steps_of_the_next_phase_are_those_of_its_data(train, data, tmp_path):
+    """F58: `train_iters` of a yml is a number of its own pack."""
+    (tmp_path / "U1.yml").write_text(
+        f"train_data_paths: [/gone]\nvalid_data_paths: [{data}]\nseq_length: 64\ntrain_batch_size: 8\n"
+        "train_iters: 29790\niteration_offset: 2000\noptimizer: {type: Adam, params: {lr: 1.6e-4}}\n"
+        "lr_decay_style: constant\nwarmup: 0\npack_impl: k_bin_packed\nsave: /c\nload: /c\n"
+    )
+    made = train("init", tmp_path / "N_2", "--after", tmp_path / "U1.yml", "--data", data)
+    assert made.code == 0, made.err
+    config, notes = load_config(tmp_path / "N_2/config.yml")
+    rows = len(open_rows(config.data, [data], config.seed))
+    assert (config.steps.train_iters, config.steps.iteration_offset) == (-(-rows // 8), 31790)
+    assert (config.data.train, config.data.validation, notes) == ([data], {data.name: data}, [])
+    assert (config.schedule.style, config.data.loss, config.optim.weight_decay) == ("constant", "all", 0.1)
 
 
 @pytest.mark.parametrize(

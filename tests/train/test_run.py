@@ -181,5 +181,6 @@ def test_another_run_in_the_same_folder_is_refused(settings, run):
     assert other.code == 5
     assert "seed: 1234, now 5" in other.out
     again = run(settings(), "--init", "finetune")
-    assert again.code == 5
-    assert "go on with --init auto" in again.out
+    assert (again.code, "nothing left to do" in again.out) == (0, True), again.out
+    other = run(settings(), "--init", "finetune", "--seed", 5)
+    assert (other.code, "seed: 1234, now 5" in other.out) == (5, True), other.out

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import UsageError
-from train.batching import Order, Sizes, batch_sizes, make_order
+from train.batching import Order, Sizes, batch_sizes, make_order, passes
 from train.config import Batch, Steps, load_config
 from train.schedule import learning_rate
 
@@ -33,6 +33,7 @@ NEOX = """
 "loss_mask_pairs": [7, 7]
 "loss-mask-alternating-individual": [8]
 "override_lr_scheduler": true
+"seed": 1
 """
 
 
@@ -51,7 +52,9 @@ def test_the_users_file_is_understood(tmp_path):
     assert config.optim.clip == 1.0
     assert "pack_impl -> data.packing: k_bin" in notes
     assert "optimizer -> optim" in notes
-    assert "override_lr_scheduler: no effect" in notes
+    assert "no effect here: override_lr_scheduler" in notes
+    with pytest.raises(UsageError, match=r"batch\.size: 192 rows are fewer than 1536 ranks"):
+        batch_sizes(config.batch, 1536)
     with pytest.raises(UsageError, match=r"x 192 ranks is 576, batch\.size is 192"):
         batch_sizes(config.batch, 192)
     assert batch_sizes(config.batch, 64) == Sizes(3, 1, 64)
@@ -102,6 +105,7 @@ def test_notes_say_what_has_an_effect(tmp_path):
         ('"Adam"', '"Lion"', "the optimizer Lion is not known"),
         ('"save": "/ckpt"', '"saev": "/ckpt"', "saev is no setting"),
         ('"seq_length": 8192', '"seq_length": -1', "data.seq_length is -1"),
+        ('"seed": 1', '"schedule": {"warmup": -1}', "schedule.warmup is -1: Input should be greater"),
         ('"train_iters": 1337', '"train_iters": 1.5', "steps.train_iters is 1.5"),
     ],
 )
@@ -149,6 +153,14 @@ def test_every_row_once_an_epoch_on_any_ranks(rows, seed, steps, micro, accumula
         assert sorted(taken[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
     other = Sizes(sizes.size, 1, 1)
     assert taken == [row for step in range(steps) for row in order.batch(step, other, 0)[0]]
+
+
+def test_steps_are_said_once():
+    with pytest.raises(UsageError) as caught:
+        make_order(10, 1, Steps(epochs=1.0, train_iters=2), 4)
+    assert "--steps.epochs null" in caught.value.hint
+    assert passes(10, Steps(train_iters=3), 4) == passes(10, Steps(epochs=2.0), 4) == ""
+    assert passes(10, Steps(train_iters=5), 4) == "steps.train_iters 5 are 2 passes over 10 rows, 3 are one"
 
 
 def test_epochs_end_with_empty_places():

@@ -157,11 +157,11 @@ def test_a_script_of_all_sites_passes_bash(train, folder):
         (["--site", "lumi", "run1/config.yml", "--time", "3-00"], "standard-g of lumi gives 2-00:00:00, not 3-00"),
         (["run1/config.yml", "--time", "soon"], "is no time"),
         (["run1/config.yml", "--time", "10"], "leaves nothing before the last 600 s"),
-        (["run1/config.yml", "--init", "finetune"], "the second job of a chain would be refused"),
         (["run1/config.yml", "--bench", "none.sh"], "none.sh is not there"),
         (["run1/config.yml", "--jobs", "0"], "neither auto nor a number"),
         (["run1/config.yml", "--optim.rl", "1"], "optim.rl is no setting"),
         (["run1/config.yml", "--sbatch", "--nodes 4"], "is no option of sbatch"),
+        (["eval", "nosuch", "--all"], "nosuch: No such file"),
         (["--preflight", "run1/config.yml"], "--preflight examines nodes"),
         ([], "what is to be submitted?"),
         (["--settings", "run1/config.yml", "run1/config.yml"], "batch.size is no setting of a job"),
@@ -171,6 +171,13 @@ def test_what_cannot_be_meant_is_refused(train, folder, words, message):
     ran = train("submit", *words, "-n")
     assert ran.code == 2
     assert message in ran.err
+
+
+def test_a_chain_may_begin_with_finetune(train, folder):
+    """F30: the second job goes on with what the first has saved."""
+    ran = train("submit", "run1/config.yml", "--site", "lumi", "--account", "P", "--init", "finetune", "-n")
+    assert ran.code == 0, ran.err
+    assert "--init finetune" in ran.out
 
 
 def test_settings_of_a_user_stand_behind_options(train, folder):

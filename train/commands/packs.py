@@ -58,6 +58,7 @@ def state(folder: Path, out: Path, dry_run: bool, force: bool, as_json: bool) ->
         raise OutputError(f"{out} exists", "name another file, or replace it with --force")
     text = inputs.state_text(found)
     if not dry_run:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_file(out, text)
     if as_json:
         content = {name: {"datapath": one.datapath, "idxs": list(one.idxs)} for name, one in found.items()}

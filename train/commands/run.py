@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import click
 
 from converters.commands.options import as_json
 from formats.errors import UsageError
+
+VARIABLES = {
+    "CURSE_ATTENTION": "documents of a row never see each other",
+    "SAMPLE_ENDS": "documents of a row never see each other",
+    "SFT_ENABLED": "data.loss says what is trained: assistant, or all",
+}
+"""Variables of the users' GPT-NeoX, and what decides instead."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
@@ -31,6 +39,11 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     from train.export import export
     from train.loop import RESUME, train
 
+    notes += [
+        f"{name} {os.environ[name]} in the environment has no effect: {told}"
+        for name, told in VARIABLES.items()
+        if name in os.environ
+    ]
     notes += [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]
     with world(settings.parallel.replicas, settings.parallel.timeout_minutes) as ranks:
         if ranks.first:
@@ -56,6 +69,7 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
 def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | None, mfu: float, as_json: bool) -> None:
     """What a training will take: batch equation, steps, tokens, memory, time. Needs no GPU."""
     from converters.report import size, table
+    from train.batching import passes
     from train.config import load_config
     from train.planning import PEAK, estimate
 
@@ -72,7 +86,8 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | Non
         facts |= {"epochs": found.epochs, "flops": found.flops, "memory": found.memory, "seconds": seconds}
         click.echo(json.dumps(facts))
         return
-    for note in [*notes, *filter(None, [found.rows.overlong])]:
+    once = passes(len(found.rows), settings.steps, found.sizes.size)
+    for note in [*notes, *filter(None, [found.rows.overlong, once])]:
         click.echo(f"note: {note}", err=True)
     parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in found.memory.items())
     fill = tokens / (len(found.rows) * (settings.data.seq_length + 1))

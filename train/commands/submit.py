@@ -52,6 +52,11 @@ def submit(words: tuple[str, ...], **options: Any) -> None:
     elif words[0] in DATA:
         job = jobs.data(words, wishes)
     elif words[0] == "eval":
+        from train.commands.evaluate import evaluate
+        from train.runs import open_run
+
+        given = evaluate.make_context("eval", list(words[1:])).params
+        open_run(given["run"], given["overrides"])
         job = jobs.evaluation(words, wishes, options["launcher"])
     else:
         if options["jobs"] != "auto" and not (options["jobs"].isdigit() and int(options["jobs"])):

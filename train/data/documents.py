@@ -39,6 +39,11 @@ class Documents:
     stored: NDArray[np.uint8] | None
     roles: Indexed | None
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing tells which tokens are replies."""
+        return not self.control and self.stored is None and self.roles is None
+
     def span(self, first: int, stop: int) -> tuple[NDArray[Any], NDArray[np.int32], slice]:
         """Tokens and sizes of consecutive documents, and where they lie in the file, in tokens."""
         sizes = np.array(self.indexed.sizes[first:stop])

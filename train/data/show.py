@@ -36,7 +36,10 @@ def lines_of(
     mask = documents.trained(number, number + 1, loss)
     other = None if compat is None else _other(documents, number, compat)
     shown = mask if other is None else other
-    yield f"document {number}, {len(tokens)} tokens, {int(shown.sum())} trained"
+    told = f"{int(shown.sum())} trained"
+    if documents.silent and loss != "all":
+        shown, told = np.zeros_like(mask), "of which nothing tells which are trained: --control-tokens, or --tokenizer"
+    yield f"document {number}, {len(tokens)} tokens, {told}"
     if vocabulary is not None:
         _require(tokens, vocabulary, documents)
         yield "  text    " + _runs(shown, colour, lambda low, high: vocabulary.decode(tokens[low:high].tolist()))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LIBRARIES = ("httpx2", "httpx", "requests", "urllib3", "hf_xet", "aiohttp")
 """What the Hub is spoken to through; an error of theirs is trouble with the network."""
 LATER = (408, 409, 425, 429)
-INSTALL = "pip install 'vitruvian[data]'"
+INSTALL = "pip install '.[data]'"
 LOGIN = "hf auth login   # or set HF_TOKEN; some sets also ask you to accept terms on their page"
 
 

@@ -192,9 +192,7 @@ def _deepspeed(world: World) -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise UnsupportedError(
-            f"the engine deepspeed lacks a library: {error}", "pip install 'vitruvian[train]'"
-        ) from None
+        raise UnsupportedError(f"the engine deepspeed lacks a library: {error}", "pip install '.[train]'") from None
     if world.device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # C++ to compile, for inference alone
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)

@@ -49,7 +49,7 @@ class Driven:
 
     def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
         if find_spec("accelerate") is None:
-            raise UnsupportedError("the engine transformers needs accelerate", "pip install 'vitruvian[train]'")
+            raise UnsupportedError("the engine transformers needs accelerate", "pip install '.[train]'")
         self.world, self.source = world, config.model.path
         self.start: Path | None = None
         self.model = make(made, backend)

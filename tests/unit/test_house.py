@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,11 @@ def test_every_package_is_installed():
     listed = (ROOT / "pyproject.toml").read_text().partition("packages = [")[2].partition("]")[0]
     packages = {".".join(path.parent.relative_to(ROOT).parts) for path in SOURCES if path.name == "__init__.py"}
     assert {name.strip(' "\n') for name in listed.split(",") if name.strip()} == packages | {"containers"}
+
+
+def test_the_table_of_rooms_names_every_file():
+    """Whoever opens the repository finds each room by its name. Folders that are one room stand for their files."""
+    table = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("| `")]
+    named = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", " ".join(table)))
+    alone = [path for path in SOURCES if path.parent.name in (*RANK, "data") and path.name != "__init__.py"]
+    assert {path.name for path in alone} - named == set()

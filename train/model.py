@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from formats.errors import SourceError, UnsupportedError
 from train.attention import forward_words, named
+from train.experts import Fused, keys_of
 from train.rows import CHUNK, IGNORED, Flat
 from train.source import MAKE
 
@@ -135,9 +136,17 @@ def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
         made: its configuration.
         backend: a key of `attention.BACKENDS`.
         dtype: of all its weights.
+
+    Raises:
+        UnsupportedError: the configuration asks for another loss beside that of the labels.
     """
     from transformers import AutoModelForCausalLM
 
+    if getattr(made, "output_router_logits", False):
+        raise UnsupportedError(
+            "its config.json says output_router_logits, which adds a loss of the router that is not trained here",
+            "set it to false",
+        )
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             made, dtype=dtype, attn_implementation=named(backend)
@@ -233,15 +242,19 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
         files = {name: stack.enter_context(safe_open(path / name, "pt")) for name in _files(path)}
         held = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118  # a handle is no mapping
         wanted, kind = weights(model), model.config.model_type
-        lacking = sorted(wanted.keys() - held.keys())
+        config = model.config.to_dict()
+        apart = {name: keys_of(name, config, shape_of(one)[0]) for name, one in wanted.items() if name not in held}
+        keys = {name: [key for part in parts for key in part] for name, parts in apart.items()}
+        lacking = sorted(key for name in apart for key in (keys[name] or [name]) if key not in held)
         known = {filed(name, kind) for name, _ in model.named_parameters(remove_duplicate=False)}
-        over = sorted(held.keys() - wanted.keys() - known)
+        over = sorted(held.keys() - wanted.keys() - known - {key for one in keys.values() for key in one})
         if lacking or over:
             what = "lacks" if lacking else "has, and the model has not,"
             names = ", ".join((lacking or over)[:3])
             raise SourceError(f"{path} {what} {len(lacking or over)} tensors, such as {names}")
         for name, tensor in wanted.items():
-            piece = held[name].get_slice(name)
+            parts = [[held[key].get_slice(key) for key in part] for part in apart.get(name, [[name]])]
+            piece = Fused(parts) if len(parts) * len(parts[0]) > 1 else parts[0][0]
             if list(piece.get_shape()) != list(shape_of(tensor)):
                 raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {shape_of(tensor)}")
             yield tensor, piece

@@ -1,0 +1,80 @@
+"""Mixtures of experts: read out of the Hub's files, trained, and their checkpoints converted."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.models import EXPERTS
+from train.experts import Fused
+from train.model import fill, make, open_config, pieces, weights
+
+NEAR = 2e-6
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_what_is_read_is_what_transformers_reads(model, name):
+    from transformers import AutoModelForCausalLM
+
+    folder = model(name)
+    ours = make(open_config(folder), "sdpa").to_empty(device="cpu")
+    ours.tie_weights()
+    with torch.no_grad():
+        fill(ours, folder)
+    theirs = weights(AutoModelForCausalLM.from_pretrained(folder))
+    assert weights(ours).keys() == theirs.keys()
+    for key, tensor in weights(ours).items():
+        assert torch.equal(tensor, theirs[key]), key
+
+
+def test_a_rank_reads_its_box(model):
+    folder = model("qwen3_moe")
+    whole = [piece for _, piece in pieces(make(open_config(folder), "sdpa"), folder) if isinstance(piece, Fused)]
+    shape = whole[0].get_shape()
+    assert len(shape) == 3
+    everything = whole[0][...]
+    assert list(everything.shape) == shape
+    half, rows = shape[0] // 2, shape[1] // 2
+    box = (slice(half, shape[0]), slice(rows - 3, rows + 5), slice(1, 7))  # over the border of gate and up
+    assert torch.equal(whole[0][box], everything[box])
+
+
+def test_a_missing_expert_is_named(model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from formats.errors import SourceError
+
+    folder = model("mixtral")
+    held = load_file(folder / "model.safetensors")
+    del held["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(
+        SourceError, match=r"lacks 1 tensors, such as model\.layers\.1\.block_sparse_moe\.experts\.2\.w3"
+    ):
+        fill(make(open_config(tmp_path), "sdpa"), tmp_path)
+
+
+def test_a_loss_of_the_router_is_refused(model):
+    from formats.errors import UnsupportedError
+
+    config = open_config(model("mixtral"))
+    config.output_router_logits = True
+    with pytest.raises(UnsupportedError, match="a loss of the router"):
+        make(config, "sdpa")
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_as_one(run, settings, convert, tmp_path):
+    alone = run(settings("qwen3_moe"), save="alone")
+    both = run(settings("qwen3_moe"), ranks=2, save="both")
+    assert (alone.code, both.code) == (0, 0), alone.out + both.out
+    assert both.series("loss") == pytest.approx(alone.series("loss"), abs=NEAR)
+    newest = both.save / (both.save / "latest").read_text().strip()
+    assert convert("fsdp2hf", newest, tmp_path / "hf").code == 0
+    from transformers import AutoModelForCausalLM
+
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]

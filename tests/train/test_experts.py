@@ -50,9 +50,7 @@ def test_a_missing_expert_is_named(model, tmp_path):
     del held["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(held, tmp_path / "model.safetensors")
-    with pytest.raises(
-        SourceError, match=r"lacks 1 tensors, such as model\.layers\.1\.block_sparse_moe\.experts\.2\.w3"
-    ):
+    with pytest.raises(SourceError, match=r"lacks 1 tensors, such as .*experts\.2\.w3"):
         fill(make(open_config(tmp_path), "sdpa"), tmp_path)
 
 

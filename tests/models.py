@@ -109,6 +109,9 @@ IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""
 EXPERTS = [name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "dots1"))]
 """Mixtures of experts."""
+DTYPES = ("bfloat16", "float32", "float16")
+IN_EVERY_TYPE = ("llama", "qwen2-tied", "gpt2", "mixtral", "gpt_neox")
+"""The models that go through every round trip in all types; the others in bfloat16, for a type is only its width."""
 
 
 def settings_of(name: str, **changes: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from formats.families import FAMILIES
 from formats.registry import open_checkpoint
-from tests.models import EXPERTS, IN_MEGATRON, MODELS, files
+from tests.models import DTYPES, EXPERTS, IN_EVERY_TYPE, IN_MEGATRON, MODELS, files
 
 TOPOLOGIES = ["tp1 pp1", "tp2 pp2", "tp4 pp1", "tp1 pp4", "tp2 pp2 vpp2", "tp8 pp1"]
 
@@ -16,8 +16,10 @@ def flags(topology: str) -> list[str]:
     return [word for part in topology.split() for word in (f"--{part.rstrip('0123456789')}", part.lstrip("tpv"))]
 
 
-@pytest.mark.parametrize("name", [name for name in IN_MEGATRON if name not in EXPERTS])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, one) for name in IN_MEGATRON if name not in EXPERTS for one in DTYPES[: 3 if name in IN_EVERY_TYPE else 1]],
+)
 def test_every_family_and_type_comes_back(model, convert, tmp_path, name, dtype):
     source = model(name, dtype, shard="100KB" if dtype == "bfloat16" else "50GB")
     for number, one in enumerate(TOPOLOGIES):

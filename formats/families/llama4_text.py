@@ -55,6 +55,6 @@ FAMILY = Family(
         "floor_scale": 8192,
         "attn_scale": 0.1,
     },
-    only_here="megatron-core weighs what an expert gives, not what it gets, and its heads rotate in every layer",
+    only_here="megatron-core has no attention in chunks, and scales no queries by their positions",
     router="sigmoid",
 )

@@ -29,7 +29,8 @@ HUGGINGFACE = {
 """Setting: config key. The rotary settings and sliding_window have rules of their own, below."""
 LOCAL = "rope_local_base_freq"
 """The base of the layers with a sliding window, where a family has two."""
-ROTARY = ("rope_theta", "rope_scaling", "rotary_fraction")
+SCALING = "rope_scaling"
+ROTARY = ("rope_theta", SCALING, "rotary_fraction")
 
 OF_NO_MODEL = (
     "architectures",
@@ -198,6 +199,8 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     if family.rope_theta is None:
         return None, None, None
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not parameters and config.get("rope_parameters") is None and SCALING in family.defaults:
+        parameters = get("rope_parameters", family.defaults[SCALING])
     if LOCAL in family.own and _layered(config):
         parameters, sliding = parameters["full_attention"], parameters["sliding_attention"]
         if set(sliding) - {"rope_theta", "rope_type"} or sliding.get("rope_type", "default") != "default":
@@ -235,7 +238,9 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     family = find_family(config)
     if family:
         known |= {*family.requires, *family.marks, *" ".join(family.keys.values()).split(), *family.own, family.window}
-        known |= {hf_experts.LISTED, hf_experts.STEP} if "dense_layers" in family.keys else set()
+        known |= (
+            {hf_experts.LISTED, hf_experts.STEP, hf_experts.INTERLEAVED} if "dense_layers" in family.keys else set()
+        )
     return sorted(set(config) - known)
 
 
@@ -271,8 +276,7 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
         if name in changed:
             config[key] = getattr(spec, name)
     for name in changed.intersection(derived):
-        width = spec.expert_ffn or spec.ffn
-        config |= hf_experts.spelled(family.keys, name, spec.dense_layers or (), spec.shared_ffn or 0, width)
+        config |= hf_experts.spelled(family.keys, name, spec)
     if family.window and "sliding_window" in changed:
         config[family.window] = spec.sliding_window
     if changed & set(ROTARY) and family.rope_theta is not None:
@@ -288,4 +292,6 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
                 for name in ROTARY
                 if name != "rotary_fraction" or name in family.keys
             }
+            if SCALING in family.defaults:
+                config[SCALING] = spec.rope_scaling or {"rope_type": "default"}
     return config

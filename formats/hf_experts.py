@@ -1,7 +1,8 @@
 """Settings of a mixture of experts that transformers spells in more than one config key.
 
-Facts: transformers 5.23.0, models/qwen2_moe/modeling_qwen2_moe.py (which layers are sparse) and
-models/dots1/modeling_dots1.py (the first ones are dense; the shared experts are one MLP, as wide as all of them).
+Facts: transformers 5.23.0, models/qwen2_moe/modeling_qwen2_moe.py (which layers are sparse),
+models/dots1/modeling_dots1.py (the first ones are dense; the shared experts are one MLP, as wide as all of them) and
+models/llama4/configuration_llama4.py (the list is of those with experts, and goes before the step).
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import RefusedError, SourceError, short
-from formats.spec import some_layers
+from formats.spec import ModelSpec, some_layers
 
 FIRST, LISTED, STEP = "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step"
+SPARSE, INTERLEAVED = "moe_layers", "interleave_moe_layer_step"
 COUNTED = "n_shared_experts"
 DERIVED = ("dense_layers", "shared_ffn")
 """The settings with rules of their own here."""
@@ -31,13 +33,15 @@ def found(keys: Mapping[str, str], config: Mapping[str, Any], values: Mapping[st
         SourceError: the config says what makes no sense.
     """
     settings: dict[str, Any] = {}
+    layers = some_layers(values["layers"])
     if keys.get("dense_layers") == FIRST:
         settings["dense_layers"] = tuple(range(_count(config, FIRST, 0, where)))
+    elif keys.get("dense_layers") == SPARSE:
+        step, sparse = _count(config, INTERLEAVED, 1, where), _listed(config, SPARSE, where)
+        sparse = {n for n in layers if not (n + 1) % max(step, 1)} if sparse is None else sparse
+        settings["dense_layers"] = tuple(n for n in layers if n not in sparse)
     elif "dense_layers" in keys:
-        step, listed = _count(config, STEP, 1, where), config.get(LISTED) or []
-        if not isinstance(listed, list) or not all(type(one) is int for one in listed):
-            raise SourceError(f"{where} says {LISTED} = {short(listed)}, it should be a list of layers")
-        dense, layers = set(listed), some_layers(values["layers"])
+        step, dense = _count(config, STEP, 1, where), _listed(config, LISTED, where) or ()
         settings["dense_layers"] = tuple(n for n in layers if n in dense or (n + 1) % max(step, 1))
     if keys.get("shared_ffn") == COUNTED:
         width = values["expert_ffn"]
@@ -45,6 +49,15 @@ def found(keys: Mapping[str, str], config: Mapping[str, Any], values: Mapping[st
     elif "shared_ffn" in keys:
         settings["shared_ffn"] = config.get(keys["shared_ffn"])
     return settings
+
+
+def _listed(config: Mapping[str, Any], key: str, where: str) -> set[int] | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(one) is int for one in value):
+        raise SourceError(f"{where} says {key} = {short(value)}, it should be a list of layers")
+    return set(value)
 
 
 def _count(config: Mapping[str, Any], key: str, fallback: int, where: str) -> int:
@@ -56,25 +69,26 @@ def _count(config: Mapping[str, Any], key: str, fallback: int, where: str) -> in
     return value
 
 
-def spelled(keys: Mapping[str, str], name: str, dense: tuple[int, ...], shared: int, width: int) -> dict[str, Any]:
+def spelled(keys: Mapping[str, str], name: str, spec: ModelSpec) -> dict[str, Any]:
     """The config keys of one setting of `DERIVED`.
 
     Args:
         keys: the config keys of the family.
         name: the setting.
-        dense: the layers without experts.
-        shared: the width of what is shared.
-        width: the width of an expert.
+        spec: the model.
 
     Raises:
         RefusedError: the family cannot say it.
     """
+    dense, shared, width = spec.dense_layers or (), spec.shared_ffn or 0, spec.expert_ffn or spec.ffn
     if name == "shared_ffn" and keys[name] != COUNTED:
         return {keys[name]: shared}
     if name == "shared_ffn":
         if shared % width:
             raise RefusedError(f"what is shared is {shared} wide, which is no multiple of an expert's {width}")
         return {COUNTED: shared // width}
+    if keys[name] == SPARSE:
+        return {SPARSE: sorted(spec.sparse_layers)}
     if keys[name] != FIRST:
         return {LISTED: list(dense), STEP: 1}
     if dense != tuple(range(len(dense))):

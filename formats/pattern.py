@@ -5,6 +5,7 @@ A pattern is a row of terms, one for each physical dimension:
     hidden                      an axis
     (group head dim)            a row-major product: one physical dimension that holds three axes
     (gate: ffn | up: ffn)       a sum: a concatenation; a label names the logical tensor of its branch
+    (ffn (gate: | up:))         one element of each in turn: nothing is left to a branch but its tensor
     ~padding                    fill: addresses that belong to no tensor
     (...)/tp                    an even split of a dimension over a mesh axis: rank r of n holds the r-th n-th
     query: (group head) hidden  a label in front names the logical tensor of the whole pattern

@@ -7,8 +7,9 @@ taken. A tensor with a `layer` axis is handled layer by layer.
     half    half of a rotary head      pair    index within that half (rotary turns (0, pair) into (1, pair))
     dim     a head that nothing permutes, such as the value's
 
-A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else. What is
-shared is an expert for all tokens, whose output `shared_router` weighs where a model has one.
+A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else,
+`router_score_bias` to the scores themselves. What is shared is an expert for all tokens, whose output `shared_router`
+weighs where a model has one. A sink is the score of no token, one for each head.
 
 Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
 """
@@ -36,6 +37,7 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         key_width_norm  layer group half pair
         value        layer group dim hidden
         value_bias   layer group dim
+        sinks        layer group head
         output       layer hidden group head dim
         output_bias  layer hidden
         output_norm  layer hidden
@@ -49,9 +51,13 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         down_norm    layer hidden
         router       layer expert hidden
         router_bias  layer expert
+        router_score_bias  layer expert
         expert_gate  layer expert expert_ffn hidden
         expert_up    layer expert expert_ffn hidden
         expert_down  layer expert hidden expert_ffn
+        expert_gate_bias  layer expert expert_ffn
+        expert_up_bias  layer expert expert_ffn
+        expert_down_bias  layer expert hidden
         shared_gate  layer shared_ffn hidden
         shared_up    layer shared_ffn hidden
         shared_down  layer hidden shared_ffn

@@ -19,6 +19,7 @@ DOTS = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2, "norm_topk_prob": True,
     "routed_scaling_factor": 2.5, **TOKENS,
 }  # fmt: skip
+LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
 FOUR = {"num_experts_per_tok": 4}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 SMALL: dict[str, Any] = {
@@ -95,6 +96,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe-tied": {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0, 2], **MOE, **TIED},
     "dots1": {"model_type": "dots1", "n_routed_experts": 4, "first_k_dense_replace": 1, **DOTS},
     "dots1-tied": {"model_type": "dots1", "n_routed_experts": 8, "n_group": 4, "topk_group": 2, **DOTS, **FOUR, **TIED},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "gpt_oss-tied": {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8, **TIED},
+    "llama4_text": {"model_type": "llama4_text", "interleave_moe_layer_step": 2, "head_dim": 16, **LLAMA4},
+    "llama4_text-tied": {"model_type": "llama4_text", "moe_layers": [0, 1], "head_dim": 8, **LLAMA4, **TIED},
 }
 """Every family, tied and untied, with MHA, GQA and MQA, head_dim other than hidden / heads, llama3 rope scaling."""
 
@@ -104,7 +109,7 @@ UNKNOWN = {
     "falcon": ("num_key_value_heads", "intermediate_size"),
 }
 """Model type: what its config calls otherwise, or does not have."""
-ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3", "falcon")
+ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3", "falcon", "gpt_oss", "llama4_text")
 IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""
 EXPERTS = [name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "dots1"))]

@@ -72,6 +72,10 @@ REFUSED = {
         for name in ("falcon", "falcon-40b", "falcon-11b")
         for head in ("", "-untied")
     },
+    "gpt_oss": {"megatron": "no sinks", "neox": "heads of hidden / heads = 8"},
+    "gpt_oss-tied": {"megatron": "no sinks", "neox": "heads of hidden / heads = 8"},
+    "llama4_text": {"megatron": "no attention in chunks", "neox": "heads of hidden / heads = 8"},
+    "llama4_text-tied": {"megatron": "no attention in chunks", "neox": "has no llama4_text"},
 }
 """Model: the formats that cannot hold it, and a part of the reason. What Megatron lacks, its other formats lack too."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

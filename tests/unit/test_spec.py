@@ -329,11 +329,12 @@ def test_arguments_of_experts_of_any_type_are_read_or_refused(name):
         to_megatron(spec)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [*EXPERTS, "gpt_oss", "llama4_text"])
 def test_a_config_of_experts_of_any_type_is_read_or_refused(name):
     base = config(name)
     keys = {key for keys in FAMILIES[base["model_type"]].keys.values() for key in keys.split() if key in base}
-    for key, value in product([*keys, *{"decoder_sparse_step", "max_window_layers"}.intersection(base)], MANY):
+    keys |= {"decoder_sparse_step", "interleave_moe_layer_step", "max_window_layers"}.intersection(base)
+    for key, value in product(keys, MANY):
         with suppress(VitruvianError):
             spec = from_huggingface(base | {key: value}, {}, "config.json")
             assert len(list(spec.boxes(256))) < 1000

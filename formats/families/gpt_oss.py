@@ -1,0 +1,54 @@
+"""GPT-OSS: sinks and biases in attention, experts that the Hub's files hold input first (transformers, 5.23.0).
+
+Facts: models/gpt_oss/modeling_gpt_oss.py: `_apply_gate` takes the gate of an expert from the even columns and up from
+the odd ones; the router adds its bias to the scores, which then are the weights too.
+"""
+
+from formats.families import Family
+from formats.layout import rules
+
+TABLE = """
+model.embed_tokens.weight                              embedding: vocab hidden
+model.layers.{layer}.self_attn.sinks                   sinks: (group head)
+model.layers.{layer}.self_attn.q_proj.weight           query: (group head half pair) hidden
+model.layers.{layer}.self_attn.q_proj.bias             query_bias: (group head half pair)
+model.layers.{layer}.self_attn.k_proj.weight           key: (group half pair) hidden
+model.layers.{layer}.self_attn.k_proj.bias             key_bias: (group half pair)
+model.layers.{layer}.self_attn.v_proj.weight           value: (group dim) hidden
+model.layers.{layer}.self_attn.v_proj.bias             value_bias: (group dim)
+model.layers.{layer}.self_attn.o_proj.weight           output: hidden (group head dim)
+model.layers.{layer}.self_attn.o_proj.bias             output_bias: hidden
+model.layers.{layer}.mlp.router.weight                 router: expert hidden                      sparse
+model.layers.{layer}.mlp.router.bias                   router_score_bias: expert                  sparse
+model.layers.{layer}.mlp.experts.gate_up_proj          expert hidden (expert_ffn (expert_gate: | expert_up:))    sparse
+model.layers.{layer}.mlp.experts.gate_up_proj_bias     expert (expert_ffn (expert_gate_bias: | expert_up_bias:))    sparse
+model.layers.{layer}.mlp.experts.down_proj             expert_down: expert expert_ffn hidden      sparse
+model.layers.{layer}.mlp.experts.down_proj_bias        expert_down_bias: expert hidden            sparse
+model.layers.{layer}.input_layernorm.weight            input_norm: hidden
+model.layers.{layer}.post_attention_layernorm.weight   post_norm: hidden
+model.norm.weight                                      final_norm: hidden
+lm_head.weight                                         head: vocab hidden          untied
+lm_head.weight                                         embedding: vocab hidden     tied optional
+"""
+
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+"""How it rotates if its config does not say (configuration_gpt_oss.py)."""
+
+FAMILY = Family(
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    tensors=rules(TABLE),
+    requires={"hidden_act": "silu", "attention_bias": True},
+    rope_theta=150000.0,
+    head_dim=64,
+    window="sliding_window",
+    window_default=128,
+    keys={"experts": "num_local_experts num_experts", "top_k": "num_experts_per_tok"},
+    defaults={"experts": 128, "top_k": 4, "rope_scaling": YARN},
+    own={"layer_types": None, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    only_here="the tables of Megatron here have no sinks of attention and no biases of experts",
+    router="softmax",
+)

@@ -1,0 +1,60 @@
+"""Llama 4 (text): experts of which every token has one more, and layers that do not rotate (transformers, 5.23.0).
+
+Facts: models/llama4/modeling_llama4.py: `apply_rotary_emb` turns neighbours, so that here the two halves of a head lie
+pair by pair; gate and up are the two halves of an expert's columns; a layer without experts has a width of its own.
+"""
+
+from formats.families import Family
+from formats.layout import rules
+
+TABLE = """
+model.embed_tokens.weight                                           embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight                        query: (group head pair half) hidden
+model.layers.{layer}.self_attn.k_proj.weight                        key: (group pair half) hidden
+model.layers.{layer}.self_attn.v_proj.weight                        value: (group dim) hidden
+model.layers.{layer}.self_attn.o_proj.weight                        output: hidden (group head dim)
+model.layers.{layer}.feed_forward.gate_proj.weight                  gate: ffn hidden                          dense
+model.layers.{layer}.feed_forward.up_proj.weight                    up: ffn hidden                            dense
+model.layers.{layer}.feed_forward.down_proj.weight                  down: hidden ffn                          dense
+model.layers.{layer}.feed_forward.experts.gate_up_proj              expert hidden (expert_gate: expert_ffn | expert_up: expert_ffn)    sparse
+model.layers.{layer}.feed_forward.experts.down_proj                 expert_down: expert expert_ffn hidden     sparse
+model.layers.{layer}.feed_forward.router.weight                     router: expert hidden                     sparse
+model.layers.{layer}.feed_forward.shared_expert.gate_proj.weight    shared_gate: shared_ffn hidden            sparse
+model.layers.{layer}.feed_forward.shared_expert.up_proj.weight      shared_up: shared_ffn hidden              sparse
+model.layers.{layer}.feed_forward.shared_expert.down_proj.weight    shared_down: hidden shared_ffn            sparse
+model.layers.{layer}.input_layernorm.weight                         input_norm: hidden
+model.layers.{layer}.post_attention_layernorm.weight                post_norm: hidden
+model.norm.weight                                                   final_norm: hidden
+lm_head.weight                                                      head: vocab hidden          untied
+lm_head.weight                                                      embedding: vocab hidden     tied optional
+"""
+
+FAMILY = Family(
+    name="llama4_text",
+    architecture="Llama4ForCausalLM",
+    tensors=rules(TABLE),
+    requires={"hidden_act": "silu", "attention_bias": False},
+    rope_theta=500000.0,
+    head_dim=128,
+    keys={
+        "ffn": "intermediate_size_mlp",
+        "experts": "num_local_experts",
+        "top_k": "num_experts_per_tok",
+        "expert_ffn": "intermediate_size",
+        "shared_ffn": "intermediate_size",
+        "dense_layers": "moe_layers",
+    },
+    defaults={"experts": 16, "top_k": 1},
+    own={
+        "layer_types": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+    only_here="megatron-core has no attention in chunks, and scales no queries by their positions",
+    router="sigmoid",
+)

@@ -74,7 +74,7 @@ def choose_attention(config: Config, world: World) -> tuple[Any, str, float]:
         VitruvianError: its layers cannot keep documents apart, or the attention does not.
     """
     made = open_config(config.model.path)
-    require_masks(made)
+    require_masks(made, config.data.seq_length)
     dtype = DTYPES[config.model.dtype]
     backend = resolve(config.model.attention, made, world.device, dtype)
     return made, backend, self_check(made, world.device, backend, dtype)

@@ -130,11 +130,16 @@ def _require_logits(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> 
         )
 
 
-def require_masks(config: Any) -> None:
-    """Refuse models whose layers carry a state over a row: positions do not reset that.
+def require_masks(config: Any, length: int) -> None:
+    """Refuse models whose layers see more of a row than a document.
+
+    Args:
+        config: of transformers.
+        length: the most tokens of a row.
 
     Raises:
-        UsageError: there are such layers.
+        UsageError: layers carry a state over a row, which positions do not reset; or they count its tokens, not those
+            of a document (transformers 5.23.0 models/llama4/modeling_llama4.py), and a row has more than they forgive.
     """
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
     strange = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
@@ -143,4 +148,12 @@ def require_masks(config: Any) -> None:
         raise UsageError(
             f"{config.model_type} has layers that carry a state from token to token ({what})",
             "documents of a row would see each other: such a model cannot be trained packed",
+        )
+    if "chunked_attention" not in kinds:
+        return
+    most = min(config.attention_chunk_size, getattr(config, "floor_scale", length + 1) - 1)
+    if length > most:
+        raise UsageError(
+            f"{config.model_type} counts the tokens of a row, not of a document: those behind {most} differ",
+            f"--data.seq_length {most}",
         )

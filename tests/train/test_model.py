@@ -7,13 +7,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from formats.errors import UsageError
+from tests.models import settings_of
 from train.attention import forward_words
 from train.config import Data
 from train.data.documents import open_documents
 from train.model import Trainee, summed_loss
 from train.neftune import noise_for
 from train.rows import IGNORED, Flat, open_rows
-from train.selfcheck import self_check
+from train.selfcheck import require_masks, self_check
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "mistral", "qwen3", "gpt_neox"]
@@ -124,3 +126,26 @@ def test_noise_is_scaled_for_each_document(model, documents):
         assert noise[begin:end].abs().max() > 0.8 * bound
     assert torch.equal(noise, noise_for(trainee.model, flat, 5.0, (1, 2, 3))[0])
     assert not torch.equal(noise, noise_for(trainee.model, flat, 5.0, (1, 2, 4))[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "length", "reason"),
+    [
+        ("llama", {}, 1 << 20, ""),
+        ("llama4_text", {}, 8191, ""),
+        ("llama4_text", {}, 8192, "behind 8191 differ"),
+        ("llama4_text", {"attention_chunk_size": 64}, 65, "behind 64 differ"),
+        ("llama", {"layer_types": ["linear_attention"] * 4}, 64, "carry a state from token to token"),
+    ],
+)
+def test_a_model_that_sees_more_than_a_document_is_refused(name, changes, length, reason):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**settings_of(name))
+    for key, value in changes.items():
+        setattr(config, key, value)
+    if reason:
+        with pytest.raises(UsageError, match=reason):
+            require_masks(config, length)
+    else:
+        require_masks(config, length)

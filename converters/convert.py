@@ -274,7 +274,13 @@ def run(plan: Plan, request: Request, drifted: Drifted = lambda *_: None) -> dic
         if stopped():
             raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
         if request.verify:
-            _verify_output(plan, request, journal.digests, stopped)
+            try:
+                _verify_output(plan, request, journal.digests, stopped)
+            except VerificationError as error:
+                shutil.rmtree(request.staging)
+                raise VerificationError(
+                    f"what was written does not read back: {error}", "it is deleted; the same command starts over"
+                ) from None
         try:
             publish(request)
         except OSError as error:

@@ -226,13 +226,17 @@ def _entries(content: bytes) -> tuple[str, dict[str, str], int]:
 
 
 def fingerprint(plan: Plan, replicas: str) -> str:
-    """What makes a conversion the same one: the source's files, the target's layout, casts and replica policy."""
+    """What makes a conversion the same one: what is read of which files, the target's layout, casts, replica policy."""
     source = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in plan.source.files]
     files = plan.target.files if plan.target else ()
     target = [
         [str(file.path), file.size, [(placed.slot.file, placed.key, placed.slot.layer) for placed in file.tensors]]
         for file in files
     ]
-    jobs = [[job.name, job.dtype, list(job.shape)] for job in plan.jobs]
-    facts = json.dumps([source, target, jobs, repr(plan.spec), replicas])
-    return "vitruvian 1 " + blake3(facts.encode()).hexdigest()
+    facts = blake3(json.dumps([source, target, repr(plan.spec), replicas]).encode())
+    for job in plan.jobs:  # which tensors are read, and in which order, and not only from which files
+        facts.update(f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial}\n".encode())
+        for part in (*job.sources, *job.targets):
+            at, spans = part.fragment, [(one.start, one.stop, one.stride) for one in part.leaf.spans]
+            facts.update(f"{at.path} {at.offset} {at.stream} {at.strides} {part.leaf.base} {spans}\n".encode())
+    return "vitruvian 1 " + facts.hexdigest()

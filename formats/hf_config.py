@@ -199,6 +199,8 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     if family.rope_theta is None:
         return None, None, None
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("rope_scaling") not in (None, {}, parameters):  # transformers 5.23.0 heeds it, and drops the other
+        raise SourceError(f"{where} has rope_parameters and a rope_scaling that differs", "remove one of them")
     if not parameters and config.get("rope_parameters") is None and SCALING in family.defaults:
         parameters = get("rope_parameters", family.defaults[SCALING])
     if LOCAL in family.own and _layered(config):

@@ -33,6 +33,7 @@ from formats.megatron_shards import (
     DROPS,
     TRACKER,
     args_of,
+    check_apart,
     check_grid,
     folder_of,
     iteration_of,
@@ -146,6 +147,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         kind = SourceError if isinstance(error, RefusedError) else UnsupportedError
         raise kind(f"{iteration}: {error}", error.hint) from None
     placed, dropped = match(wanted, found, DROPS, iteration)
+    check_apart(placed)
     topology = {"tp": mesh.tp, "pp": pp} | ({"vpp": pipeline.virtual} if pipeline.virtual > 1 else {})
     topology |= {"ep": mesh.ep} if mesh.ep > 1 else {}
     topology |= {"etp": mesh.etp} if mesh.etp != mesh.tp else {}

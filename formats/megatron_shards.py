@@ -10,6 +10,7 @@ from typing import Any
 
 from formats import megatron_llm
 from formats.errors import SourceError, UnsupportedError, short
+from formats.layout import Placed
 from formats.megatron_args import MEGATRON, MEGATRON_ONLY, MORE_SETTINGS
 from formats.megatron_experts import Mesh
 from formats.pickles import Namespace, TensorRef
@@ -33,6 +34,9 @@ OPTIMIZER = "optim.pt"
 MOST_RANKS = 100_000
 MAX_DEPTH, MAX_KEYS = 6, 1_000_000
 """Maps inside each other in a state dict (Megatron-LM's own models have 4), and tensors in a file."""
+
+COMPARED = 1 << 16
+"""Bytes of a matrix that tell two ranks apart."""
 
 DROPS = (r".*\._extra_state", r".*\.inv_freq")
 """Transformer Engine's FP8 state, and rotary tables that some versions saved."""
@@ -185,6 +189,28 @@ def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]
                     "they are of different models"
                 )
     _check_writers(shards, mesh, pp, args)
+
+
+def check_apart(placed: Iterable[Placed]) -> None:
+    """No file was copied over another: ranks hold different parts of a matrix. Experts may be copies of each other.
+
+    Raises:
+        SourceError: two files begin alike in the first matrix that they should share.
+    """
+    first: dict[Path, Placed] = {}
+    for one in placed:
+        dense = one.slot.layer is not None and not one.slot.rule.of_expert
+        if dense and not one.slot.replica and "tp" in one.slot.rule.splits:
+            first.setdefault(one.fragment.path, one)
+    seen: dict[tuple[str, bytes], Path] = {}
+    for path, one in first.items():
+        with path.open("rb") as file:
+            file.seek(one.fragment.offset)
+            content = file.read(min(one.fragment.nbytes, COMPARED))
+        if len(set(content)) > 1 and (other := seen.setdefault((one.key, content), path)) != path:
+            raise SourceError(
+                f"{path} begins {one.key} as {other} does: the file of one rank was copied over that of another"
+            )
 
 
 def _check_writers(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]) -> None:

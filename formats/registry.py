@@ -8,7 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import SourceError
+from formats.errors import RefusedError, SourceError
+from formats.families import FAMILIES, FAMILY_FILE
 
 FORMATS = {
     "huggingface": "safetensors files with a config.json",
@@ -51,6 +52,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "
         for name in [*first.split(), *FORMATS]:
             if module(name).detect(place) or (place != path and module(name).detect(path)):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())
+                _check_family(checkpoint)
                 return checkpoint
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
@@ -67,3 +69,18 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "
     raise SourceError(
         f"{path} is no checkpoint of a known format; it holds {held}", "`convert formats` lists what is read"
     )
+
+
+def _check_family(checkpoint: Checkpoint) -> None:
+    """The table of the user's own that travelled with the weights is the one that was named.
+
+    Raises:
+        RefusedError: it is another one, and what is read with it would be in another order than what was written.
+    """
+    family, held = FAMILIES.get(checkpoint.spec.family), (checkpoint.assets or checkpoint.root) / FAMILY_FILE
+    named = family.file if family else None
+    if named is not None and held.is_file() and held.read_bytes() != named.read_bytes():
+        raise RefusedError(
+            f"{checkpoint.root} was written with {held}, and {named} says something else",
+            f"name that file with --family, or write the checkpoint again; remove {held} if it is wrong",
+        )

@@ -39,8 +39,8 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
     """
     rocm = torch.version.hip is not None
     half = device.type == "cuda" and dtype != torch.float32
-    # sdpa and varlen know no cap; transformers 5.23.0 has no sdpa for gemma2, with a cap or not
-    capped = config.model_type == "gemma2" or getattr(config, "attn_logit_softcapping", None) is not None
+    # sdpa and varlen know no cap and no sinks; transformers 5.23.0 has no sdpa for these, with a cap or not
+    capped = config.model_type in ("gemma2", "gpt_oss") or getattr(config, "attn_logit_softcapping", None) is not None
     has = {
         "flash": half and find_spec("flash_attn") is not None,
         "varlen": half and not capped and find_spec("torch.nn.attention.varlen") is not None,

@@ -106,6 +106,8 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
         )
     if not as_json:
         click.echo(f"{out} equals {name}: {len(here)} tensors\ndigest {total(found)}")
+    if "optimizer" in checkpoint.extra.get("state", ()) and not states:
+        click.echo("note: the weights were compared, the optimizer was not", err=True)
 
 
 def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:

@@ -59,11 +59,16 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     from converters.publish.tokenizer_files import attached, load, named
 
     architecture, precision = options.pop("architecture"), options.pop("precision")
-    src, out = src or options.pop("old_src"), out or options.pop("old_out")
+    old = [options.pop(f"old_{name}") for name in ("src", "out", "config")]
+    new = [src, out, options["config"]]
+    if any(one is not None and other is not None for one, other in zip(old, new, strict=True)):
+        raise UsageError("the flags of GPT-NeoX's script name what is named already", "convert neox2hf RUN OUT")
+    src, out, options["config"] = (one or other for one, other in zip(old, new, strict=True))
     if src is None or out is None:
         raise UsageError("two folders are needed", "convert neox2hf RUN OUT")
-    options["config"] = options["config"] or options["old_config"]
     if precision not in (None, "auto"):
+        if options["dtype"] not in ("keep", precision):
+            raise UsageError(f"--precision {precision} and --dtype {options['dtype']}", "leave one of them out")
         options["dtype"] = precision
     found = load(tokenizer) if tokenizer is not None else named(src, options["tag"], options["config"])
     if found and found.size > (options["vocab_size"] or found.size):

@@ -20,6 +20,7 @@ from converters.convert import Request, plan_megatron
 from converters.journal import Share
 from formats.megatron_args import Options
 from formats.registry import open_checkpoint
+from tests.faults.dcp_tools import save, weights
 from tests.models import files
 
 ENV = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -159,6 +160,34 @@ def test_another_source_between(sources, convert, words, tmp_path):
     assert convert(*words[:3], "--tp", 4).code == 7
     assert convert(*words[:3], "--tp", 4, "--force").code == 0
     assert dict(open_checkpoint(tmp_path / "out").topology) == {"tp": 4, "pp": 1}
+
+
+def test_another_model_of_the_same_files_is_another_conversion(model, convert, tmp_path):
+    state = weights(model("llama"))
+    folder = save(tmp_path / "c", {"model": state, "ema": {key: value + 1 for key, value in state.items()}})
+    words = ["fsdp2hf", folder, tmp_path / "out", "--config", model("llama")]
+    assert convert(*words, "--container", "model", "--part", "1/2").code == 0
+    for more in (["--part", "2/2"], []):
+        refused(convert(*words, "--container", "ema", *more), "another conversion")
+    assert convert(*words, "--container", "model").code == 0
+    assert {key: value.tolist() for key, value in weights(tmp_path / "out").items()} == {
+        key: value.tolist() for key, value in state.items()
+    }
+
+
+def test_what_was_damaged_on_the_way_is_written_anew(sources, convert, words, tmp_path):
+    assert convert(*words, "--part", "1/2").code == 0
+    for path in (tmp_path / "out.partial/out").rglob("*.pt"):
+        content = bytearray(path.read_bytes())
+        middle = next(at for at in range(len(content) // 2, len(content)) if content[at])
+        content[middle] ^= 1
+        path.write_bytes(content)
+    ran = convert(*words)
+    assert ran.code == 6, ran
+    assert "what was written does not read back" in ran.err
+    assert "the same command starts over" in ran.err
+    assert convert(*words).code == 0
+    assert files(tmp_path / "out") == sources["hf2megatron"][1]
 
 
 def test_files_that_are_gone(sources, convert, words, tmp_path):

@@ -84,3 +84,5 @@ def test_the_flags_of_neox_own_script_are_understood(model, convert, tmp_path):
     weights = "model.safetensors"
     assert (tmp_path / "out" / weights).read_bytes() == (tmp_path / "ours" / weights).read_bytes()
     assert convert("neox2hf", tag).code == 2
+    assert convert("neox2hf", tag, tmp_path / "x", "--output_dir", tmp_path / "y").code == 2
+    assert convert("neox2hf", tag, tmp_path / "x", "--precision", "fp16", "--dtype", "bf16").code == 2

@@ -93,6 +93,15 @@ def test_it_goes_into_megatron_as_its_twin_does_and_comes_back(model, convert, t
     assert "internlm2" not in FAMILIES, "a family of the user's own is known as long as its command runs"
 
 
+def test_another_file_than_the_one_that_travelled_is_refused(convert, tmp_path, family, source):
+    assert convert("hf2megatron", source, tmp_path / "run", "--family", family).code == 0
+    other = tmp_path / "other.toml"
+    other.write_text(family.read_text().replace("key: half pair", "key: pair half"))
+    ran = convert("megatron2hf", tmp_path / "run", tmp_path / "back", "--family", other)
+    assert ran.code == 5, ran
+    assert f"was written with {tmp_path / 'run/huggingface/family.toml'}" in ran.err
+
+
 def test_it_travels_through_fsdp(convert, tmp_path, family, source):
     assert convert("hf2fsdp", source, tmp_path / "f", "--ranks", 3, "--family", family).code == 0
     assert convert("fsdp2hf", tmp_path / "f", tmp_path / "back", "--family", tmp_path / "f/family.toml").code == 0

@@ -356,3 +356,14 @@ def test_the_weight_of_a_single_expert_after_a_sigmoid_is_its_score():
     assert from_megatron(to_megatron(spec), {}, None, "args").router_normalized is False
     with pytest.raises(RefusedError, match="of a single expert"):
         to_megatron(from_huggingface(config("dots1", num_experts_per_tok=1), {}, "config.json"))
+
+
+def test_rotary_settings_in_two_places_have_to_agree():
+    """transformers 5 heeds `rope_scaling` where both are there."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    said = config("llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    assert from_huggingface(said | {"rope_scaling": None}, {}, "one").rope_scaling is None
+    with pytest.raises(SourceError, match="rope_parameters and a rope_scaling that differs"):
+        from_huggingface(said | {"rope_scaling": yarn}, {}, "one")
+    both = {"rope_parameters": yarn, "rope_scaling": yarn}
+    assert from_huggingface(said | both, {}, "one").rope_scaling == yarn

@@ -24,7 +24,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UsageError, short
 from formats.families import FAMILIES, Family
-from formats.hf_config import HUGGINGFACE
+from formats.hf_config import HUGGINGFACE, SCALING
 from formats.layout import CONDITIONS, Rule, model_tensors, rules
 from formats.pattern import PatternError, lower
 from formats.spec import CHOICES
@@ -110,6 +110,7 @@ def load(path: Path) -> Family:
     )
     _check_settings(family, path)
     _check_table(family, path)
+    _check_orders(family, path)
     _check_megatron(family, path)
     return family
 
@@ -129,6 +130,8 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 def _plain(value: Any, where: str) -> Any:
     """A value of config.json."""
+    if isinstance(value, dict) and where.endswith(f".{SCALING}"):
+        return {key: _plain(one, f"{where}.{key}") for key, one in value.items()}
     if not isinstance(value, bool | int | float | str | list):
         raise UsageError(f"{where} is {short(value)}, and no value of a config here")
     return None if value == NONE else value
@@ -226,6 +229,19 @@ def _check_rule(rule: Rule, where: str) -> None:
         raise UsageError(f"{where}: a part of the pattern belongs to no tensor: {pattern.text}")
 
 
+def _check_orders(family: Family, path: Path) -> None:
+    """Queries meet keys, and heads their outputs: the tensors of a layer have them in one order."""
+    for outer, inner in (("half", "pair"), ("group", "head")):
+        found: dict[bool, str] = {}
+        for leaf in (leaf for rule in family.tensors for leaf in lower(rule.pattern, SIZES, {})):
+            strides = {span.axis: span.stride for span in leaf.spans}
+            if outer in strides and inner in strides:
+                found[strides[outer] > strides[inner]] = leaf.tensor
+        if len(found) > 1:
+            one, other = f"`{outer} {inner}`", f"`{inner} {outer}`"
+            raise UsageError(f"{path}: its table has {found[True]} in the order {one}, {found[False]} in {other}")
+
+
 def _check_table(family: Family, path: Path) -> None:
     """Whatever the settings are, each tensor and each key is there once."""
     residuals = [{"parallel"}, {"serial"}] if "parallel_residual" in family.keys else [set[str]()]
@@ -255,11 +271,11 @@ def _check_table(family: Family, path: Path) -> None:
 
 def _check_settings(family: Family, path: Path) -> None:
     """Each key and default is of a setting."""
-    for name in ("keys", "defaults"):
-        unknown = sorted(set(getattr(family, name)) - set(SETTINGS))
+    for name, known in (("keys", SETTINGS), ("defaults", (*SETTINGS, SCALING))):
+        unknown = sorted(set(getattr(family, name)) - set(known))
         if unknown:
             raise UsageError(
-                f"{path}: {name} names no setting with {short(unknown[0])}", f"settings: {', '.join(SETTINGS)}"
+                f"{path}: {name} names no setting with {short(unknown[0])}", f"settings: {', '.join(known)}"
             )
     for name, key in family.keys.items():
         if not isinstance(key, str) or (not key and name not in ("kv_heads", "head_dim")):

@@ -96,7 +96,9 @@ def test_it_goes_into_megatron_as_its_twin_does_and_comes_back(model, convert, t
 def test_another_file_than_the_one_that_travelled_is_refused(convert, tmp_path, family, source):
     assert convert("hf2megatron", source, tmp_path / "run", "--family", family).code == 0
     other = tmp_path / "other.toml"
-    other.write_text(family.read_text().replace("key: half pair", "key: pair half"))
+    other.write_text(
+        family.read_text().replace("value: dim | key: half pair", "key: half pair | value: dim") + "# corrected"
+    )
     ran = convert("megatron2hf", tmp_path / "run", tmp_path / "back", "--family", other)
     assert ran.code == 5, ran
     assert f"was written with {tmp_path / 'run/huggingface/family.toml'}" in ran.err

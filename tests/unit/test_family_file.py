@@ -33,8 +33,15 @@ def dump(family: Family) -> str:
     for name, inner in held.items():
         if isinstance(inner, dict):
             pairs = ((key, "none" if one is None else one) for key, one in inner.items())
-            lines += [f"[{name}]", *(f"{json.dumps(key)} = {json.dumps(one)}" for key, one in pairs)]
+            lines += [f"[{name}]", *(f"{json.dumps(key)} = {written(one)}" for key, one in pairs)]
     return "\n".join(lines)
+
+
+def written(value: object) -> str:
+    """A value of TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {written(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value)
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,6 +77,8 @@ def refused(tmp_path: Path, text: str) -> UsageError:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
+        ("key: half pair", "key: pair half", "query in the order `half pair`, key in `pair half`"),
+        (OUTPUT, "output: hidden (head group dim)", "in the order `group head`, output in `head group`"),
         ('name = "internlm2" ', "# ", "does not say name"),
         ('name = "internlm2"', 'name = "llama"', "name = 'llama' is taken"),
         ('name = "internlm2"', 'name = "../x"', "is no name"),

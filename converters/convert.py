@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_SIZE = 5 * 10**9
 """Bytes of a safetensors file, when nothing says otherwise."""
+ANEW = "what was written is deleted, the same command starts over"
 COMMIT_SECONDS = 0.25
 """How much work a killed run may lose, and how soon the disk begins to write."""
 
@@ -227,17 +228,6 @@ def _cast_to(request: Request) -> str | None:
     return cast_dtype("F32", request.cast) if request.cast else None
 
 
-def same_output(plan: Plan, place: Path) -> bool:
-    """Whether a folder is what a plan would write, as far as its manifest and its small files tell."""
-    if plan.target is None or not (place / digest.MANIFEST).is_file():
-        return False
-    settings, tensors = digest.read_manifest(place) or ({}, {})
-    if settings != plan.spec.settings() or tensors.keys() != {job.name for job in plan.jobs}:
-        return False
-    texts = plan.target.texts.items()
-    return all((place / name).is_file() and (place / name).read_bytes() == text for name, text in texts)
-
-
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
@@ -268,19 +258,13 @@ def run(plan: Plan, request: Request, drifted: Drifted = lambda *_: None) -> dic
         try:
             with _disk(request):
                 _write(plan, target, request, journal, stopped, drifted)
-        except (RefusedError, UnsupportedError, VerificationError):
-            shutil.rmtree(request.staging)  # nothing of it can be used: the same command would fail again
-            raise
-        if stopped():
-            raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
-        if request.verify:
-            try:
+            if stopped():
+                raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
+            if request.verify:
                 _verify_output(plan, request, journal.digests, stopped)
-            except VerificationError as error:
-                shutil.rmtree(request.staging)
-                raise VerificationError(
-                    f"what was written does not read back: {error}", "it is deleted; the same command starts over"
-                ) from None
+        except (RefusedError, UnsupportedError, VerificationError):
+            shutil.rmtree(request.staging)  # nothing of it can be used: the same command starts over
+            raise
         try:
             publish(request)
         except OSError as error:
@@ -438,10 +422,13 @@ def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], sto
     """Read the output with its own reader and compare settings and digests with what was planned."""
     again = plan.again(plan) if plan.again else _reopened(plan, request)
     with Progress("verifying", again.nbytes, request.quiet) as progress:
-        found = digest_of(again.jobs, replace(request.limits, replicas="verify"), progress.advance, stopped)
+        try:
+            found = digest_of(again.jobs, replace(request.limits, replicas="verify"), progress.advance, stopped)
+        except VerificationError as error:
+            raise VerificationError(f"what was written does not read back: {error}", ANEW) from None
     wrong = sorted(name for name in {*found, *digests} if found.get(name) != digests.get(name))
     if wrong:
-        raise VerificationError(f"{len(wrong)} tensors of the output do not read back as written, such as {wrong[0]}")
+        raise VerificationError(f"{len(wrong)} tensors, such as {wrong[0]}, do not read back as written", ANEW)
 
 
 def publish(request: Request) -> None:

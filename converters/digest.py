@@ -88,6 +88,17 @@ def _digests(tensors: Any) -> dict[str, str] | None:
     return digests if len(digests) == len(tensors) else None
 
 
+def same_output(plan: Plan, place: Path) -> bool:
+    """Whether a folder is what a plan would write, as far as its manifest and its small files tell."""
+    if plan.target is None or not (place / MANIFEST).is_file():
+        return False
+    settings, tensors = read_manifest(place) or ({}, {})
+    if settings != plan.spec.settings() or tensors.keys() != {job.name for job in plan.jobs}:
+        return False
+    texts = plan.target.texts.items()
+    return all((place / name).is_file() and (place / name).read_bytes() == text for name, text in texts)
+
+
 def is_verbatim(folder: Path) -> bool:
     """Whether a folder's manifest counts its tensors under their own names."""
     facts, _ = read_manifest(folder) or ({"layers": 0}, {})

@@ -164,7 +164,8 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     folder with several checkpoint-N, each becomes OUT/checkpoint-N, the newest first.
     """
     from converters.commands.publish import push
-    from converters.convert import plan_huggingface, same_output
+    from converters.convert import plan_huggingface
+    from converters.digest import same_output
     from converters.publish.hub import require_token
     from converters.publish.push_plan import check_names
     from formats.errors import SourceError, UsageError

@@ -16,6 +16,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -234,9 +235,10 @@ def fingerprint(plan: Plan, replicas: str) -> str:
         for file in files
     ]
     facts = blake3(json.dumps([source, target, repr(plan.spec), replicas]).encode())
+    place = lru_cache(maxsize=None)(Path.resolve)  # however the user spells it
     for job in plan.jobs:  # which tensors are read, and in which order, and not only from which files
         facts.update(f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial}\n".encode())
         for part in (*job.sources, *job.targets):
             at, spans = part.fragment, [(one.start, one.stop, one.stride) for one in part.leaf.spans]
-            facts.update(f"{at.path} {at.offset} {at.stream} {at.strides} {part.leaf.base} {spans}\n".encode())
+            facts.update(f"{place(at.path)} {at.offset} {at.stream} {at.strides} {part.leaf.base} {spans}\n".encode())
     return "vitruvian 1 " + facts.hexdigest()

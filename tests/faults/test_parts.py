@@ -175,6 +175,13 @@ def test_another_model_of_the_same_files_is_another_conversion(model, convert, t
     }
 
 
+def test_the_same_folder_may_be_spelled_otherwise(convert, words, monkeypatch):
+    assert convert(*words, "--part", "1/2").code == 0
+    monkeypatch.chdir(words[1].parent)
+    ran = convert(words[0], words[1].name, *words[2:])
+    assert ran.code == 0, ran.err
+
+
 def test_what_was_damaged_on_the_way_is_written_anew(sources, convert, words, tmp_path):
     assert convert(*words, "--part", "1/2").code == 0
     for path in (tmp_path / "out.partial/out").rglob("*.pt"):

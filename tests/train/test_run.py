@@ -78,7 +78,7 @@ def test_killed_at_any_moment(settings, run, whole, convert, tmp_path):
     """kill -9, again and again: the series and the weights are those of the unbroken run, on other ranks nearly so."""
     config, chosen, killed = settings(save={"every": 1}), random.Random(3), 0
     log = tmp_path / "save/log.jsonl"
-    for _ in range(3):
+    for _ in range(5):
         before = log.read_text() if log.is_file() else ""
         ran = spawn(["run", str(config), "--save.path", str(tmp_path / "save")], 1)
         while ran.poll() is None and (not log.is_file() or log.read_text() == before):

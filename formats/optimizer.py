@@ -30,11 +30,13 @@ class Optimizer:
         states: those of STATES that there are, each as a checkpoint of its own, of the same logical tensors as the model.
         step: how many updates Adam has made.
         groups: how each logical tensor (name, layer) is treated.
+        samples: how many samples it was trained on; None where the source does not say.
     """
 
     states: Mapping[str, Checkpoint]
     step: int
     groups: Mapping[tuple[str, int | None], Group]
+    samples: int | None = None
 
     @cached_property
     def dtypes(self) -> dict[str, Mapping[tuple[str, int | None], str]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters import assets, digest
 from converters.blocks import Files
@@ -139,6 +139,7 @@ def plan_megatron(
     iteration: int | None,
     tokens: int | None = None,
     optimizer: Optimizer | None = None,
+    args: Mapping[str, Any] | None = None,
 ) -> Plan:
     """A plan that writes a Megatron run folder, with the model's config and tokenizer in it.
 
@@ -149,6 +150,7 @@ def plan_megatron(
         iteration: the iteration to write; None for a release.
         tokens: the vocabulary that Megatron-LLM's training will have; its rows grow to so many.
         optimizer: what is written beside the weights, for a training that goes on.
+        args: arguments of a training that goes on from another framework.
     """
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(f"{source.root} has no Megatron layout: {source.spec.why}", "see `convert formats`")
@@ -160,7 +162,7 @@ def plan_megatron(
         spec = replace(spec, vocab=tokens)
     dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
     llm = [dialect == megatron_llm.NAME for dialect in (source.extra.get("dialect"), options.dialect)]
-    args = source.extra.get("args") if llm[0] == llm[1] else None
+    args = args or (source.extra.get("args") if llm[0] == llm[1] else None)
     writer = megatron_dist if options.dialect == DIST else megatron
     target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
     texts, copies = _inside(source, request, megatron.ASSETS, spec)

@@ -1,23 +1,37 @@
-"""Plans of Megatron runs that go on: the weights, masters and moments, each a conversion of its own into one folder."""
+"""Plans of trainings that go on: the weights, masters and moments, each a conversion of its own into one folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from converters.convert import Request, plan_megatron
-from converters.plan import PADDING, Job, Part, Plan, make_plan, prove_tiling
-from formats import megatron_resume
+from converters.plan import PADDING, Job, Part, Plan, cast_dtype, make_plan, prove_tiling
+from formats import megatron, megatron_adam, megatron_dist, megatron_resume
 from formats.checkpoint import Checkpoint, Target
+from formats.errors import UnsupportedError
 from formats.layout import Placed
 from formats.megatron_args import Options
 from formats.megatron_dist import OPTIMIZER
-from formats.megatron_optim import Optimizer
+from formats.megatron_optim import Optimizer as Native
+from formats.optimizer import Optimizer
 from formats.pattern import Leaf
 
 
+def optimizer_of(source: Checkpoint) -> Optimizer:
+    """The optimizer of an opened checkpoint, in no framework's terms.
+
+    Raises:
+        SourceError: the source holds none, or an incomplete one.
+        UnsupportedError: it is none of Adam's, or of a format whose optimizers are not read.
+    """
+    if source.format in (megatron.NAME, megatron_dist.NAME):
+        return megatron_adam.neutral(source, megatron_resume.read(source))
+    raise UnsupportedError(f"{source.root}: of a checkpoint of the format {source.format} no optimizer is read")
+
+
 def plan_run(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:
-    """A plan that writes a run of Megatron with the optimizer of the source.
+    """A plan that writes a run of Megatron with the optimizer of a run of Megatron.
 
     Args:
         source: the opened checkpoint.
@@ -33,14 +47,57 @@ def plan_run(source: Checkpoint, request: Request, options: Options, iteration: 
     plan = plan_megatron(source, request, options, iteration, optimizer=optimizer)
     padded, multiple = source.extra["padded_vocab"], options.vocab_multiple * options.tp
     rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
-    jobs = (*plan.jobs, *state_jobs(source, optimizer, rows, plan.target))
+    notes = ["rng_state stays behind: it is that of other ranks"] if "rng_state" in source.extra["state"] else []
+    if rows < padded:
+        notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
+    return _resumed(plan, optimizer, rows, notes)
+
+
+def plan_resumed(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:
+    """A plan that writes a run of Megatron with the optimizer of a training in another framework.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for; its cast is that of the weights.
+        options: topology and dialect.
+        iteration: the one to write; None for as many as there were updates.
+
+    Raises:
+        SourceError: the source holds no optimizer, or an incomplete one.
+        UnsupportedError: its optimizer has no layout here.
+    """
+    found = optimizer_of(source)
+    weights, states = _split(source, found, request.cast)
+    optimizer, notes = megatron_adam.native(source, replace(found, states=states))
+    args = {"consumed_train_samples": found.samples or 0}
+    plan = plan_megatron(weights, request, options, iteration or found.step, optimizer=optimizer, args=args)
+    return _resumed(plan, optimizer, 0, notes)
+
+
+def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+    """What the weights are written from, and the states beside them: masters only where weights are rounded."""
+    states = dict(found.states)
+    masters = states.pop("fp32", None)
+    weights = {cast_dtype(dtype, cast) for dtype in source.dtypes().values()}
+    if weights == {"F32"}:
+        return masters or source, states
+    if masters is None and set(source.dtypes().values()) == {"F32"}:
+        masters = source
+    if masters is None:
+        raise UnsupportedError(
+            f"{source.root} was trained without float32 masters, and with those of its weights Megatron goes on",
+            "--dtype fp32 takes the weights themselves, and goes on in float32",
+        )
+    return source, {"fp32": masters, **states}
+
+
+def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str]) -> Plan:
+    """A plan of the weights, with the jobs of the optimizer."""
+    source = plan.source
 
     def more(written: Checkpoint) -> Iterator[Job]:
         return state_jobs(written, megatron_resume.read(written), rows)
 
-    notes = ["rng_state stays behind: it is that of other ranks"] if "rng_state" in source.extra["state"] else []
-    if rows < padded:
-        notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
     held = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
     resumed = replace(
         source,
@@ -48,10 +105,11 @@ def plan_run(source: Checkpoint, request: Request, options: Options, iteration: 
         extra={**source.extra, "state": ()},
         dropped=tuple(name for name in source.dropped if not name.startswith(OPTIMIZER)),
     )
+    jobs = (*plan.jobs, *state_jobs(source, optimizer, rows, plan.target))
     return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 
 
-def state_jobs(source: Checkpoint, optimizer: Optimizer, rows: int = 0, target: Target | None = None) -> Iterator[Job]:
+def state_jobs(source: Checkpoint, optimizer: Native, rows: int = 0, target: Target | None = None) -> Iterator[Job]:
     """The jobs of each state, and of what lies between the vocabulary and so many rows."""
     vocab = source.spec.vocab or 0
     for state, one in {"": source, **optimizer.states}.items():

@@ -27,7 +27,7 @@ class Optimizer:
     """What is left of a training when its framework's own words are taken away.
 
     Attributes:
-        states: those of STATES that there are, each as a checkpoint of its own, of the same logical tensors as the model.
+        states: those of STATES that there are, each as a checkpoint of its own with the model's logical tensors.
         step: how many updates Adam has made.
         groups: how each logical tensor (name, layer) is treated.
         samples: how many samples it was trained on; None where the source does not say.

@@ -80,16 +80,44 @@ DIALECTS = {"norm": "torch torch_dist", "experts": "torch torch_dist", "tokens":
 )
 @click.option("--iteration", type=click.IntRange(1), metavar="N", help="Write iter_N instead of release.")
 @true_vocab_size
+@click.option(
+    "--with-optimizer",
+    is_flag=True,
+    help="Of a training in another framework: masters, moments and step too; Megatron goes on with it.",
+)
+@deepspeed_reading
+@gqa_layout
 @reading
 @writing
 def hf2megatron(src: Path, out: Path, **options: Any) -> None:
-    """Hugging Face folder to a Megatron checkpoint: tensor and pipeline shards, or one for any topology."""
-    from converters.convert import plan_megatron
+    """Hugging Face folder, or another framework's checkpoint, to a Megatron checkpoint.
 
-    source = opened(src, options, "huggingface", USE_RESHARD)
+    It has tensor and pipeline shards, or is one for any topology.
+    """
+    from converters.convert import plan_megatron
+    from converters.optimizer import plan_resumed
+
+    source = opened(src, options)
+    if source.format in READ.split():
+        raise UsageError(f"{src} is a checkpoint of Megatron already", USE_RESHARD)
     wanted = _wanted(options, options["norm"] or "te", options["multiple"], _dialect(options))
     request = request_of(out, options, source)
-    carry_out(plan_megatron(source, request, wanted, options["iteration"], options["tokens"]), request, options)
+    if options["with_optimizer"]:
+        _require_core(wanted.dialect)
+        if options["tokens"] is not None:
+            raise UsageError("tokens that are new have no moments", "leave --true-vocab-size out")
+        plan = plan_resumed(source, request, wanted, options["iteration"])
+    else:
+        plan = plan_megatron(source, request, wanted, options["iteration"], options["tokens"])
+    carry_out(plan, request, options)
+
+
+def _require_core(dialect: str) -> None:
+    """An optimizer goes on in megatron-core only."""
+    from formats import megatron_llm
+
+    if dialect == megatron_llm.NAME:
+        raise UsageError(f"an optimizer cannot go on with the format {dialect}", "leave --with-optimizer out")
 
 
 def _dialect(options: Mapping[str, Any], known: str = "") -> str:
@@ -292,7 +320,6 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
 def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
     from converters.convert import plan_megatron
     from converters.optimizer import plan_run
-    from formats import megatron_llm
 
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
@@ -301,8 +328,9 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     wanted = _wanted({**options, "experts": names}, norm, multiple, _dialect(options, source.extra["dialect"]))
     if not options["with_optimizer"]:
         return plan_megatron(source, request, wanted, iteration, options["tokens"])
-    if options["dtype"] != "keep" or wanted.dialect == megatron_llm.NAME:
-        what = f"--dtype {options['dtype']}" if options["dtype"] != "keep" else f"the format {megatron_llm.NAME}"
+    _require_core(wanted.dialect)
+    if options["dtype"] != "keep":
+        what = f"--dtype {options['dtype']}"
         raise UsageError(f"an optimizer cannot go on with {what}", "reshard the weights without --with-optimizer")
     return plan_run(source, request, wanted, iteration)
 

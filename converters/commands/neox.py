@@ -95,14 +95,17 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
               help="Write global_stepN.")  # fmt: skip
 @click.option("--make-vocab-size-divisible-by", "multiple", type=click.IntRange(1), default=128, show_default=True,
               metavar="N", help="The vocabulary is padded to a multiple of this times tp.")  # fmt: skip
+@deepspeed_reading
 @reading
 @writing
 def hf2neox(src: Path, out: Path, **options: Any) -> None:
-    """Hugging Face folder to a run that GPT-NeoX loads with `finetune: true`."""
+    """Hugging Face folder, or another framework's checkpoint, to a run that GPT-NeoX loads with `finetune: true`."""
     from converters.convert import plan_neox
     from formats.neox_writer import Options
 
-    source = opened(src, options, "huggingface")
+    source = opened(src, options)
+    if source.format == "neox":
+        raise UsageError(f"{src} is a checkpoint of GPT-NeoX already", "for another topology use `convert reshard`")
     request = request_of(out, options, source)
     pp = stages(options["layout"], options["pp"])
     wanted = Options(options["tp"], pp, options["multiple"], options["iteration"])

@@ -53,7 +53,9 @@ def plan_run(source: Checkpoint, request: Request, options: Options, iteration: 
     return _resumed(plan, optimizer, rows, notes)
 
 
-def plan_resumed(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:
+def plan_resumed(
+    source: Checkpoint, request: Request, options: Options, iteration: int | None, samples: int | None
+) -> Plan:
     """A plan that writes a run of Megatron with the optimizer of a training in another framework.
 
     Args:
@@ -61,6 +63,7 @@ def plan_resumed(source: Checkpoint, request: Request, options: Options, iterati
         request: what the user asked for; its cast is that of the weights.
         options: topology and dialect.
         iteration: the one to write; None for as many as there were updates.
+        samples: how many samples it was trained on; None for what the source says.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
@@ -68,7 +71,8 @@ def plan_resumed(source: Checkpoint, request: Request, options: Options, iterati
     """
     found = optimizer_of(source)
     weights, states = _split(source, found, request.cast)
-    optimizer, notes = megatron_adam.native(source, replace(found, states=states))
+    found = replace(found, states=states, samples=found.samples if samples is None else samples)
+    optimizer, notes = megatron_adam.native(source, found)
     args = {"consumed_train_samples": found.samples or 0}
     plan = plan_megatron(weights, request, options, iteration or found.step, optimizer=optimizer, args=args)
     return _resumed(plan, optimizer, 0, notes)

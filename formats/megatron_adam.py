@@ -69,9 +69,10 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
                 f"{source.home} trains its {what} with different settings, such as {_said(first)} and {_said(second)}: "
                 "Megatron has one for all of them"
             )
-    (matrices,), vectors = sides[True], next(iter(sides[False]), None)
+    (matrices,) = sides[True]
+    (vectors,) = sides[False] or sides[True]
     step = Small("F32", (), struct.pack("<f", found.step))
-    groups = [_words(matrices, 1.0, found.step), _words(matrices._replace(weight_decay=0.0), 0.0, found.step)]
+    groups = [_words(matrices, 1.0, found.step), _words(vectors._replace(weight_decay=0.0), 0.0, found.step)]
     schedule = {
         "max_lr": matrices.lr, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1, "lr_decay_style": "constant",
         "num_steps": found.samples or 0, "start_wd": matrices.weight_decay, "end_wd": matrices.weight_decay,
@@ -82,13 +83,12 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
     ]
     if found.samples is None:
         notes.append(
-            "nothing says how many samples were trained on: Megatron begins with the first, and its schedule anew"
+            "nothing says how many samples were trained on: data and schedule begin anew (--consumed-samples N)"
         )
-    if vectors and vectors.weight_decay:
+    if sides[False] and vectors.weight_decay:
         notes.append(f"norms and biases had a weight decay of {vectors.weight_decay:g}: in Megatron they have none")
-    return Native(
-        found.states, groups, distributed=False, step=step, scaler=None, head={SCHEDULER: schedule}, grads="float32"
-    ), notes
+    head = {SCHEDULER: schedule}
+    return Native(found.states, groups, False, step, None, head, "float32"), notes
 
 
 def _words(group: Group, wd_mult: float, step: int) -> dict[str, Any]:

@@ -85,6 +85,13 @@ DIALECTS = {"norm": "torch torch_dist", "experts": "torch torch_dist", "tokens":
     is_flag=True,
     help="Of a training in another framework: masters, moments and step too; Megatron goes on with it.",
 )
+@click.option(
+    "--consumed-samples",
+    "samples",
+    type=click.IntRange(0),
+    metavar="N",
+    help="With the optimizer: where Megatron's schedule and data go on.  [default: what SRC says]",
+)
 @deepspeed_reading
 @gqa_layout
 @reading
@@ -102,11 +109,13 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
         raise UsageError(f"{src} is a checkpoint of Megatron already", USE_RESHARD)
     wanted = _wanted(options, options["norm"] or "te", options["multiple"], _dialect(options))
     request = request_of(out, options, source)
+    if options["samples"] is not None and not options["with_optimizer"]:
+        raise UsageError("--consumed-samples says where a training goes on", "add --with-optimizer")
     if options["with_optimizer"]:
         _require_core(wanted.dialect)
         if options["tokens"] is not None:
             raise UsageError("tokens that are new have no moments", "leave --true-vocab-size out")
-        plan = plan_resumed(source, request, wanted, options["iteration"])
+        plan = plan_resumed(source, request, wanted, options["iteration"], options["samples"])
     else:
         plan = plan_megatron(source, request, wanted, options["iteration"], options["tokens"])
     carry_out(plan, request, options)

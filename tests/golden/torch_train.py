@@ -1,0 +1,131 @@
+"""Judge: does a training go on in torch's FSDP2 where Megatron's stopped, and the other way round?
+
+Two ranks on gloo hold the Hugging Face model, cut by `fully_shard`, and AdamW with the groups, the rates, the batches
+and the clipping of megatron_train.py: what remains between the two is the order of some sums.
+
+    python torch_train.py JOBS.json
+
+JOBS.json is a list of trainings, done one after another in one start:
+
+    {"hf": FOLDER, "resume": DCP_FOLDER, "step": 3, "losses": FILE, "save": DCP_FOLDER}
+
+Each loads a checkpoint as `dcp.load` and `set_state_dict` do, saves it at once, and trains on with the losses of FILE.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+RANKS, BATCH, STEPS, RATE = 2, 4, 3, 0.01
+TOLERANCE = 1e-5
+"""Largest relative difference of a loss: two frameworks compute it, in float32."""
+
+
+def build(folder: str) -> tuple[Any, torch.optim.Optimizer]:
+    """A model with weights of its own, and an optimizer that never made a step."""
+    torch.manual_seed(dist.get_rank() + 17)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    named = [(name, one) for name, one in model.named_parameters()]
+    matrices = [one for name, one in named if one.ndim > 1 and not name.endswith(".bias")]
+    vectors = [one for name, one in named if one.ndim == 1 or name.endswith(".bias")]
+    groups = [{"params": matrices, "wd_mult": 1.0}, {"params": vectors, "wd_mult": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=RATE, weight_decay=0.1)
+
+
+def schedule(optimizer: torch.optim.Optimizer, step: int) -> OptimizerParamScheduler:
+    """The rates of megatron_train.py, from a step on."""
+    made = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=RATE, min_lr=RATE / 10, lr_warmup_steps=2, lr_decay_steps=20,
+        lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=20, wd_incr_style="constant",
+    )  # fmt: skip
+    made.step(increment=step)
+    return made
+
+
+def one_step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """One step on the batch of an iteration, of which each rank takes its share."""
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, model.config.vocab_size, (BATCH, 17), generator=generator)
+    ids = ids[dist.get_rank() * BATCH // RANKS : (dist.get_rank() + 1) * BATCH // RANKS]
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    loss = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return mean.item() / RANKS
+
+
+def do(job: dict[str, Any]) -> bool:
+    """One training; whether its losses are those that were wanted."""
+    model, optimizer = build(job["hf"])
+    weights, states = get_state_dict(model, optimizer)
+    held = {"model": weights, "optim": states}
+    dcp.load(held, checkpoint_id=job["resume"])
+    for group in held["optim"]["param_groups"]:
+        group["wd_mult"] = 1.0 if group["weight_decay"] else 0.0  # no other framework knows of it
+    set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"])
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=job["save"])
+    rates = schedule(optimizer, job["step"])
+    losses = []
+    for number in range(job["step"], job["step"] + STEPS):
+        losses.append(one_step(model, optimizer, number))
+        rates.step(increment=1)
+    wanted = json.loads(Path(job["losses"]).read_text())
+    apart = max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
+    if dist.get_rank() == 0:
+        print(job["resume"], *(f"{loss:.7f}" for loss in losses), flush=True)
+        print(f"largest relative loss difference {apart:.3g}", flush=True)
+    return apart < TOLERANCE
+
+
+def train_all(jobs: Path, rank: int) -> int:
+    """All trainings, on one rank."""
+    faulthandler.dump_traceback_later(200.0, exit=True)
+    dist.init_process_group("gloo", f"file://{jobs}.meeting", timedelta(seconds=60), world_size=RANKS, rank=rank)
+    right = [do(job) for job in json.loads(jobs.read_text())]
+    dist.destroy_process_group()
+    return 0 if all(right) else 1
+
+
+def main() -> int:
+    """Fork the ranks. Exit status 0 when all losses are right, 1 when not."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    children = []
+    for rank in range(RANKS):
+        children.append(os.fork())
+        if not children[-1]:
+            return train_all(Path(sys.argv[1]), rank)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

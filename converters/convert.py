@@ -22,7 +22,7 @@ from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, Share, fingerprint, open_journal
 from converters.plan import Job, Plan, cast_dtype, make_plan
 from converters.report import Progress, size
-from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, neox, neox_writer
+from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, neox, neox_writer, optimizer
 from formats.checkpoint import Checkpoint, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError
 from formats.megatron_args import DIST, Options
@@ -200,11 +200,18 @@ def _inside(
     return texts, copies
 
 
-def plan_fsdp(source: Checkpoint, request: Request, ranks: int) -> Plan:
-    """A plan that writes a DCP folder, with the model's config and tokenizer in it."""
+def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimizer.Optimizer | None = None) -> Plan:
+    """A plan that writes a DCP folder, with the model's config and tokenizer in it.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for.
+        ranks: how many data files.
+        trained: the optimizer that is written beside the weights, for a training that goes on.
+    """
     _require_vocab(source)
     dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
-    target = fsdp.write(request.root, source.spec, dtypes, ranks)
+    target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)
     texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
     copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
     copies |= assets.own_family(source.spec)

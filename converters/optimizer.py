@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from converters.convert import Request, plan_megatron
+from converters.convert import Request, plan_fsdp, plan_megatron
 from converters.plan import PADDING, Job, Part, Plan, cast_dtype, make_plan, prove_tiling
-from formats import megatron, megatron_adam, megatron_dist, megatron_resume
+from formats import fsdp, fsdp_optim, megatron, megatron_adam, megatron_dist, megatron_resume
 from formats.checkpoint import Checkpoint, Target
-from formats.errors import UnsupportedError
+from formats.errors import UnsupportedError, VerificationError
 from formats.layout import Placed
 from formats.megatron_args import Options
 from formats.megatron_dist import OPTIMIZER
@@ -17,17 +17,60 @@ from formats.megatron_optim import Optimizer as Native
 from formats.optimizer import Optimizer
 from formats.pattern import Leaf
 
+READERS: dict[str, Callable[[Checkpoint], Optimizer]] = {
+    fsdp.NAME: fsdp_optim.read,
+    **dict.fromkeys((megatron.NAME, megatron_dist.NAME), megatron_adam.read),
+}
+"""Format: what reads its optimizer."""
+
 
 def optimizer_of(source: Checkpoint) -> Optimizer:
-    """The optimizer of an opened checkpoint, in no framework's terms.
+    """The optimizer of a checkpoint of any format.
 
     Raises:
-        SourceError: the source holds none, or an incomplete one.
-        UnsupportedError: it is none of Adam's, or of a format whose optimizers are not read.
+        SourceError: it holds none, or an incomplete one.
+        UnsupportedError: optimizers of its format are not read.
     """
-    if source.format in (megatron.NAME, megatron_dist.NAME):
-        return megatron_adam.neutral(source, megatron_resume.read(source))
-    raise UnsupportedError(f"{source.root}: of a checkpoint of the format {source.format} no optimizer is read")
+    if source.format not in READERS:
+        raise UnsupportedError(
+            f"{source.root} is a checkpoint of the format {source.format}, optimizers are read of {', '.join(READERS)}",
+            "convert the weights without --with-optimizer",
+        )
+    return READERS[source.format](source)
+
+
+def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
+    """A plan that writes a DCP folder with the optimizer of the source. Float32 masters become the weights.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for.
+        ranks: how many data files.
+
+    Raises:
+        SourceError: the source holds no optimizer, or an incomplete one.
+        UnsupportedError: its optimizer has no layout here.
+    """
+    found = optimizer_of(source)
+    masters = found.states.get("fp32")
+    moments = replace(found, states={state: one for state, one in found.states.items() if state != "fp32"})
+    held = (placed.fragment.path for one in found.states.values() for placed in one.tensors)
+    weights = source if masters is None else replace(source, tensors=masters.tensors, twins=source.tensors)
+    weights = replace(weights, files=tuple(dict.fromkeys([*source.files, *held])), dropped=())
+    asked = request if masters is None else replace(request, cast="fp32")
+    plan = plan_fsdp(weights, asked, ranks, moments)
+    jobs = (*plan.jobs, *state_jobs(source, moments, target=plan.target))
+    notes = ["FSDP trains the weights themselves: they are written from the float32 masters"] if masters else []
+    if not found.groups:
+        notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
+
+    def more(written: Checkpoint) -> Iterator[Job]:
+        again = fsdp_optim.read(written)
+        if (again.step, again.groups) != (found.step, found.groups):
+            raise VerificationError("step or groups of the optimizer do not read back as written")
+        return state_jobs(written, again)
+
+    return replace(plan, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 
 
 def plan_run(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:
@@ -113,7 +156,9 @@ def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str]) -> 
     return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 
 
-def state_jobs(source: Checkpoint, optimizer: Native, rows: int = 0, target: Target | None = None) -> Iterator[Job]:
+def state_jobs(
+    source: Checkpoint, optimizer: Native | Optimizer, rows: int = 0, target: Target | None = None
+) -> Iterator[Job]:
     """The jobs of each state, and of what lies between the vocabulary and so many rows."""
     vocab = source.spec.vocab or 0
     for state, one in {"": source, **optimizer.states}.items():

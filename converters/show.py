@@ -11,7 +11,7 @@ from converters import assets
 from converters.digest import MANIFEST
 from converters.plan import PADDING, Plan, filled
 from converters.report import size, table
-from formats import hf_config, megatron_args, megatron_llm, megatron_resume
+from formats import fsdp, fsdp_optim, hf_config, megatron_args, megatron_llm, megatron_resume
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError
 from formats.huggingface import read_json
@@ -64,7 +64,13 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
 
 
 def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
-    """The states of a Megatron run's optimizer, or why it cannot be resharded; None without one."""
+    """The states of a training's optimizer, or why it cannot be taken along; None without one."""
+    if source.format == fsdp.NAME:
+        try:
+            held = fsdp_optim.read(source) if fsdp_optim.find(source) else None
+        except (SourceError, UnsupportedError) as error:
+            return {"states": [], "why": str(error)}
+        return held and {"states": [*held.states], "step": held.step}
     if source.format not in ("megatron", "megatron_dist") or "optimizer" not in source.extra["state"]:
         return None
     try:
@@ -130,7 +136,9 @@ def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
 
 def _optimizer_line(about: Mapping[str, Any]) -> str:
     if not about["states"]:
-        return f"cannot be resharded: {about['why']}"
+        return f"cannot be taken along: {about['why']}"
+    if "step" in about:
+        return f"{', '.join(about['states'])}, step {about['step']}; `convert hf2fsdp --with-optimizer` takes it along"
     kind = "distributed optimizer" if about["distributed"] else "plain"
     return f"{', '.join(about['states'])} ({kind}); `convert reshard --with-optimizer` takes it along"
 

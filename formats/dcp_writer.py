@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats import dcp
+from formats.archived import Small, packed_plain
 from formats.checkpoint import OutputFile, slot_dtype
 from formats.errors import UnsupportedError
 from formats.layout import Cut, Placed, Slot
 from formats.pickles import DCP, DTYPES, STORAGE_OF, Dtype, Opaque, StorageRef, TensorRef, dumps
+from formats.scattered import whole_part
 from formats.storage import DTYPES as SIZES
 from formats.storage import Fragment, row_major
 from formats.torchfile import Archive, plan_archive
 
 VERSION = "1.0.0"
 CONTAINER = "model"
+Keys = tuple[str | int, ...]
+"""Where in the saved dictionary something was: keys, and numbers of list items."""
 TORCH_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
 
 
@@ -48,21 +52,27 @@ class _Item(NamedTuple):
     archive: Archive
 
 
-def by_rows(wanted: Iterable[Slot], ranks: int) -> list[list[Stored]]:
+def by_rows(wanted: Iterable[Stored], ranks: int) -> list[list[Stored]]:
     """Each tensor cut along its first dimension into chunks of ceil(n / ranks), as FSDP2 does; by rank."""
     held: list[list[Stored]] = [[] for _ in range(ranks)]
-    for slot in wanted:
-        for rank, box in _boxes(slot.shape, ranks):
-            held[rank].append(Stored(slot, Cut(box), f"{CONTAINER}.{slot.keys[0]}", slot.shape, box))
+    for one in wanted:
+        for rank, box in _boxes(one.shape, ranks):
+            held[rank].append(one._replace(part=Cut(box), box=box))
     return held
+
+
+def whole(slot: Slot, name: str, state: str = "", dtype: str = "") -> Stored:
+    """All of a slot, as the tensor `name`."""
+    part = whole_part(slot.shape)
+    return Stored(slot, part, name, slot.shape, part.ranges, state, dtype)
 
 
 def layout(
     root: Path,
     ranks: Sequence[Sequence[Stored]],
     dtypes: Mapping[tuple[str, int | None], str],
-    paths: Mapping[str, tuple[str, ...]] | None = None,
-    objects: Mapping[str, bytes] | None = None,
+    paths: Mapping[str, Keys] | None = None,
+    objects: Mapping[str, bytes | Small] | None = None,
 ) -> tuple[list[OutputFile], bytes]:
     """Lay out the files of a checkpoint.
 
@@ -70,18 +80,19 @@ def layout(
         root: the folder.
         ranks: what each rank's file holds.
         dtypes: the element type of each logical tensor.
-        paths: where in the saved dictionary each tensor was; None where nobody asks.
-        objects: what is no tensor, pickled, by name; it lies behind the first rank's tensors.
+        paths: where in the saved dictionary everything was; None where nobody asks.
+        objects: what is no tensor, pickled, and numbers, which are tensors; they lie behind the first rank's tensors.
 
     Returns:
         The files, and the `.metadata` that belongs to them.
     """
     items = [[_item(stored, stored.dtype or slot_dtype(stored.slot, dtypes)) for stored in held] for held in ranks]
-    tail = b"".join((objects or {}).values())
+    more = {name: (one, packed_plain(one) if isinstance(one, Small) else one) for name, one in (objects or {}).items()}
+    tail = b"".join(content for _, content in more.values())
     files = [
         _file(root / f"__{rank}_0{dcp.SUFFIX}", held, b"" if rank else tail) for rank, held in enumerate(items) if held
     ]
-    return files, dumps(_metadata(items, paths, objects or {}))
+    return files, dumps(_metadata(items, paths, more))
 
 
 def _item(stored: Stored, dtype: str) -> _Item:
@@ -140,7 +151,9 @@ def _size(sizes: Iterable[int]) -> Opaque:
 
 
 def _metadata(
-    items: Sequence[Sequence[_Item]], paths: Mapping[str, tuple[str, ...]] | None, objects: Mapping[str, bytes]
+    items: Sequence[Sequence[_Item]],
+    paths: Mapping[str, Keys] | None,
+    objects: Mapping[str, tuple[bytes | Small, bytes]],
 ) -> Opaque:
     tensors: dict[str, Opaque] = {}
     chunks: dict[str, list[Opaque]] = {}
@@ -155,10 +168,16 @@ def _metadata(
             here.append(_object(DCP, "ChunkStorageMetadata", offsets=offsets, sizes=_size(Cut(box).shape)))
             about = {"properties": _properties(item.dtype), "size": _size(shape), "chunks": here}
             tensors[name] = _object(DCP, "TensorStorageMetadata", **about)
-    starts = accumulate(map(len, objects.values()), initial=_starts(items[0])[-1])
-    for (name, content), start in zip(objects.items(), starts, strict=False):
-        tensors[name] = _object(DCP, "BytesStorageMetadata")
-        stored[_object(DCP, "MetadataIndex", fqn=name, offset=None, index=None)] = _extent(0, start, len(content))
+    start = _starts(items[0])[-1]
+    for name, (one, content) in objects.items():
+        index, tensors[name] = None, _object(DCP, "BytesStorageMetadata")
+        if isinstance(one, Small):
+            nowhere = _size([0] * len(one.shape))
+            here = [_object(DCP, "ChunkStorageMetadata", offsets=nowhere, sizes=_size(one.shape))]
+            about = {"properties": _properties(one.dtype), "size": _size(one.shape), "chunks": here}
+            index, tensors[name] = nowhere, _object(DCP, "TensorStorageMetadata", **about)
+        stored[_object(DCP, "MetadataIndex", fqn=name, offset=index, index=None)] = _extent(0, start, len(content))
+        start += len(content)
     return _object(
         DCP, "Metadata", state_dict_metadata=tensors, planner_data=paths, storage_data=stored, storage_meta=None,
         version=VERSION,

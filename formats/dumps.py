@@ -24,15 +24,15 @@ FLAT = "_flat_param"
 Keys = tuple[str, ...]
 
 
-def open_ranks(folder: Path) -> dict[int, TorchFile]:
-    """The dump of each rank.
+def open_ranks(folder: Path, names: re.Pattern[str] = RANK) -> dict[int, TorchFile]:
+    """The dump of each rank, whose number is in its name.
 
     Raises:
         SourceError: one is missing, damaged, or there twice.
     """
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
-        name = RANK.fullmatch(path.name)
+        name = names.fullmatch(path.name)
         if name:
             other = found.setdefault(int(name[1]), path)
             if other is not path:

@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from formats import dcp, dcp_writer, dumps, huggingface, titan
-from formats.checkpoint import Checkpoint, Settings, Target
+from formats.archived import Small
+from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.layout import Cut, Slot, match, slots
+from formats.optimizer import Group, Optimizer
 from formats.rows import EMBEDDING
 from formats.scattered import Piece, Scattered, scattered, spread, whole_part
 from formats.spec import ModelSpec, Spec, Verbatim
 from formats.storage import Fragment, read_safetensors
-from formats.torchfile import TorchFile, read_torch
+from formats.torchfile import TorchFile, packed, read_torch
 
 NAME = "fsdp"
 INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy")
@@ -41,8 +44,14 @@ WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_fpw_modu
 CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
 """What the model is called in the saved dictionary, when its keys do not tell."""
 
-
 MOST_YAML = 1 << 20
+OPTIMIZER = "optim"
+"""What the optimizer is called that we write."""
+ADAMW = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+"""What torch's AdamW has in its groups besides (torch/optim/adam.py, 2.13)."""
 
 
 class Listing(NamedTuple):
@@ -258,7 +267,7 @@ def _read_tensors(
     for number, names in enumerate(listing.paths):
         if names[:depth] == container and (depth or len(names) == 1):
             last = ".".join(names[depth:])
-            key = re.sub(r"^(?:module\.)+", "", WRAPPERS.sub("", last))
+            key = unwrapped(last)
             if key in keys:
                 raise SourceError(f"{path} holds {key} twice: {last} and {'.'.join(listing.paths[keys[key]])}")
             keys[key] = number
@@ -275,6 +284,11 @@ def _read_tensors(
     if isinstance(spec, Verbatim):
         spec = replace(spec, remarks=(*spec.remarks, *_compared(spec, config)))
     return spec, tensors, dropped
+
+
+def unwrapped(key: str) -> str:
+    """A key of the model itself, whatever the training wrapped its modules in."""
+    return re.sub(r"^(?:module\.)+", "", WRAPPERS.sub("", key))
 
 
 def _compared(spec: Verbatim, config: Path) -> Iterator[str]:
@@ -341,18 +355,56 @@ def _require_rows(tensors: Mapping[str, Scattered], spec: Verbatim, where: Path)
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write(root: Path, spec: Spec, dtypes: Mapping[tuple[str, int | None], str], ranks: int) -> Target:
+def write(
+    root: Path,
+    spec: Spec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    ranks: int,
+    optimizer: Optimizer | None = None,
+) -> Target:
     """Lay out a DCP folder that `dcp.load({"model": state_dict}, checkpoint_id=root)` reads on any number of ranks.
 
-    Experts are fused, as transformers 5 holds them in memory.
+    With an optimizer, `{"model": …, "optim": …}` of torch's `get_state_dict`, which `set_state_dict` takes back. Experts
+    are fused, as transformers 5 holds them in memory.
 
     Args:
         root: where the files are written.
         spec: the model.
         dtypes: the element type of each logical tensor.
         ranks: how many data files.
+        optimizer: the moments, step and groups to write beside the weights, which are its masters.
     """
-    held = dcp_writer.by_rows(huggingface.model_slots(spec, memory=True), ranks)
-    paths = {one.name: (dcp_writer.CONTAINER, one.slot.keys[0]) for rank in held for one in rank}
-    files, metadata = dcp_writer.layout(root, held, dtypes, paths)
+    wanted = huggingface.model_slots(spec, memory=True)
+    stored = [dcp_writer.whole(slot, f"{dcp_writer.CONTAINER}.{slot.keys[0]}") for slot in wanted]
+    paths: dict[str, dcp_writer.Keys] = {one.name: (dcp_writer.CONTAINER, one.slot.keys[0]) for one in stored}
+    settings: dict[dcp_writer.Keys, bytes | Small] = {}
+    if optimizer is not None:
+        trained = [slot for slot in wanted if not slot.replica]
+        for slot in trained:
+            for state, of in optimizer.dtypes.items():
+                path = (OPTIMIZER, "state", slot.keys[0], state)
+                paths[".".join(path)] = path
+                stored.append(dcp_writer.whole(slot, ".".join(path), state, slot_dtype(slot, of)))
+        settings = _settings(optimizer, trained)
+        paths |= {".".join(map(str, path)): path for path in settings}
+    objects = {".".join(map(str, path)): one for path, one in settings.items()}
+    files, metadata = dcp_writer.layout(root, dcp_writer.by_rows(stored, ranks), dtypes, paths, objects)
     return Target(tuple(files), {dcp.METADATA: metadata}, {})
+
+
+def _settings(optimizer: Optimizer, trained: Iterable[Slot]) -> dict[dcp_writer.Keys, bytes | Small]:
+    """Steps, and parameter groups if they are known, by where torch's `get_optimizer_state_dict` has them."""
+    step = Small("F32", (), struct.pack("<f", optimizer.step))
+    members: dict[Group, list[str]] = {group: [] for group in optimizer.groups.values()}
+    found: dict[dcp_writer.Keys, bytes | Small] = {}
+    for slot in trained:
+        found[OPTIMIZER, "state", slot.keys[0], "step"] = step
+        groups = {optimizer.groups[name, slot.layer] for name in slot.rule.pattern.tensors if optimizer.groups}
+        if len(groups) > 1:
+            raise UnsupportedError(f"{slot.keys[0]} would have to be in {len(groups)} groups of the optimizer")
+        for group in groups:
+            members[group].append(slot.keys[0])
+    for number, (group, keys) in enumerate(members.items()):
+        settings = {**group._asdict(), **ADAMW, "params": keys}
+        found |= {(OPTIMIZER, "param_groups", number, name): packed(value) for name, value in settings.items()}
+    return found

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from formats import megatron_resume
 from formats.archived import Small
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError
@@ -24,16 +25,14 @@ from formats.optimizer import Group, Optimizer
 SCHEDULER = "opt_param_scheduler"
 
 
-def neutral(source: Checkpoint, native: Native) -> Optimizer:
-    """The optimizer of a Megatron run, without what only Megatron knows of it.
-
-    Args:
-        source: the run.
-        native: its optimizer.
+def read(source: Checkpoint) -> Optimizer:
+    """The optimizer of an opened run of Megatron, without what only Megatron knows of it.
 
     Raises:
-        SourceError: a group lacks a setting, or nothing says how many updates there were.
+        SourceError: there is none, or it is damaged, incomplete, or without its step or settings.
+        UnsupportedError: it is not Adam's, or kept in a way that cannot be cut again.
     """
+    native = megatron_resume.read(source)
     try:
         groups = {bool(group["wd_mult"]): _group(group) for group in native.groups}
         step = _number(native.step) if native.step is not None else int(native.groups[0]["step"])
@@ -55,8 +54,13 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
         found: the optimizer, with the masters of weights that are rounded, and of no others.
 
     Raises:
-        UnsupportedError: the settings of parameters differ where Megatron has one for all.
+        UnsupportedError: the settings of parameters are not known, or differ where Megatron has one for all.
     """
+    if not found.groups:
+        raise UnsupportedError(
+            f"{source.home} does not say with which rate, betas, eps and weight decay Adam trains: Megatron asks for them",
+            "convert the weights without --with-optimizer",
+        )
     sides: dict[bool, set[Group]] = {True: set(), False: set()}
     for placed in source.tensors:
         for name in placed.slot.rule.pattern.tensors:

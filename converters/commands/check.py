@@ -198,10 +198,11 @@ def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dic
 
 def _state_digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dict[str, str]:
     """The digest of each state of a run's optimizer."""
-    from converters.optimizer import state_jobs
-    from formats.megatron_resume import read
+    from converters.optimizer import optimizer_of, state_jobs
+    from formats import megatron_resume
 
-    return _hashed(state_jobs(source, read(source)), options, quiet)
+    held = megatron_resume.read(source) if source.format.startswith("megatron") else optimizer_of(source)
+    return _hashed(state_jobs(source, held), options, quiet)
 
 
 def _hashed(jobs: Iterable[Job], options: Mapping[str, Any], quiet: bool) -> dict[str, str]:

@@ -270,18 +270,27 @@ def hf2hf(src: Path, out: Path, **options: Any) -> None:
     show_default=True,
     help="How many .distcp files; any number of ranks can load them.",
 )
+@click.option(
+    "--with-optimizer",
+    is_flag=True,
+    help="Of an FSDP training: moments, step and groups too; it goes on with any number of ranks.",
+)
 @reading
 @writing
 def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
-    """Hugging Face folder to a folder that torch.distributed.checkpoint loads.
+    """Hugging Face folder, or any other checkpoint, to a folder that torch.distributed.checkpoint loads.
 
     Name OUT checkpoint-0/pytorch_model_fsdp_0 for accelerate and the HF Trainer.
     """
     from converters.convert import plan_fsdp
+    from converters.optimizer import plan_fsdp_run
 
+    if options["with_optimizer"] and options["dtype"] != "keep":
+        raise UsageError(f"an optimizer cannot go on with --dtype {options['dtype']}", "leave one of them out")
     source = opened(src, options)
     request = request_of(out, options, source)
-    carry_out(plan_fsdp(source, request, options["ranks"]), request, options)
+    planned = plan_fsdp_run if options["with_optimizer"] else plan_fsdp
+    carry_out(planned(source, request, options["ranks"]), request, options)
 
 
 @click.command()

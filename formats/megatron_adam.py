@@ -58,7 +58,7 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
     """
     if not found.groups:
         raise UnsupportedError(
-            f"{source.home} does not say with which rate, betas, eps and weight decay Adam trains: Megatron asks for them",
+            f"{source.home} does not say with which rate, betas, eps and weight decay Adam trains",
             "convert the weights without --with-optimizer",
         )
     sides: dict[bool, set[Group]] = {True: set(), False: set()}

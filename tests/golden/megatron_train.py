@@ -11,6 +11,7 @@ JOBS.json is a list of trainings, done one after another in one start of the fra
     {"hf": FOLDER, "dtype": "float32", "distributed": false, "tp": 2, "pp": 1, "losses": FILE, ...}
                                               one training; ranks beyond tp * pp are data parallel
     {..., "vpp": 2}                           virtual chunks of each stage
+    {..., "multiple": 1}                      of what the rows of the vocabulary are one, else 16
     {..., "bucket": 20000}                    elements of a bucket of the distributed optimizer, else there is one
     {..., "weights": RUN}                     it begins with the weights of a run, trains, saves, trains on
     {..., "resume": RUN}                      it loads all of a run, saves, and trains on with the losses of the other
@@ -65,7 +66,9 @@ class Training:
         config = judge.transformer_config(self.c, topology, dtype)
         config.pipeline_dtype = dtype
         config.bf16 = self.half
-        rows = judge.padded_vocabulary(self.c, topology, Namespace(make_vocab_size_divisible_by=16))
+        rows = judge.padded_vocabulary(
+            self.c, topology, Namespace(make_vocab_size_divisible_by=job.get("multiple", 16))
+        )
         self.chunks = judge.build_chunks(self.c, config, rows)
         for chunk in self.chunks:
             if chunk.post_process:
@@ -88,7 +91,7 @@ class Training:
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, init_lr=0.0, max_lr=RATE, min_lr=RATE / 10, lr_warmup_steps=2, lr_decay_steps=20,
             lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=20, wd_incr_style="constant",
-            override_opt_param_scheduler=job.get("foreign", False),
+            override_opt_param_scheduler="foreign" in job, use_checkpoint_opt_param_scheduler="foreign" not in job,
         )  # fmt: skip
         self.iteration = 0
 

@@ -51,7 +51,7 @@ def build(folder: str) -> tuple[Any, torch.optim.Optimizer]:
     named = [(name, one) for name, one in model.named_parameters()]
     matrices = [one for name, one in named if one.ndim > 1 and not name.endswith(".bias")]
     vectors = [one for name, one in named if one.ndim == 1 or name.endswith(".bias")]
-    groups = [{"params": matrices, "wd_mult": 1.0}, {"params": vectors, "wd_mult": 0.0}]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=RATE, weight_decay=0.1)
 
 
@@ -87,11 +87,11 @@ def do(job: dict[str, Any]) -> bool:
     weights, states = get_state_dict(model, optimizer)
     held = {"model": weights, "optim": states}
     dcp.load(held, checkpoint_id=job["resume"])
-    for group in held["optim"]["param_groups"]:
-        group["wd_mult"] = 1.0 if group["weight_decay"] else 0.0  # no other framework knows of it
     set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"])
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": states}, checkpoint_id=job["save"])
+    for group in optimizer.param_groups:
+        group["wd_mult"] = 1.0 if group["weight_decay"] else 0.0  # for Megatron's schedule
     rates = schedule(optimizer, job["step"])
     losses = []
     for number in range(job["step"], job["step"] + STEPS):

@@ -1,0 +1,46 @@
+"""Optimizers from Megatron through another framework's files and back: each state stays with its weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from converters.engine import Limits, digest_of
+from converters.optimizer import optimizer_of, state_jobs
+from formats.checkpoint import Settings
+from formats.registry import open_checkpoint
+from tests.optimizers import add_optimizer
+
+CASES = {
+    "fp32": ("llama", "float32", "plain", "--tp 2", "--pp 2"),
+    "biases": ("starcoder2", "float32", "plain", "--pp 2", "--tp 2 --format torch_dist"),
+    "masters": ("qwen3", "bfloat16", "plain", "--tp 2", "--pp 2 --vpp 2"),
+    "tied": ("llama-tied", "bfloat16", "distributed", "--tp 2", "--format torch_dist"),
+}
+
+
+def states(run: Path) -> dict[str, str]:
+    """The digest of each state of each tensor, and of what is rounded from the masters."""
+    source = open_checkpoint(run, Settings())
+    return digest_of(state_jobs(source, optimizer_of(source)), Limits())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_through_fsdp(model, convert, tmp_path, name):
+    family, dtype, how, begun, wanted = CASES[name]
+    source, run, moved, out = model(family, dtype), tmp_path / "run", tmp_path / "fsdp", tmp_path / "out"
+    words = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16]
+    assert convert("hf2megatron", source, run, *begun.split(), *words).code == 0
+    add_optimizer(run, how)
+    ran = convert("hf2fsdp", run, moved, "--ranks", 3, "--with-optimizer")
+    assert ran.code == 0, ran.err
+    assert ("written from the float32 masters" in ran.err) == (dtype == "bfloat16")
+    assert convert("verify", moved).code == 0
+    words += ["--with-optimizer", "--dtype", {"float32": "fp32", "bfloat16": "bf16"}[dtype]]
+    ran = convert("hf2megatron", moved, out, *wanted.split(), *words)
+    assert ran.code == 0, ran.err
+    assert "--override-opt_param-scheduler" in ran.err
+    assert convert("verify", out).code == 0
+    assert states(run) == states(out) != {}
+    assert convert("diff", run, out, "--quiet").code == 0

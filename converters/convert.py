@@ -198,9 +198,7 @@ def _inside(
     return texts, copies
 
 
-def plan_fsdp(
-    source: Checkpoint, request: Request, ranks: int, trained: optimizer.Optimizer | None = None
-) -> Plan:
+def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimizer.Optimizer | None = None) -> Plan:
     """A plan that writes a DCP folder, with the model's config and tokenizer in it.
 
     Args:

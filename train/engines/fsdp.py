@@ -151,7 +151,7 @@ def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _groups(optimizer: torch.optim.Optimizer, held: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """The settings of AdamW, and the names of the parameters that they are for: whoever goes on elsewhere needs them."""
+    """The settings of AdamW, and the names of what they are for: this trainer has its own, others ask for them."""
     names = {tensor: name for name, tensor in held.items()}
     return [{**group, "params": [names[tensor] for tensor in group["params"]]} for group in optimizer.param_groups]
 

@@ -70,7 +70,7 @@ def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
             held = fsdp_optim.read(source) if fsdp_optim.find(source) else None
         except (SourceError, UnsupportedError) as error:
             return {"states": [], "why": str(error)}
-        return held and {"states": [*held.states], "step": held.step}
+        return {"states": [*held.states], "step": held.step} if held else None
     if source.format not in ("megatron", "megatron_dist") or "optimizer" not in source.extra["state"]:
         return None
     try:

@@ -170,13 +170,14 @@ def _metadata(
             tensors[name] = _object(DCP, "TensorStorageMetadata", **about)
     start = _starts(items[0])[-1]
     for name, (one, content) in objects.items():
-        index, tensors[name] = None, _object(DCP, "BytesStorageMetadata")
+        at: Opaque | None = None
+        tensors[name] = _object(DCP, "BytesStorageMetadata")
         if isinstance(one, Small):
-            nowhere = _size([0] * len(one.shape))
-            here = [_object(DCP, "ChunkStorageMetadata", offsets=nowhere, sizes=_size(one.shape))]
+            at = _size([0] * len(one.shape))
+            here = [_object(DCP, "ChunkStorageMetadata", offsets=at, sizes=_size(one.shape))]
             about = {"properties": _properties(one.dtype), "size": _size(one.shape), "chunks": here}
-            index, tensors[name] = nowhere, _object(DCP, "TensorStorageMetadata", **about)
-        stored[_object(DCP, "MetadataIndex", fqn=name, offset=index, index=None)] = _extent(0, start, len(content))
+            tensors[name] = _object(DCP, "TensorStorageMetadata", **about)
+        stored[_object(DCP, "MetadataIndex", fqn=name, offset=at, index=None)] = _extent(0, start, len(content))
         start += len(content)
     return _object(
         DCP, "Metadata", state_dict_metadata=tensors, planner_data=paths, storage_data=stored, storage_meta=None,

@@ -364,8 +364,8 @@ def write(
 ) -> Target:
     """Lay out a DCP folder that `dcp.load({"model": state_dict}, checkpoint_id=root)` reads on any number of ranks.
 
-    With an optimizer, `{"model": …, "optim": …}` of torch's `get_state_dict`, which `set_state_dict` takes back. Experts
-    are fused, as transformers 5 holds them in memory.
+    With an optimizer it holds `{"model": …, "optim": …}` of torch's `get_state_dict`, which `set_state_dict` takes
+    back. Experts are fused, as transformers 5 holds them in memory.
 
     Args:
         root: where the files are written.

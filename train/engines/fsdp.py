@@ -7,7 +7,7 @@ what is trained.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -109,15 +109,20 @@ def write(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: Wor
     """Write weights, moments and steps: the tensors are copied now and written in the background."""
     if world.first:
         lora.write_note(folder, model)
-    held: Any = async_save(_tensors(model, optimizer), checkpoint_id=str(folder), process_group=world.saving)
+    tensors = _tensors(model, optimizer)
+    tensors["optim"]["param_groups"] = _groups(optimizer, tensors["model"])
+    held: Any = async_save(tensors, checkpoint_id=str(folder), process_group=world.saving)
     return held  # type: ignore[no-any-return]
 
 
 def read(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> None:
-    """Read what `write` wrote, on any number of ranks."""
+    """Read what `write` wrote, on any number of ranks; or what it wrote before it had torch's names."""
     lora.check_same(folder, model)
     _empty_moments(optimizer)
-    _load(_tensors(model, optimizer), folder, world)
+    tensors = _tensors(model, optimizer)
+    if world.told(lambda: not any(one.name.startswith("optim.state.") for one in dcp.entries(folder))):
+        tensors["optim"] = tensors["optim"]["state"]
+    _load(tensors, folder, world)
 
 
 def _load(tensors: dict[str, Any], folder: Path, world: World) -> None:
@@ -137,9 +142,18 @@ def _load(tensors: dict[str, Any], folder: Path, world: World) -> None:
 
 
 def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights, or adapters if there are any; and, of those that are trained, moments and steps."""
+    """Weights, or adapters if there are any; and, of those that are trained, moments and steps.
+
+    All have the names that torch's `get_state_dict` gives them.
+    """
     held, state = lora.adapters(model) or weights(model), optimizer.state
-    return {"model": held, "optim": {name: state[tensor] for name, tensor in held.items() if tensor in state}}
+    return {"model": held, "optim": {"state": {name: state[one] for name, one in held.items() if one in state}}}
+
+
+def _groups(optimizer: torch.optim.Optimizer, held: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """The settings of AdamW, and the names of what they are for: this trainer has its own, others ask for them."""
+    names = {tensor: name for name, tensor in held.items()}
+    return [{**group, "params": [names[tensor] for tensor in group["params"]]} for group in optimizer.param_groups]
 
 
 def _empty_moments(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,183 @@
+"""Real trainings with FSDP1, FSDP2 and tensor parallelism: what they leave after three steps, and how they go on.
+
+    python -c "import fsdp_optim_world; fsdp_optim_world.main()" JOBS.json
+
+Each job has a folder `hf`, a number of `ranks`, and either `saves`, {folder: key of FORMS}, or `loads`, a folder. The
+first trains three steps, saves, and trains three more: their losses and what Adam keeps of each parameter go to
+`losses.json` and `states.safetensors` in `out`. The second loads into a model and an optimizer that know nothing, and
+has to find the same states, bit for bit, and the same losses.
+
+Every rank computes the whole batch, so that a training is the same on any number of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+from fsdp_world import (
+    AppState,
+    World,
+    accelerator,
+    differences,
+    fsdp1_model,
+    fsdp2_model,
+    launch,
+    mesh,
+    plugin,
+    tp_model,
+    whole,
+)
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+NEAR = 1e-6
+MODELS: dict[str, Callable[[World], nn.Module]] = {
+    "fsdp2": fsdp2_model,
+    "tp": tp_model,
+    "fsdp1": fsdp1_model,
+    "fsdp1-mesh": lambda world: fsdp1_model(world, device_mesh=mesh(fsdp=world.size)),
+}
+
+
+def begun(world: World, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model, and AdamW with two groups."""
+    model = MODELS[name](world)
+    parts = [[one for key, one in model.named_parameters() if ("norm" in key) == norm] for norm in (False, True)]
+    groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.1, 0.0), strict=True)]
+    return model, torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-7)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> Iterator[float]:
+    """The loss of each step."""
+    for number in numbers:
+        ids = torch.randint(0, 200, (2, 16), generator=torch.Generator().manual_seed(number))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What Adam keeps of each parameter, whole; of FSDP1's own tensors on the first rank alone."""
+    held = get_optimizer_state_dict(model, optimizer)["state"]
+    return {f"{key} {name}": gathered(one) for key, about in held.items() for name, one in about.items()}
+
+
+def gathered(value: Any) -> torch.Tensor:
+    """A copy of a whole tensor. FSDP1's full_optim_state_dict is no help: on a CPU it mixes the two moments up."""
+    if isinstance(value, ShardedTensor):
+        out = torch.empty(value.size(), dtype=value.dtype)
+        value.gather(0, None if dist.get_rank() else out)
+        return out
+    return whole(value).detach().clone().contiguous()
+
+
+# --- forms -----------------------------------------------------------------------------------------------------------
+
+
+def plain(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """torch's get_state_dict."""
+    held = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optim"), held, strict=True)), checkpoint_id=folder)
+
+
+def app(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Both in an AppState, as in torch's tutorial."""
+    dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=folder)
+
+
+def flattened(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """As torchtitan has it, beside a model without a container."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    held = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    train_state = {"train_state": {"step": torch.tensor(3), "state": {"loss": torch.tensor([2.0])}}}
+    dcp.save(get_model_state_dict(model) | held | train_state, checkpoint_id=folder)
+
+
+def accelerated(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **options: Any) -> None:
+    """accelerate's own functions."""
+    version = 1 if isinstance(model, FullyShardedDataParallel) else 2
+    us = accelerator(world, is_fsdp2=version == 2)
+    settings = plugin(options.pop("kind", "SHARDED_STATE_DICT"), version)
+    if version == 1:  # on a CPU, what it offloads crashes
+        settings.state_dict_config.offload_to_cpu = settings.optim_state_dict_config.offload_to_cpu = False
+    save_fsdp_model(settings, us, model, str(folder), **options)
+    save_fsdp_optimizer(settings, us, optimizer, model, str(folder), **options)
+
+
+FORMS: dict[str, Callable[..., None]] = {
+    "plain": plain,
+    "app": app,
+    "flattened": flattened,
+    "accelerate": accelerated,
+    "accelerate-full": functools.partial(accelerated, kind="FULL_STATE_DICT"),
+    "accelerate-dumps": functools.partial(accelerated, use_dcp=False),
+}
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def begin(world: World, job: dict[str, Any]) -> None:
+    """Train, save, and go on."""
+    model, optimizer = begun(world, job["model"])
+    list(train(model, optimizer, range(3)))
+    for folder, form in job["saves"].items():
+        FORMS[form](world, model, optimizer, Path(folder))
+        dist.barrier()
+    states = kept(model, optimizer)
+    losses = list(train(model, optimizer, range(3, 6)))
+    if world.rank == 0:
+        save_file(states, Path(job["out"]) / "states.safetensors")
+        (Path(job["out"]) / "losses.json").write_text(json.dumps(losses))
+
+
+def go_on(world: World, job: dict[str, Any]) -> None:
+    """Load and train; all ranks end with status 1 when anything differs."""
+    model, optimizer = begun(world, job["model"])
+    held = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    states = (one for about in held["optim"]["state"].values() for one in about.values())
+    for tensor in (*held["model"].values(), *states):
+        tensor.detach().fill_(float("nan"))
+    dcp.load(held, checkpoint_id=job["loads"])
+    set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"])
+    lines = differences(kept(model, optimizer), load_file(Path(job["out"]) / "states.safetensors"))
+    groups = {(one["weight_decay"], one["lr"], tuple(one["betas"]), one["eps"]) for one in optimizer.param_groups}
+    lines += [] if groups == {(0.1, 0.01, (0.9, 0.95), 1e-7), (0.0, 0.01, (0.9, 0.95), 1e-7)} else [f"groups {groups}"]
+    expected = json.loads((Path(job["out"]) / "losses.json").read_text())
+    losses = list(train(model, optimizer, range(3, 6)))
+    far = max(abs(one - other) / other for one, other in zip(losses, expected, strict=True))
+    lines += [] if far <= NEAR else [f"losses {losses}, expected {expected}"]
+    if world.rank == 0:
+        print(*lines or [f"goes on, largest relative loss difference {far:g}"], sep="\n", flush=True)
+    dist.barrier()
+    if lines:
+        sys.exit(1)
+
+
+def main() -> None:
+    """Do every job, and count those that failed."""
+    failed = 0
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        done = functools.partial(begin if "saves" in job else go_on, job=job)
+        failed += launch(job["ranks"], Path(job["hf"]), done)
+    sys.exit(failed)

@@ -48,7 +48,7 @@ test-hpc: $(VENV)/.test  ## jobs on a real Slurm, an image by a real Apptainer, 
 test-gpu: $(VENV)/.test  ## on a machine with a GPU: attention, trainings, speed beside TRL
 	$(PIP) --editable '.[liger]'
 	$(PIP) --no-deps trl==1.16.0
-	$(BIN)/python -m pytest --verbose -m gpu tests/gpu
+	env -u DS_ACCELERATOR $(BIN)/python -m pytest --verbose -rs -m gpu tests/gpu
 	$(BIN)/python -m tests.bench.gpu
 
 TORCH ?= 2.10.0

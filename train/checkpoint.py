@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from converters.durable import sync_folder, write_file
 from formats.errors import OutputError, RefusedError, SourceError
+from train.config import Save
 from train.distributed import World
 from train.engines import Engine
 from train.runs import LATEST, NOTE, PREFIX, is_ours
@@ -154,8 +156,9 @@ def reason(error: BaseException) -> str:
 class Saver:
     """Writes checkpoints in the background, one at a time."""
 
-    def __init__(self, save: Path, source: Path, keep: int | None, world: World) -> None:
-        self.save, self.source, self.keep, self.world = save, source, keep, world
+    def __init__(self, settings: Save, source: Path, world: World) -> None:
+        self.save, self.keep, self.minutes = settings.path, settings.keep, settings.every_minutes
+        self.source, self.world, self.last = source, world, time.monotonic()
         self.running: tuple[Progress, Future[Any] | None] | None = None
 
     @property
@@ -163,9 +166,15 @@ class Saver:
         """Whether this rank has written its part, or nothing is being written."""
         return self.running is None or self.running[1] is None or self.running[1].done()
 
+    @property
+    def due(self) -> bool:
+        """Whether this rank's clock says that it is time for a checkpoint."""
+        return self.minutes is not None and time.monotonic() - self.last > 60 * self.minutes
+
     def start(self, engine: Engine, progress: Progress) -> None:
         """Begin to write what an engine holds; training may go on."""
         self.finish()
+        self.last = time.monotonic()
         staging = self.save / (progress.name + PARTIAL)
         self.world.told(lambda: self._clear(staging))
         self.running = progress, engine.write(staging)

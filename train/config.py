@@ -144,6 +144,9 @@ class Save(_Part):
 
     path: Path = Field(description="Folder of the run's checkpoints.")
     every: Count = Field(100, description="Steps between two checkpoints.")
+    every_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="One more where so much time has passed since the last."
+    )
     keep: Count | None = Field(None, description="How many stay; None keeps all. The start is never deleted.")
 
 

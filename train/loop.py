@@ -143,7 +143,7 @@ def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: fl
     if step.written:
         run.saver.finish()
     leaving = (step.stop or _interval(config, done)) and done < total
-    if done % config.save.every == 0 or done == total or leaving:
+    if done % config.save.every == 0 or done == total or leaving or step.due:
         run.saver.start(run.engine, progress)
     if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
         most = config.evaluate.max_rows
@@ -208,7 +208,7 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
             counts = [(one.numel(), one.requires_grad) for one in engine.model.parameters()]
             trained = sum(count for count, wanted in counts if wanted)
             say(f"adapters   {trained:,} of {sum(count for count, _ in counts):,} parameters are trained")
-    saver = Saver(config.save.path, config.model.path, config.save.keep, world)
+    saver = Saver(config.save, config.model.path, world)
     return Run(made, world, engine, saver, sets, judge, multiplied(engine.model), Watch(config))
 
 
@@ -217,8 +217,9 @@ def ahead(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
     ready = run.saver.ready and run.saver.running is not None
     flops = flops_of(batches, run.engine.model.config, run.parameters)
     mine = sum(flat.trained for flat in batches), sum(flat.tokens for flat in batches)
-    trained, tokens, flops, stops, written = run.world.sums(*mine, flops, stopped, ready)
-    return Step(0.0, 0.0, int(trained), int(tokens), flops, 0, 0.0, stops > 0, written == run.world.ranks)
+    due = run.world.first and run.saver.due
+    trained, tokens, flops, stops, written, saves = run.world.sums(*mine, flops, stopped, ready, due)
+    return Step(0.0, 0.0, int(trained), int(tokens), flops, 0, 0.0, stops > 0, written == run.world.ranks, saves > 0)
 
 
 def loss_of(run: Run, trainee: Any, flat: Flat, seed: tuple[int, ...]) -> torch.Tensor:

@@ -39,6 +39,7 @@ class Step(NamedTuple):
         rate: learning rate.
         stop: some rank wants to end.
         written: all ranks have written their part of a checkpoint.
+        due: the first rank's clock says that a checkpoint is due.
     """
 
     loss: float
@@ -50,6 +51,7 @@ class Step(NamedTuple):
     rate: float
     stop: bool
     written: bool
+    due: bool
 
 
 class Log:

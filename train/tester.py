@@ -1,12 +1,14 @@
 """Evaluations of checkpoints that lie on disk. The training that made them is left alone.
 
-Weights come from a checkpoint of this trainer, without its optimizer, or from a Hugging Face folder, on any number of
-ranks. Results are `STEP.csv` in a folder, as the users' perplexity tester leaves them.
+Weights come from a checkpoint of this trainer's FSDP2, without its optimizer, or from a Hugging Face folder, on any
+number of ranks. Any other checkpoint is made such a folder for as long as it is needed. Results are `STEP.csv` in a
+folder, as the users' perplexity tester leaves them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,34 +17,45 @@ from typing import Any, NamedTuple
 
 import torch
 
+from formats import deepspeed, megatron_shards
 from formats.errors import SourceError, UsageError
 from train import lora
-from train.checkpoint import Progress, newest, ours, read_progress
+from train.checkpoint import Progress, newest, read_progress
 from train.config import Config
 from train.distributed import World
 from train.engines.fsdp import read_weights, sharded
 from train.evaluate import Score, evaluate, open_sets
-from train.metrics import open_judge
+from train.metrics import Judge, open_judge
 from train.model import fill
 from train.prepare import choose_attention
 from train.rows import Rows, open_rows
-from train.runs import NOTE, PREFIX
-from train.source import MAKE, is_folder
+from train.runs import PREFIX, is_ours, started
+from train.source import folder_of, is_folder
 
 METADATA = ".metadata"
 """What DCP leaves. A folder that was converted from a checkpoint has its note, but not this."""
+STEP = re.compile(r"(?:global_step|iter_)(\d+)")
+"""Names of checkpoints, of this trainer, GPT-NeoX and Megatron."""
 
 
 class Place(NamedTuple):
-    """A checkpoint: its folder, and how far the training was; None for a Hugging Face folder."""
+    """A checkpoint: its folder, and how far the training was, if it was one of this trainer."""
 
     path: Path
     progress: Progress | None
 
     @property
     def step(self) -> int | None:
-        """The global step."""
-        return None if self.progress is None else self.progress.offset + self.progress.step
+        """The global step: of this trainer, or by the folder's name."""
+        if self.progress is not None:
+            return self.progress.offset + self.progress.step
+        named = STEP.fullmatch(self.path.name)
+        return int(named[1]) if named else None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 wrote it here: ranks read their pieces of it as it is."""
+        return self.progress is not None and (self.path / METADATA).is_file()
 
 
 def find(save: Path, wanted: str) -> Place:
@@ -50,35 +63,72 @@ def find(save: Path, wanted: str) -> Place:
 
     Raises:
         UsageError: there is none, or it is another run's.
-        SourceError: it is neither of this trainer's FSDP2 nor of Hugging Face.
+        SourceError: what tells of the latest one is wrong.
     """
     inside = save / (f"{PREFIX}{wanted}" if wanted.isdecimal() else wanted)
-    path = newest(save) if wanted == "latest" else inside if inside.is_dir() else Path(wanted)
+    if wanted == "latest":
+        path = _latest(save)
+    else:
+        numbered = [place.path for place in every(save) if wanted.isdecimal() and place.step == int(wanted)]
+        path = next(iter(numbered), inside if inside.is_dir() else Path(wanted))
     if path is None:
-        raise UsageError(f"{save} has no checkpoint of this trainer", "name one: --checkpoint FOLDER")
+        raise UsageError(f"{save} has no checkpoint", "name one: --checkpoint FOLDER")
     if not path.is_dir():
         held = ", ".join(place.path.name for place in every(save)) or "none"
         raise UsageError(f"{inside} is not there", f"checkpoints of {save}: {held}")
-    home = path.resolve().parent
-    if _ours(path):
-        if home != save.resolve():
-            raise UsageError(f"{path} is a checkpoint of another run than {save}", f"train eval {home}")
-        return Place(path, read_progress(path))
-    if not is_folder(path):
-        raise SourceError(
-            f"{path} is neither a checkpoint that FSDP2 wrote here nor a Hugging Face folder",
-            MAKE,
-        )
-    return Place(path, None)
+    place = _place(started(path))
+    if place.progress is not None and not inside_of(save, place):
+        raise UsageError(f"{path} is a checkpoint of another run than {save}", f"train eval {path.resolve().parent}")
+    return place
 
 
 def every(save: Path) -> list[Place]:
-    """All complete checkpoints of a run, the oldest first."""
-    return [Place(folder, read_progress(folder)) for folder in ours(save) if _ours(folder)]
+    """All checkpoints of a run by the names of this trainer, GPT-NeoX and Megatron, links apart, the oldest first."""
+    found = [path for path in save.glob("*") if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return sorted(map(_place, found), key=lambda place: (place.step, place.path.name))
 
 
-def _ours(path: Path) -> bool:
-    return (path / NOTE).is_file() and (path / METADATA).is_file()
+def inside_of(save: Path, place: Place) -> bool:
+    """Whether a checkpoint lies in the folder of a run."""
+    return place.path.resolve().parent == save.resolve()
+
+
+def _place(path: Path) -> Place:
+    return Place(path, read_progress(path) if is_ours(path) and not is_folder(path) else None)
+
+
+def _latest(save: Path) -> Path | None:
+    """The newest checkpoint, of this trainer; else the one that GPT-NeoX or Megatron names."""
+    if (path := newest(save)) is not None or not save.is_dir():
+        return path
+    if deepspeed.detect(save):
+        return deepspeed.locate(save, None)[1]
+    return megatron_shards.locate(save)[1] if (save / megatron_shards.TRACKER).is_file() else None
+
+
+@contextmanager
+def readable(place: Place, config: Config, world: World) -> Iterator[Place]:
+    """A checkpoint as ranks read it: as it is, or a Hugging Face folder made of it, in the run's for as long as needed.
+
+    Raises:
+        VitruvianError: it cannot be converted.
+    """
+    if place.sharded or is_folder(place.path):
+        yield place
+        return
+    with ExitStack() as stack:
+
+        def made() -> Path:
+            config.save.path.mkdir(parents=True, exist_ok=True)
+            scratch = stack.enter_context(TemporaryDirectory(prefix="folder.", dir=config.save.path.absolute()))
+            sections = {
+                "model": config.model.model_copy(update={"path": place.path}),
+                "save": config.save.model_copy(update={"path": Path(scratch)}),
+            }
+            return folder_of(config.model_copy(update=sections))
+
+        yield Place(world.told(made), None)
+        world.wait()
 
 
 def load_weights(place: Place, model: Any, world: World) -> None:
@@ -93,7 +143,7 @@ def load_weights(place: Place, model: Any, world: World) -> None:
             "train run CONFIG --export OUT merges them into --checkpoint OUT",
         )
     with torch.no_grad():
-        if place.progress is not None:
+        if place.sharded:
             read_weights(model, place.path, world)
         else:
             fill(model, place.path)
@@ -166,20 +216,38 @@ def score(
     Raises:
         VitruvianError: a set or a checkpoint is not what it should be.
     """
-    tokenizer = config.evaluate.tokenizer or places[0].path
+    with ExitStack() as stack:
+        made: _Made | None = None
+        for place in places:
+            with readable(place, config, world) as held:
+                if made is None:
+                    made = stack.enter_context(_made(config, held.path, texts, world, tell))
+                load_weights(held, made.trainee.model, world)
+                scores = evaluate(made.trainee, made.sets, world, made.judge, config.evaluate.max_rows)
+                made.trainee.reshard()  # FSDP2 leaves the outermost tensors whole, and the next one is read in pieces
+                yield place, scores
+
+
+class _Made(NamedTuple):
+    sets: Mapping[str, Rows]
+    judge: Judge | None
+    trainee: Any
+
+
+@contextmanager
+def _made(config: Config, path: Path, texts: Path | None, world: World, tell: Callable[[str], None]) -> Iterator[_Made]:
+    """What all checkpoints have in common, by the first of them: sets, and a model to fill."""
+    tokenizer = config.evaluate.tokenizer or path
     with opened_sets(config, texts, world, tokenizer) as sets:
         if world.first:
             for name, rows in sets.items():
                 if rows.overlong:
                     tell(f"{name}: {rows.overlong}")
         judge = open_judge(config.evaluate.metrics, tokenizer, sets)
-        start = config.model.model_copy(update={"path": places[0].path})
+        start = config.model.model_copy(update={"path": path})
         config = config.model_copy(update={"model": start, "lora": None})
         made, backend, _ = choose_attention(config, world)
-        trainee = sharded(config, made, world, backend)
-        for place in places:
-            load_weights(place, trainee.model, world)
-            yield place, evaluate(trainee, sets, world, judge, config.evaluate.max_rows)
+        yield _Made(sets, judge, sharded(config, made, world, backend))
 
 
 def facts_of(place: Place, scores: Mapping[str, Score]) -> str:

@@ -15,7 +15,7 @@ NEAR = 1e-2
 """Of losses of two trainings in bf16 whose sums have another order: 0.004 on CPUs. Without the moments it is 0.07."""
 
 
-@pytest.fixture(params=["fsdp", "transformers"])
+@pytest.fixture(params=["fsdp", "transformers", "deepspeed"])
 def config(settings, model, request):  # noqa: F811
     """Eight steps in bf16."""
     return settings(engine=request.param, model={"dtype": "bf16", "path": str(model("llama", vocab_size=253, **WIDE))})
@@ -24,7 +24,7 @@ def config(settings, model, request):  # noqa: F811
 def test_a_gpu_trains_as_a_cpu_does(config, run, monkeypatch):  # noqa: F811
     found = run(config, save="gpu")
     assert found.code == 0, found.out
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # DeepSpeed too takes the device that torch has
     wanted = run(config, "--model.dtype", "fp32", save="cpu")
     assert wanted.code == 0, wanted.out
     assert found.series("trained_tokens") == wanted.series("trained_tokens")

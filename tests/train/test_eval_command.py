@@ -160,6 +160,41 @@ def test_every_checkpoint_without_results(copy, evaluate, data):
     assert lines[1] == first  # what the training itself found, to the last bit
 
 
+def test_all_of_a_run_is_each_by_itself(copy, evaluate):
+    alone = [told(evaluate(copy, "--checkpoint", step, "--json", *NONE)) for step in (120, 140)]
+    shutil.rmtree(copy / "perplexity")
+    ran = evaluate(copy, "--all", "--json", *NONE)
+    assert [json.loads(line) for line in ran.out.splitlines()] == alone
+    assert alone[0]["sets"] != alone[1]["sets"]
+
+
+def test_checkpoints_of_other_frameworks(trained, evaluate, convert, tmp_path):
+    """A run of GPT-NeoX, all of it; one of Megatron's iterations; the very numbers of the same weights elsewhere."""
+    hf, run = tmp_path / "hf", tmp_path / "neox"
+    start, config = trained.parent / "start", tmp_path / "config.yml"
+    assert convert("fsdp2hf", trained / "global_step120", hf).code == 0
+    assert convert("hf2neox", hf, run, "--tp", 2, "--iteration", 700).code == 0
+    assert convert("hf2neox", start, tmp_path / "before", "--tp", 2, "--iteration", 500).code == 0
+    (tmp_path / "before/global_step500").rename(run / "global_step500")
+    tree = yaml.safe_load((trained / "config.yml").read_text())
+    config.write_text(yaml.safe_dump(tree | {"save": {"path": str(run)}, "model": {"path": str(run), "dtype": "fp32"}}))
+    before = content(run)
+    ran = evaluate(config, "--all", "--json", *NONE)
+    assert ran.code == 0, ran.err
+    found = {told["global_step"]: told["sets"] for told in map(json.loads, ran.out.splitlines())}
+    wanted = [told(evaluate(trained, "--checkpoint", path, "--json", *NONE))["sets"] for path in (start, hf)]
+    assert found == {500: wanted[0], 700: wanted[1]}
+    assert content(run) == before
+    for step in found:
+        assert (run / f"perplexity/{step}.csv").read_text().startswith("time,step,one_TotalCE,one_CE,one_PPL")
+    assert told(evaluate(config, "--json", *NONE))["checkpoint"] == str(run / "global_step700")
+    assert convert("hf2megatron", hf, tmp_path / "mega", "--tp", 2).code == 0
+    place = (tmp_path / "mega/release").rename(tmp_path / "mega/iter_0000009")
+    other = told(evaluate(config, "--checkpoint", place, "--json", *NONE))
+    assert (other["global_step"], other["sets"]) == (9, wanted[1])
+    assert not (run / "perplexity/9.csv").exists()
+
+
 def test_texts_that_nobody_tokenized(copy, evaluate, tmp_path):
     """Perplexity without a begin token, as transformers computes it of each text."""
     from train.data.vocabulary import open_vocabulary
@@ -211,7 +246,7 @@ def test_some_rows_are_spread_over_the_set(trained, evaluate, tmp_path):
     ("words", "code", "message"),
     [
         (["--checkpoint", 7], 2, "global_step7 is not there"),
-        (["--checkpoint", "."], 3, "neither a checkpoint that FSDP2 wrote here nor a Hugging Face folder"),
+        (["--checkpoint", "perplexity"], 3, "is no checkpoint of a known format; it holds"),
         (["--checkpoint", 120, "--all"], 2, "exclude each other"),
         (["--data.validation", "{}"], 2, "data.validation names no set"),
         (["--evaluate.metrics", "[blue]"], 2, "evaluate.metrics.0 is 'blue'"),

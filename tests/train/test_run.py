@@ -66,6 +66,20 @@ def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, whole):
     require_same(run(config, ranks=2), whole)
 
 
+def test_checkpoints_by_the_clock(settings, run, whole):
+    config = settings(save={"every": 1000, "every_minutes": 1e-6})
+    found = run(config, ranks=2)
+    require_same(found, whole)
+    held = sorted(path.name for path in found.save.glob("global_step*"))
+    assert held == [f"global_step{number}" for number in range(101, 109)]
+    for name in held[3:]:
+        shutil.rmtree(found.save / name)
+    (found.save / "latest").write_text("global_step103")
+    require_same(run(config, "--save.every_minutes", 60), whole)
+    left = sorted(path.name for path in found.save.glob("global_step*"))
+    assert left == [*held[:3], "global_step108"]
+
+
 def test_it_goes_on_with_other_ranks(settings, run, whole):
     config = settings()
     ran = spawn(["run", str(config), "--save.path", str(config.parent / "save"), "--steps.exit_interval", "3"], 2)

@@ -20,9 +20,9 @@ FOLDER = click.Path(path_type=Path)
 @click.option(
     "--checkpoint",
     metavar="N|FOLDER",
-    help="Global step, or any checkpoint of ours or Hugging Face's.  [default: latest]",
+    help="Global step in RUN, or any checkpoint; see `convert formats`.  [default: latest]",
 )
-@click.option("--all", "whole", is_flag=True, help="Each checkpoint of the run that has no results yet.")
+@click.option("--all", "whole", is_flag=True, help="Each global_step* and iter_* of the run that has no results yet.")
 @click.option(
     "--ppl",
     "texts",
@@ -49,7 +49,9 @@ def evaluate(
     """Perplexity, ROUGE and BLEU of checkpoints.
 
     RUN is a run's folder or a file of settings, whose settings can be given as dotted words, such as
-    --evaluate.metrics '[rouge, bleu]'. Under torchrun or srun the numbers are the same on any number of ranks.
+    --evaluate.metrics '[rouge, bleu]'. A checkpoint of GPT-NeoX, Megatron, DeepSpeed or another trainer is made a
+    Hugging Face folder in RUN for as long as it is read. Under torchrun or srun the numbers are the same on any number
+    of ranks.
     """  # fmt: skip
     from train.runs import open_run
 
@@ -59,7 +61,7 @@ def evaluate(
 
     from train.distributed import world
     from train.evaluate import CSV, line_of, write_csv, write_scores
-    from train.tester import every, facts_of, find, score
+    from train.tester import every, facts_of, find, inside_of, score
 
     def note(text: str) -> None:
         click.echo(f"note: {text}", err=True)
@@ -74,7 +76,7 @@ def evaluate(
                 else [find(save, checkpoint or "latest")]
             )
         )
-        if not whole and out is not None and places[0].progress is None:
+        if not whole and out is not None and places[0].step is None:
             raise UsageError(f"{places[0].path} has no global step, which names the file in --out", "--json tells all")
         for text in notes if ranks.first else []:
             note(text)
@@ -85,6 +87,6 @@ def evaluate(
                 continue
             if place.progress is not None and folder == save / CSV:
                 write_scores(save, place.progress, scores)
-            elif place.step is not None:
+            elif place.step is not None and (out is not None or inside_of(save, place)):
                 write_csv(folder, place.step, scores)
             click.echo(facts_of(place, scores) if as_json else line_of(place.step, scores))

@@ -306,7 +306,7 @@ def _check_megatron(family: Family, path: Path) -> None:
     known = {
         frozenset(name for rule in one.tensors for name in rule.pattern.tensors)
         for one in FAMILIES.values()
-        if not one.only_here
+        if not (one.only_here or one.own)
     }
     reasons = {
         "no family that Megatron has is made of these tensors": tensors not in known,

@@ -59,6 +59,7 @@ decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_weight|input_layern
 decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_bias|input_layernorm.bias}      input_norm_bias: hidden
 decoder.layers.{layer}.self_attention.linear_qkv.weight                                      (group (query: head half pair | key: half pair | value: dim))/tp hidden
 decoder.layers.{layer}.self_attention.linear_qkv.bias                                        (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
+decoder.layers.{layer}.self_attention.core_attention.softmax_offset                          sinks: (group head)/tp
 decoder.layers.{layer}.self_attention.q_layernorm.weight                                     query_norm: (half pair)
 decoder.layers.{layer}.self_attention.k_layernorm.weight                                     key_norm: (half pair)
 decoder.layers.{layer}.self_attention.linear_proj.weight                                     output: hidden (group head dim)/tp
@@ -73,8 +74,11 @@ decoder.layers.{layer}.mlp.linear_fc2.weight                                    
 decoder.layers.{layer}.mlp.linear_fc2.bias                                                   down_bias: hidden
 decoder.layers.{layer}.mlp.router.weight                                                     router: expert hidden    sparse
 decoder.layers.{layer}.mlp.router.expert_bias                                                router_bias: expert    sparse
+decoder.layers.{layer}.mlp.router.bias                                                       router_score_bias: expert    sparse
 decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp) hidden    sparse separate
+decoder.layers.{layer}.mlp.experts.{linear_fc1.bias{expert}|local_experts.{expert}.linear_fc1.bias}  (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)    sparse separate
 decoder.layers.{layer}.mlp.experts.{linear_fc2.weight{expert}|local_experts.{expert}.linear_fc2.weight}  expert_down: hidden expert_ffn/etp    sparse separate
+decoder.layers.{layer}.mlp.experts.{linear_fc2.bias{expert}|local_experts.{expert}.linear_fc2.bias}  expert_down_bias: hidden    sparse separate
 decoder.layers.{layer}.mlp.experts.weight1                                                   (expert/ep hidden (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp))    sparse fused
 decoder.layers.{layer}.mlp.experts.weight2                                                   expert_down: (expert/ep expert_ffn/etp hidden)    sparse fused
 decoder.layers.{layer}.mlp.shared_experts.gate_weight                                        shared_router: () hidden    sparse

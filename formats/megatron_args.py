@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from formats import megatron_experts
+from formats import megatron_experts, megatron_gpt_oss, megatron_rotary
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, Facts, family_named
 from formats.pickles import DTYPES, Dtype, keeps
 from formats.pipeline import Pipeline
-from formats.spec import ModelSpec, checked, differences, real, whole
+from formats.spec import ModelSpec, checked, differences, whole
 
 CORE = "megatron-core"
 """The dialect that this table is of."""
@@ -60,7 +60,7 @@ The first two are one function. `openai_gelu` is a third name of it, which train
 """
 
 MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("rope", "learned_absolute"),
+    "position_embedding_type": ("rope", "learned_absolute", "yarn"),
     "rotary_interleaved": (False,),
     "apply_layernorm_1p": (False,),
     "layernorm_zero_centered_gamma": (False,),
@@ -81,19 +81,17 @@ MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (None,),
     "is_hybrid_model": (False,),
     "use_mup": (False,),
+    "enable_gpt_oss": (False,),  # a YaRN of its own (megatron/post_training/model_builder.py)
 }
 """Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
 
 MORE_SETTINGS = (
     "group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "window_size",
-    "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", "true_vocab_size",
-    "padded_vocab_size", "bias_gelu_fusion", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    *megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE,
+    "true_vocab_size", "padded_vocab_size", "bias_gelu_fusion", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    *megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE, *megatron_rotary.ARGS,
 )  # fmt: skip
 """Arguments with a rule of their own, below."""
-
-LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core fixes of the llama3 rope scaling (models/common/embeddings/rotary_pos_embedding.py, 0.16.1)."""
 
 
 def from_megatron(
@@ -113,10 +111,13 @@ def from_megatron(
         RefusedError: args and config contradict each other.
     """
     rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
-    plain = args.get("swiglu") is False
-    only = {**MEGATRON_ONLY, **(PLAIN if plain else GATED)}
+    args = {**args, "position_embedding_type": "rope"} if rotary else args
+    sinks = megatron_gpt_oss.here(args)
+    plain = args.get("swiglu") is False and not sinks
+    only = {**MEGATRON_ONLY, **(megatron_gpt_oss.ONLY if sinks else PLAIN if plain else GATED)}
     only |= {} if args.get("num_experts") is None else megatron_experts.ONLY
-    require_only({**args, "position_embedding_type": "rope"} if rotary else args, only, where)
+    only = {name: allowed for name, allowed in only.items() if not (sinks and name in megatron_gpt_oss.READ)}
+    require_only(args, only, where)
     values = found_in(args, MEGATRON)
     if not args.get("group_query_attention") or values["kv_heads"] is None:
         values["kv_heads"] = values["heads"]
@@ -125,8 +126,11 @@ def from_megatron(
     untied = args.get("untie_embeddings_and_output_weights")
     values["tied"] = None if untied is None else not untied
     values["sliding_window"] = _window(args.get("window_size"), where)
-    values["rope_scaling"] = _rope_scaling(args, where)
-    learned = not rotary and args.get("position_embedding_type") == "learned_absolute"
+    kind = args.get("position_embedding_type")
+    values["rope_scaling"] = megatron_rotary.found(args, kind, base, where)
+    if sinks:
+        values["own"] = megatron_gpt_oss.found(args, values["layers"], base, where)
+    learned = kind == "learned_absolute"
     if learned:
         values |= dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"))
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
@@ -141,7 +145,7 @@ def from_megatron(
     experts, tensors, router = megatron_experts.found(args, values, where)
     values |= experts
     qkv_bias, qk_norm = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
-    facts = Facts(qkv_bias, qk_norm, plain=plain, learned=learned, experts=tensors, router=router)
+    facts = Facts(qkv_bias, qk_norm, plain=plain, learned=learned, sinks=sinks, experts=tensors, router=router)
     return agreed(values, facts, settings, base, where)
 
 
@@ -231,16 +235,6 @@ def _window(window: Any, where: str) -> int | None:
     raise UnsupportedError(f"{where}: window_size = {short(window)} is not supported, only (left, 0)")
 
 
-def _rope_scaling(args: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    if args.get("use_rope_scaling"):
-        factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
-        return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
-    if args.get("rotary_seq_len_interpolation_factor") is not None:
-        factor = real(args["rotary_seq_len_interpolation_factor"], "rotary_seq_len_interpolation_factor", where)
-        return {"rope_type": "linear", "factor": factor}
-    return None
-
-
 def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
     """The family with these facts."""
     own_first = sorted(FAMILIES.values(), key=lambda family: family.file is None)
@@ -292,25 +286,9 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
         "true_vocab_size": spec.vocab,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "use_rope_scaling": False,
-        "rope_scaling_factor": 8.0,
-        "rotary_seq_len_interpolation_factor": None,
     }
-    scaling = dict(spec.rope_scaling or {})
-    factor = scaling.get("factor")
-    match scaling.pop("rope_type", None):
-        case None:
-            pass
-        case "llama3" if isinstance(factor, int | float) and LLAMA3_SCALING.items() <= scaling.items():
-            args |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
-        case "linear" if isinstance(factor, int | float) and factor == int(factor):
-            args["rotary_seq_len_interpolation_factor"] = int(factor)
-        case kind:
-            raise RefusedError(
-                f"Megatron has no rope scaling {kind} with these settings: {', '.join(scaling)}",
-                f"it knows llama3 with {LLAMA3_SCALING}, and linear with a whole factor",
-            )
-    return args
+    args |= megatron_rotary.arguments(spec)
+    return args | (megatron_gpt_oss.arguments(spec) if facts.sinks else {})
 
 
 @dataclass(frozen=True)
@@ -424,17 +402,14 @@ def flags(args: Mapping[str, Any]) -> str:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {args['virtual_pipeline_model_parallel_size']}")
     ends = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
     flags += [f"--{name.replace('_', '-')} {args[name]}" for name in ends if args[name] is not None]
-    if args["use_rope_scaling"]:
-        flags.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
-    if args["rotary_seq_len_interpolation_factor"]:
-        flags.append(f"--rotary-seq-len-interpolation-factor {args['rotary_seq_len_interpolation_factor']}")
+    flags += megatron_rotary.flags(args)
     if args["qk_layernorm"]:
         flags.append("--qk-layernorm")
     if not args["swiglu"] and not args["bias_gelu_fusion"]:
         flags.append("--no-bias-gelu-fusion")
     if args["window_size"]:
         flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
-    flags += megatron_experts.flags(args)
+    flags += megatron_experts.flags(args) + megatron_gpt_oss.flags(args)
     flags += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
     if not args["no_save_optim"] and args["use_distributed_optimizer"]:
         flags.append("--use-distributed-optimizer")

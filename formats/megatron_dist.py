@@ -58,7 +58,9 @@ GATED = "linear_fc1.weight"
 STACKED = rules("""
 decoder.layers.{layer}.{pre_mlp_layernorm.weight|mlp.linear_fc1.layer_norm_weight}    post_norm: hidden    sparse
 decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight    expert/ep (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp) hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc1.bias      expert/ep (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)    sparse
 decoder.layers.{layer}.mlp.experts.experts.linear_fc2.weight    expert_down: expert/ep hidden expert_ffn/etp    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc2.bias      expert_down_bias: expert/ep hidden    sparse
 """)
 """Experts, stacked, and the norm before them as Transformer Engine and as the local layers call it."""
 APART = re.compile(r".*(?:\.mlp\.experts\.|\{layer\}\.pre_mlp_layernorm\.).*")
@@ -70,7 +72,10 @@ decoder.layers.{layer}.mlp.linear_fc1.weight_w    gate: ffn hidden    dense
 decoder.layers.{layer}.mlp.linear_fc1.weight_v    up: ffn hidden    dense
 decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight_w    expert_gate: expert_ffn hidden    sparse
 decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight_v    expert_up: expert_ffn hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.bias_w      expert_gate_bias: expert_ffn    sparse
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.bias_v      expert_up_bias: expert_ffn    sparse
 decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc2.weight      expert_down: hidden expert_ffn    sparse
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc2.bias        expert_down_bias: hidden    sparse
 decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_w    shared_gate: shared_ffn hidden    sparse
 decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_v    shared_up: shared_ffn hidden    sparse
 """)

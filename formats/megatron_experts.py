@@ -238,6 +238,10 @@ def require_mesh(mesh: Mesh, spec: ModelSpec, *, classic: bool) -> None:
     """
     if not spec.experts and (mesh.ep, mesh.etp) != (1, mesh.tp):
         raise RefusedError(f"a {spec.family} has no experts to spread over ep = {mesh.ep} and etp = {mesh.etp}")
+    if mesh.etp > 1 and "expert_down_bias" in spec.tensors:
+        raise RefusedError(
+            f"megatron-core cuts no experts that have biases: etp = {mesh.etp}", "--etp 1, and --ep to spread them"
+        )
     if spec.experts and spec.experts % mesh.ep:
         raise RefusedError(f"{spec.experts} experts do not divide over ep = {mesh.ep}")
     if mesh.ranks % mesh.tp or mesh.ranks % (mesh.ep * mesh.etp):

@@ -40,8 +40,8 @@ RESHARDABLE = "fully_reshardable"
 PREFIX = "optimizer.state."
 SHARDED = "distrib_optim.pt"
 MODULES = (
-    "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm",
-    "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
+    "input_layernorm", "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
+    "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
 )  # fmt: skip
 """Of a layer, in the order in which the model has them (transformer/transformer_layer.py, attention.py and mlp.py)."""
 

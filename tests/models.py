@@ -10,6 +10,14 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 20000.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": True,
+    "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.4,
+}  # fmt: skip
+PLAIN_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.75}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Where the default of a family lies beyond our vocabulary."""
@@ -19,6 +27,7 @@ DOTS = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2, "norm_topk_prob": True,
     "routed_scaling_factor": 2.5, **TOKENS,
 }  # fmt: skip
+OSS = {"num_experts_per_tok": 2, "sliding_window": 8}
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
 FOUR = {"num_experts_per_tok": 4}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -87,7 +96,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         **TOKENS,
     },
-    "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": PLAIN_YARN},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **TOKENS},
     "mixtral-tied": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8, **TIED},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "norm_topk_prob": True, **MOE},
@@ -96,12 +105,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe-tied": {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0, 2], **MOE, **TIED},
     "dots1": {"model_type": "dots1", "n_routed_experts": 4, "first_k_dense_replace": 1, **DOTS},
     "dots1-tied": {"model_type": "dots1", "n_routed_experts": 8, "n_group": 4, "topk_group": 2, **DOTS, **FOUR, **TIED},
-    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
-    "gpt_oss-tied": {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8, **TIED},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16, "rope_parameters": YARN, **OSS},
+    "gpt_oss-tied": {"model_type": "gpt_oss", "num_local_experts": 4, "swiglu_limit": 0.3, **OSS, **TIED},
     "llama4_text": {"model_type": "llama4_text", "interleave_moe_layer_step": 2, "head_dim": 16, **LLAMA4},
     "llama4_text-tied": {"model_type": "llama4_text", "moe_layers": [0, 1], "head_dim": 8, **LLAMA4, **TIED},
 }
-"""Every family, tied and untied, with MHA, GQA and MQA, head_dim other than hidden / heads, llama3 rope scaling."""
+"""Every family, tied and untied, with MHA, GQA and MQA, head_dim other than hidden / heads, llama3 and yarn scaling."""
 
 UNKNOWN = {
     "gpt_neox": ("num_key_value_heads",),
@@ -109,10 +118,10 @@ UNKNOWN = {
     "falcon": ("num_key_value_heads", "intermediate_size"),
 }
 """Model type: what its config calls otherwise, or does not have."""
-ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3", "falcon", "gpt_oss", "llama4_text")
+ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3", "falcon", "llama4_text")
 IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""
-EXPERTS = [name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "dots1"))]
+EXPERTS = [name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss"))]
 """Mixtures of experts."""
 DTYPES = ("bfloat16", "float32", "float16")
 IN_EVERY_TYPE = ("llama", "qwen2-tied", "gpt2", "mixtral", "gpt_neox")

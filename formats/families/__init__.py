@@ -24,8 +24,8 @@ class Facts(NamedTuple):
     """What arguments that name no family say of a model, and only some families have.
 
     Biases on query, key and value; norms on each query and key head; a sliding window; heads that rotate in part;
-    LayerNorm, biases everywhere and an MLP without a gate; learned positions in place of rotary ones. Of a mixture of
-    experts, the tensors of `EXPERTS` that it has and how its router makes weights of scores.
+    LayerNorm, biases everywhere and an MLP without a gate; learned positions in place of rotary ones; sinks of
+    attention. Of a mixture of experts, the tensors of `EXPERTS` that it has and how its router makes weights of scores.
     """
 
     qkv_bias: bool = False
@@ -34,6 +34,7 @@ class Facts(NamedTuple):
     partial: bool = False
     plain: bool = False
     learned: bool = False
+    sinks: bool = False
     experts: frozenset[str] = frozenset()
     router: str = ""
 
@@ -62,7 +63,7 @@ class Family:
         keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
         defaults: setting: what transformers assumes of those, and the key/value heads of all its models, if not heads.
         own: config keys that change what the model computes and that no other format has, and what transformers
-            assumes (None where that depends on others). A family with such keys has an `only_here`.
+            assumes (None where that depends on others). A family with such keys has an `only_here`, but for GPT-OSS.
         only_here: why Megatron cannot hold the model; empty where it can.
         router: how a mixture of experts makes weights of the router's scores: `softmax` or `sigmoid`.
         full_until: the config key that says how many layers have full attention, and what transformers assumes; the
@@ -116,12 +117,18 @@ class Family:
         """Whether positions are rows of a table."""
         return any("positions" in rule.pattern.tensors for rule in self.tensors)
 
+    @property
+    def sinks(self) -> bool:
+        """Whether a part of each head's attention goes to no token."""
+        return any("sinks" in rule.pattern.tensors for rule in self.tensors)
+
     def fits(self, facts: Facts) -> bool:
         """Whether a model of Megatron with these facts can belong to the family."""
         return (
             not self.only_here
-            and (self.qkv_bias, self.qk_norm, self.plain) == (facts.qkv_bias or facts.plain, facts.qk_norm, facts.plain)
-            and self.learned == facts.learned
+            and self.qkv_bias == (facts.qkv_bias or facts.plain or facts.sinks)
+            and (self.qk_norm, self.plain, self.learned, self.sinks)
+            == (facts.qk_norm, facts.plain, facts.learned, facts.sinks)
             and (self.experts, self.router) == (facts.experts, facts.router)
             and (bool(self.window) or not facts.window)
             and ("rotary_fraction" in self.keys or not facts.partial)

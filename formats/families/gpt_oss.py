@@ -49,6 +49,5 @@ FAMILY = Family(
     keys={"experts": "num_local_experts num_experts", "top_k": "num_experts_per_tok"},
     defaults={"experts": 128, "top_k": 4, "rope_scaling": YARN},
     own={"layer_types": None, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-    only_here="the tables of Megatron here have no sinks of attention and no biases of experts",
     router="softmax",
 )

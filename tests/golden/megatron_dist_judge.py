@@ -88,8 +88,9 @@ def as_transformer_engine(model: GPTModel) -> None:
     }
     for name, module in model.named_modules():
         if name.endswith("core_attention"):
-            older = {**state, "sharded_state_dict": MegatronModule.sharded_state_dict}
-            module.__class__ = type("OlderAttention", (type(module),), older)
+            sinks = model.config.softmax_type == "learnable"  # which it never saved without that method
+            older = {} if sinks else {"sharded_state_dict": MegatronModule.sharded_state_dict}
+            module.__class__ = type("OlderAttention", (type(module),), {**state, **older})
         elif name.endswith(("final_layernorm", "q_layernorm", "k_layernorm")) and not isinstance(module, IdentityOp):
             module.__class__ = type("Norm", (type(module),), state)
     for layer in model.decoder.layers:

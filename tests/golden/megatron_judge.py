@@ -33,6 +33,7 @@ import megatron.core.transformer.moe.moe_utils as megatron_moe
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -42,7 +43,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 FILE = "model_optim_rng.pt"
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss")
 FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2", *EXPERTS)
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 """Activation: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
@@ -184,17 +185,46 @@ def position_arguments(c: PreTrainedConfig) -> dict[str, Any]:
     """GPTModel's arguments of positions; the other llama3 numbers are fixed: rotary_pos_embedding.py:92-99."""
     if c.model_type == "gpt2":
         return {"position_embedding_type": "learned_absolute"}
-    return {"position_embedding_type": "rope", **rope_arguments(c)}
+    yarn = c.rope_parameters.get("rope_type") == "yarn"
+    return {"position_embedding_type": "yarn" if yarn else "rope", **rope_arguments(c)}
+
+
+def yarn_fields(c: PreTrainedConfig) -> dict[str, Any]:
+    """The attributes of YaRN that GPTModel expects of its configuration (gpt_model.py:172), empty without it.
+
+    Without both of its mscale transformers takes 0.1 ln(factor) + 1, as megatron-core does with 1 and 0
+    (yarn_rotary_pos_embedding.py:258).
+    """
+    rope = getattr(c, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "yarn":
+        return {}
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale, all_dim = scales if all(scales) else (1.0, 0.0)
+    return {
+        "yarn_rotary_scaling_factor": rope["factor"],
+        "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "yarn_beta_fast": rope.get("beta_fast", 32.0),
+        "yarn_beta_slow": rope.get("beta_slow", 1.0),
+        "yarn_mscale": mscale,
+        "yarn_mscale_all_dim": all_dim,
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
+
+
+def yarn_claims(c: PreTrainedConfig) -> dict[str, Any]:
+    """What args must say of it: three have no prefix (argument_utils.py `_apply_yarn_config_from_args` at d98e8a64)."""
+    plain = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
+    return {name.removeprefix("yarn_") if name in plain else name: value for name, value in yarn_fields(c).items()}
 
 
 def rope_arguments(c: PreTrainedConfig) -> dict[str, Any]:
     """Those of a rotary embedding."""
     rope = dict(c.rope_parameters)
     kind, base = rope.get("rope_type", "default"), float(rope["rope_theta"])
-    if kind not in ("default", "llama3"):
+    if kind not in ("default", "llama3", "yarn"):
         raise JudgementError(f"rope parameters {rope} are beyond this judge")
     both = {"rotary_base": base, "rotary_percent": float(rope.get("partial_rotary_factor") or 1.0)}
-    if kind == "default":
+    if kind != "llama3":
         return both
     if wrong := {k: rope.get(k) for k, v in LLAMA3_FIXED.items() if rope.get(k) != v}:
         raise JudgementError(f"megatron-core fixes {LLAMA3_FIXED}, the model has {wrong}")
@@ -211,7 +241,8 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
     else:
         ffn, groups = c.intermediate_size, c.num_key_value_heads
         epsilon = c.norm_epsilon if plain else c.rms_norm_eps
-    if getattr(c, "attention_bias", False) or getattr(c, "mlp_bias", False):
+    oss = c.model_type == "gpt_oss"
+    if getattr(c, "attention_bias", False) is not oss or getattr(c, "mlp_bias", False):
         raise JudgementError("attention_bias and mlp_bias are beyond this judge")
     return {
         "num_layers": c.num_hidden_layers,
@@ -222,12 +253,25 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "kv_channels": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
         "layernorm_epsilon": epsilon,
         "normalization": "LayerNorm" if plain else "RMSNorm",
-        "add_bias_linear": plain,
-        "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe"),
+        "add_bias_linear": plain or oss,
+        "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe", "gpt_oss"),
         "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         **tiny,
+        **(gpt_oss_fields(c) if oss else {}),
+    }
+
+
+def gpt_oss_fields(c: PreTrainedConfig) -> dict[str, Any]:
+    """Sinks, and the activation of its experts: up has 1 added, and both are clamped (transformer/mlp.py:218)."""
+    if c.swiglu_alpha != 1.702:
+        raise JudgementError(f"quick_gelu has no gain of {c.swiglu_alpha}")
+    return {
+        "softmax_type": "learnable",
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": c.swiglu_limit,
+        **{name: value for name, value in window_fields(c).items() if name == "window_attn_skip_freq"},
     }
 
 
@@ -240,11 +284,12 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
     if c.model_type not in EXPERTS:
         return {}
     sigmoid = c.model_type == "dots1"
-    normalized = c.model_type == "mixtral" or c.norm_topk_prob
+    alike = c.model_type in ("mixtral", "gpt_oss")
+    normalized = alike or c.norm_topk_prob
     sparse = [1] * c.num_hidden_layers
     if c.model_type == "dots1":
         sparse = [int(layer >= c.first_k_dense_replace) for layer in range(c.num_hidden_layers)]
-    elif c.model_type != "mixtral":
+    elif not alike:
         step = c.decoder_sparse_step
         sparse = [int(n not in c.mlp_only_layers and (n + 1) % step == 0) for n in range(c.num_hidden_layers)]
     shared = c.moe_intermediate_size * c.n_shared_experts if sigmoid else None
@@ -252,7 +297,7 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": c.num_local_experts if c.model_type != "qwen2_moe" else c.num_experts,
         "moe_router_topk": c.num_experts_per_tok,
-        "moe_ffn_hidden_size": c.intermediate_size if c.model_type == "mixtral" else c.moe_intermediate_size,
+        "moe_ffn_hidden_size": c.intermediate_size if alike else c.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": getattr(c, "shared_expert_intermediate_size", shared)
         if c.model_type in ("qwen2_moe", "dots1")
         else None,
@@ -269,9 +314,10 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
 
 def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dtype) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model, with all kernel fusions off (the default)."""
-    return TransformerConfig(
+    silu = quick_gelu if c.model_type == "gpt_oss" else torch.nn.functional.silu
+    config = TransformerConfig(
         gated_linear_unit=activation(c) == "silu",
-        activation_func=torch.nn.functional.silu if activation(c) == "silu" else torch.nn.functional.gelu,
+        activation_func=silu if activation(c) == "silu" else torch.nn.functional.gelu,
         bias_activation_fusion=GELU.get(activation(c), False),
         use_cpu_initialization=True,
         params_dtype=dtype,
@@ -282,10 +328,11 @@ def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dty
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=topology.etp or topology.tp,
         **({"moe_router_load_balancing_type": "none"} if c.model_type in EXPERTS else {}),
-        **model_fields(c),
-        **window_fields(c),
+        **model_fields(c) | window_fields(c),
         **topology.uneven,
     )
+    vars(config).update(yarn_fields(c))
+    return config
 
 
 def padded_vocabulary(c: PreTrainedConfig, topology: Topology, claims: argparse.Namespace) -> int:
@@ -303,10 +350,12 @@ def expected_claims(
     rope = position_arguments(c)
     required = model_fields(c) | {
         **expert_claims(c, topology),
+        **yarn_claims(c),
         **{name: rope[name] for name in ("rotary_base", "rotary_percent", "position_embedding_type") if name in rope},
         "max_position_embeddings": c.max_position_embeddings,
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
-        "swiglu": activation(c) == "silu",
+        "swiglu": activation(c) == "silu" and c.model_type != "gpt_oss",
+        "quick_geglu": c.model_type == "gpt_oss",
         **({"bias_gelu_fusion": GELU[activation(c)]} if activation(c) in GELU else {}),
         "padded_vocab_size": padded,
         "tensor_model_parallel_size": topology.tp,
@@ -389,7 +438,7 @@ def from_te_names(state: StateDict) -> StateDict:
     sparse = {key.split(".mlp.")[0] for key in state if ".mlp.router." in key}
     renamed = {}
     for old, value in state.items():
-        key = re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", old)
+        key = re.sub(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".experts.local_experts.\3.\1.\2", old)
         for local, te in pairs.items():
             if key.split(".pre_mlp_layernorm.")[0] in sparse:  # in Transformer Engine too, before experts
                 continue

@@ -14,9 +14,10 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, UsageErr
 from formats.families import FAMILIES
 from formats.hf_config import from_huggingface, to_huggingface
 from formats.huggingface import BUFFERS, model_slots
-from formats.megatron_args import LLAMA3_SCALING, Options, flags, from_megatron, namespace, to_megatron
+from formats.megatron_args import Options, flags, from_megatron, namespace, to_megatron
+from formats.megatron_rotary import LLAMA3_SCALING
 from formats.spec import differences, parse_settings
-from tests.models import EXPERTS, IN_MEGATRON, LLAMA3, MODELS, settings_of
+from tests.models import EXPERTS, IN_MEGATRON, LLAMA3, MODELS, YARN, settings_of
 
 
 def config(name: str, **changes) -> dict:
@@ -258,6 +259,10 @@ def test_older_spellings_of_megatron():
         {**LLAMA3, "original_max_position_embeddings": 4096},
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 1.5},
+        {**YARN, "attention_factor": 1.2},
+        {**YARN, "factor": 1.0},
+        {**YARN, "truncate": "no"},
+        {**YARN, "original_max_position_embeddings": 1024.5},
     ],
 )
 def test_rotary_scalings_that_megatron_lacks_are_refused(scaling):
@@ -282,6 +287,71 @@ def test_rotary_scalings_that_megatron_has():
     args = to_megatron(spec)
     assert (args["use_rope_scaling"], args["rope_scaling_factor"]) == (True, 8.0)
     assert dict(spec.rope_scaling or {}) == {"rope_type": "llama3", "factor": 8.0, **LLAMA3_SCALING}
+
+
+@pytest.mark.parametrize("scale", [{}, {"mscale": 0.0, "mscale_all_dim": 1.0}, {"mscale": None}])
+def test_yarn_is_the_same_whatever_its_config_leaves_out(scale):
+    """What a config leaves out is what transformers assumes; with the config at hand it is not a difference."""
+    short = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "original_max_position_embeddings": 32}
+    spec = from_huggingface(config("llama", rope_parameters={**short, **scale}), {}, "config.json")
+    args = to_megatron(spec)
+    assert (args["position_embedding_type"], args["yarn_beta_fast"], args["mscale"]) == ("yarn", 32.0, 1.0)
+    assert "--yarn-correction-range-round-to-int\n" in flags(namespace(spec, ["F32"], Options(), 256, {}, None))
+    assert from_megatron(args, {}, spec, "args") == spec
+    alone = from_megatron(args, {}, None, "args").rope_scaling
+    said = {key: value for key, value in short.items() if key != "rope_theta"}
+    assert alone == said | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rotary_scaling_factor": 1.0}, "has no counterpart in transformers"),
+        ({"mscale": 0.5}, "has no counterpart in transformers"),
+        ({"yarn_original_max_position_embeddings": "x"}, "has no counterpart in transformers"),
+        ({"softmax_type": "off-by-one"}, "glu_linear_offset = 1.0"),
+        ({"softmax_type": "vanilla"}, "glu_linear_offset = 1.0"),
+        ({"glu_linear_offset": 0.0}, "glu_linear_offset = 0.0"),
+        ({"quick_geglu": False}, "quick_geglu = False"),
+        ({"swiglu": True}, "swiglu = True"),
+        ({"add_bias_linear": False}, "add_bias_linear = False"),
+        ({"window_attn_skip_freq": [1, 0]}, "says nothing about 4 layers"),
+        ({"window_attn_skip_freq": True}, "says nothing about 4 layers"),
+        ({"window_size": (7, 7)}, "window_size"),
+        ({"enable_gpt_oss": True}, "enable_gpt_oss = True"),
+    ],
+)
+def test_what_gpt_oss_does_not_compute_is_refused(changes, reason):
+    args = to_megatron(from_huggingface(config("gpt_oss-tied"), {}, "config.json"))
+    with pytest.raises(UnsupportedError, match=reason):
+        from_megatron(args | changes, {}, None, "args")
+
+
+def test_the_windows_of_gpt_oss_have_three_spellings():
+    spec = from_huggingface(config("gpt_oss"), {}, "config.json")
+    args = to_megatron(spec)
+    assert args["window_attn_skip_freq"] == [1, 0, 1, 0]
+    assert from_megatron(args | {"window_attn_skip_freq": 2}, {}, None, "args").own == spec.own
+    silent = from_huggingface(config("gpt_oss", layer_types=None) | {"layer_types": None}, {}, "config.json")
+    assert (to_megatron(silent), from_megatron(args, {}, silent, "args")) == (args, silent)
+    for frequency, full in ((None, 0), (4, 1), ([0] * 4, 4)):
+        kinds = from_megatron(args | {"window_attn_skip_freq": frequency}, {}, None, "args").own["layer_types"]
+        assert kinds.count("full_attention") == full
+    assert "--window-attn-skip-freq '[1,0,1,0]'" in flags(namespace(spec, ["F32"], Options(), 256, {}, None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"swiglu_alpha": 1.5}, "the gain of its activation is 1.702"),
+        ({"swiglu_limit": 0.0}, "its clamp is a number"),
+        ({"sliding_window": None}, "no sliding_window is set"),
+        ({"layer_types": ["chunked_attention"] * 4}, "each is sliding_attention or full_attention"),
+    ],
+)
+def test_a_gpt_oss_that_megatron_cannot_compute_is_refused(changes, reason):
+    with pytest.raises(RefusedError, match=reason):
+        to_megatron(from_huggingface(config("gpt_oss") | changes, {}, "config.json"))
 
 
 @pytest.mark.parametrize("setting", ["nothing=1", "layers", "layers=many", 'family="llama"'])
@@ -329,7 +399,7 @@ def test_arguments_of_experts_of_any_type_are_read_or_refused(name):
         to_megatron(spec)
 
 
-@pytest.mark.parametrize("name", [*EXPERTS, "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("name", [*EXPERTS, "llama4_text"])
 def test_a_config_of_experts_of_any_type_is_read_or_refused(name):
     base = config(name)
     keys = {key for keys in FAMILIES[base["model_type"]].keys.values() for key in keys.split() if key in base}

@@ -1,0 +1,110 @@
+"""The arguments of GPT-OSS, the only family whose attention has sinks, and windows in some of its layers.
+
+Facts: megatron-core 0.16.1, transformer/dot_product_attention.py (sinks), transformer/utils.py
+`is_layer_window_attention`, transformer/mlp.py (`glu`: the clamp and the offset), fusions/fused_bias_geglu.py
+`quick_gelu`; megatron/training/arguments.py at d98e8a64 for their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import RefusedError, UnsupportedError, short
+from formats.spec import ModelSpec, real, some_layers
+
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "swiglu": (False,),
+    "normalization": ("RMSNorm",),
+    "add_bias_linear": (True,),
+    "disable_bias_linear": (False,),
+    "quick_geglu": (True,),
+    "glu_linear_offset": (1.0,),
+    "softmax_type": ("learnable",),
+    "bias_gelu_fusion": (True, False),
+}
+"""What sets it apart; the first value is also what an absent argument means. A fusion computes the same."""
+READ = ("window_attn_skip_freq", "activation_func_clamp_value")
+"""The arguments that are settings."""
+ALPHA = 1.702
+"""That of Megatron's quick GELU."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def here(args: Mapping[str, Any]) -> bool:
+    """Whether args are those of a GPT-OSS."""
+    return args.get("softmax_type") == "learnable"
+
+
+def found(args: Mapping[str, Any], layers: Any, base: ModelSpec | None, where: str) -> Mapping[str, Any]:
+    """The config keys of `own`, as the config spells them where it means the same.
+
+    Raises:
+        SourceError: the clamp is missing.
+        UnsupportedError: args say nothing of the windows of all layers.
+    """
+    limit = real(args.get("activation_func_clamp_value"), "activation_func_clamp_value", where)
+    kinds = [SLIDING if one else FULL for one in _windows(args, layers, where)]
+    own = {"layer_types": kinds, "swiglu_alpha": ALPHA, "swiglu_limit": limit}
+    same = base and base.own.keys() == own.keys() and {**base.own, "layer_types": _kinds(base)} == own
+    return base.own if base and same else own
+
+
+def _windows(args: Mapping[str, Any], layers: Any, where: str) -> list[bool]:
+    """Whether each layer has a window."""
+    numbers = some_layers(layers)
+    if args.get("window_size") is None:
+        return [False for _ in numbers]
+    match args.get("window_attn_skip_freq"):
+        case None:
+            return [True for _ in numbers]
+        case int(step) if type(step) is int and step > 0:
+            return [bool((number + 1) % step) for number in numbers]
+        case list(said) if len(said) == layers and all(type(one) in (int, bool) and one in (0, 1) for one in said):
+            return [bool(one) for one in said]
+        case other:
+            raise UnsupportedError(
+                f"{where}: window_attn_skip_freq = {short(other)} says nothing about {short(layers)} layers"
+            )
+
+
+def _kinds(spec: ModelSpec) -> Any:
+    """The kind of each layer's attention: sliding and full in turn where the config does not say."""
+    return spec.own["layer_types"] or [FULL if layer % 2 else SLIDING for layer in range(spec.layers)]
+
+
+def arguments(spec: ModelSpec) -> dict[str, Any]:
+    """The arguments of a GPT-OSS.
+
+    Raises:
+        RefusedError: Megatron cannot compute it.
+    """
+    kinds, limit = _kinds(spec), spec.own["swiglu_limit"]
+    known = isinstance(kinds, list) and len(kinds) == spec.layers and all(one in (SLIDING, FULL) for one in kinds)
+    reasons = {
+        f"the gain of its activation is {ALPHA}, this model's {short(spec.own['swiglu_alpha'])}": (
+            spec.own["swiglu_alpha"] != ALPHA
+        ),
+        f"its clamp is a number, this model's {short(limit)}": type(limit) not in (int, float) or not limit > 0,
+        f"of {spec.layers} layers each is {SLIDING} or {FULL}, this model's are {short(kinds)}": not known,
+        f"layers are {SLIDING}, and no sliding_window is set": known and SLIDING in kinds and not spec.sliding_window,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise RefusedError(f"megatron-core cannot compute this {spec.family}: {reason}")
+    return {name: allowed[0] for name, allowed in ONLY.items()} | {
+        "window_attn_skip_freq": [int(one == SLIDING) for one in kinds],
+        "activation_func_clamp_value": float(limit),
+    }
+
+
+def flags(args: Mapping[str, Any]) -> list[str]:
+    """The flags that Megatron does not take from a checkpoint."""
+    if not here(args):
+        return []
+    pattern = ",".join(map(str, args["window_attn_skip_freq"]))
+    return [
+        f"--softmax-type {args['softmax_type']} --window-attn-skip-freq '[{pattern}]'",
+        f"--quick-geglu --glu-linear-offset {args['glu_linear_offset']}",
+        f"--activation-func-clamp-value {args['activation_func_clamp_value']}",
+    ]

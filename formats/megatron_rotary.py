@@ -1,0 +1,131 @@
+"""The arguments of Megatron's scaled rotary embeddings: llama3, linear and YaRN.
+
+Facts: megatron-core 0.16.1, models/common/embeddings/rotary_pos_embedding.py and yarn_rotary_pos_embedding.py;
+megatron/training/argument_utils.py `_apply_yarn_config_from_args` at d98e8a64, where YaRN has arguments (at 0.16.1 only
+programs around it set its configuration). transformers 5.23.0, modeling_rope_utils.py `_compute_yarn_parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import RefusedError, UnsupportedError, short
+from formats.spec import ModelSpec, real
+
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core fixes of the llama3 rope scaling."""
+
+YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "truncate": "yarn_correction_range_round_to_int",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+"""Parameter of transformers' YaRN: argument."""
+DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What both assume."""
+NO_SCALE = {"mscale": 1.0, "mscale_all_dim": 0.0}
+"""With these Megatron scales by 0.1 ln(factor) + 1, which transformers does where either is missing or 0."""
+
+ASSUMED = {"original_max_position_embeddings": 4096, **DEFAULTS, **NO_SCALE}
+"""What Megatron does."""
+
+ARGS = ("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", *YARN.values())
+
+
+def found(args: Mapping[str, Any], kind: Any, base: ModelSpec | None, where: str) -> Mapping[str, Any] | None:
+    """The rope scaling that args say, in transformers' terms.
+
+    Args:
+        args: those of the checkpoint.
+        kind: the type of its position embedding.
+        base: the spec of the config that travels with it, whose spelling is taken where it means the same.
+        where: what to call the file in an error.
+
+    Raises:
+        SourceError: a number is missing.
+        UnsupportedError: transformers has no such scaling.
+    """
+    if kind == "yarn":
+        return _yarn_of(args, base, where)
+    if args.get("use_rope_scaling"):
+        factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
+    if args.get("rotary_seq_len_interpolation_factor") is not None:
+        factor = real(args["rotary_seq_len_interpolation_factor"], "rotary_seq_len_interpolation_factor", where)
+        return {"rope_type": "linear", "factor": factor}
+    return None
+
+
+def _yarn_of(args: Mapping[str, Any], base: ModelSpec | None, where: str) -> Mapping[str, Any]:
+    """YaRN's parameters; what Megatron assumes of one that is None is in `_apply_yarn_config_from_args`."""
+    said: dict[str, Any] = {name: args.get(key) for name, key in YARN.items()}
+    said |= {name: value for name, value in ASSUMED.items() if said[name] is None}
+    for name in ("factor", "beta_fast", "beta_slow"):
+        said[name] = real(said[name], YARN[name], where)
+    scale = {name: said.pop(name) for name in NO_SCALE}
+    said |= {} if scale == NO_SCALE else scale
+    scaling = {"rope_type": "yarn", **said}
+    spelled = _yarn(scaling)
+    if spelled is None or not (scale == NO_SCALE or all(scale.values())):
+        raise UnsupportedError(f"{where}: YaRN with {short(said)} has no counterpart in transformers")
+    return base.rope_scaling if base and base.rope_scaling and _yarn(base.rope_scaling) == spelled else scaling
+
+
+def _yarn(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a rope scaling; None if it is no YaRN that Megatron has."""
+    said = {name: value for name, value in scaling.items() if value is not None}
+    if said.pop("rope_type") != "yarn" or not said.keys() <= YARN.keys():
+        return None
+    scale = all(said.get(name) for name in NO_SCALE)
+    said = {**DEFAULTS, **said, **({} if scale else NO_SCALE)}
+    numbers = [said.get(name) for name in YARN if name != "truncate"]
+    if not all(type(one) in (int, float) for one in numbers) or said["factor"] <= 1:
+        return None
+    if type(said["original_max_position_embeddings"]) is not int or type(said["truncate"]) is not bool:
+        return None
+    return {key: said[name] for name, key in YARN.items()}
+
+
+def arguments(spec: ModelSpec) -> dict[str, Any]:
+    """The arguments of a model's rope scaling; those of a model without any say so.
+
+    Raises:
+        RefusedError: Megatron has no such scaling.
+    """
+    none = {"use_rope_scaling": False, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None}
+    scaling = dict(spec.rope_scaling or {})
+    factor, yarn = scaling.get("factor"), _yarn(scaling) if scaling else None
+    whole_heads = spec.rotary_fraction in (None, 1.0)  # its class turns all of a head
+    match scaling.pop("rope_type", None):
+        case None:
+            return none
+        case "llama3" if isinstance(factor, int | float) and LLAMA3_SCALING.items() <= scaling.items():
+            return none | {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
+        case "linear" if isinstance(factor, int | float) and factor == int(factor):
+            return none | {"rotary_seq_len_interpolation_factor": int(factor)}
+        case "yarn" if yarn and whole_heads:
+            return none | {"position_embedding_type": "yarn", **yarn}
+        case kind:
+            raise RefusedError(
+                f"Megatron has no rope scaling {kind} with these settings: {', '.join(scaling)}",
+                f"it knows llama3 with {LLAMA3_SCALING}, linear with a whole factor, and yarn of whole heads with a "
+                "factor above 1, original_max_position_embeddings and no attention_factor",
+            )
+
+
+def flags(args: Mapping[str, Any]) -> list[str]:
+    """The flags that Megatron does not take from a checkpoint."""
+    if args["position_embedding_type"] == "yarn":
+        turned = "" if args[YARN["truncate"]] else "no-"
+        named = [f"--{key.replace('_', '-')} {args[key]}" for name, key in YARN.items() if name != "truncate"]
+        return [*named, f"--{turned}{YARN['truncate'].replace('_', '-')}"]
+    if args["use_rope_scaling"]:
+        return [f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}"]
+    if args["rotary_seq_len_interpolation_factor"]:
+        return [f"--rotary-seq-len-interpolation-factor {args['rotary_seq_len_interpolation_factor']}"]
+    return []

@@ -1,19 +1,42 @@
-"""Plans of Megatron runs that go on: the weights, masters and moments, each a conversion of its own into one folder."""
+"""The optimizers of trainings that go on; and plans of Megatron runs with theirs.
+
+The weights, masters and moments are each a conversion of their own into one folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from converters.convert import Request, plan_megatron
 from converters.plan import PADDING, Job, Part, Plan, make_plan, prove_tiling
-from formats import megatron_resume
+from formats import megatron_resume, neox, zero, zero_optim
+from formats import optimizer as neutral
 from formats.checkpoint import Checkpoint, Target
+from formats.errors import UnsupportedError
 from formats.layout import Placed
 from formats.megatron_args import Options
 from formats.megatron_dist import OPTIMIZER
 from formats.megatron_optim import Optimizer
 from formats.pattern import Leaf
+
+READERS: Mapping[str, Callable[[Checkpoint], neutral.Optimizer]] = {
+    zero.NAME: zero_optim.read,
+    neox.NAME: zero_optim.read,
+}
+"""Format: what reads the optimizer of an opened checkpoint, in no framework's terms."""
+
+
+def optimizer_of(source: Checkpoint) -> neutral.Optimizer:
+    """The optimizer of an opened checkpoint.
+
+    Raises:
+        SourceError: there is none, or it is damaged or incomplete.
+        UnsupportedError: it is of a kind, or a format, from which none is carried.
+    """
+    if source.format not in READERS:
+        raise UnsupportedError(f"{source.root} is {source.format}, of which no optimizer is read")
+    return READERS[source.format](source)
 
 
 def plan_run(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from converters.convert import Request, plan_fsdp, plan_megatron
 from converters.plan import PADDING, Job, Part, Plan, cast_dtype, make_plan, prove_tiling
-from formats import fsdp, fsdp_optim, megatron, megatron_adam, megatron_dist, megatron_resume
+from formats import fsdp, fsdp_optim, megatron, megatron_adam, megatron_dist, megatron_resume, neox, zero, zero_optim
 from formats.checkpoint import Checkpoint, Target
 from formats.errors import UnsupportedError, VerificationError
 from formats.layout import Placed
@@ -19,6 +19,7 @@ from formats.pattern import Leaf
 
 READERS: dict[str, Callable[[Checkpoint], Optimizer]] = {
     fsdp.NAME: fsdp_optim.read,
+    **dict.fromkeys((zero.NAME, neox.NAME), zero_optim.read),
     **dict.fromkeys((megatron.NAME, megatron_dist.NAME), megatron_adam.read),
 }
 """Format: what reads its optimizer."""

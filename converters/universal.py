@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from converters.convert import Request
 from converters.plan import Job, Plan, make_plan
@@ -17,21 +17,9 @@ from formats.pickles import Opaque
 from formats.scattered import Scattered, spread
 from formats.spec import ModelSpec, Verbatim
 from formats.storage import Fragment
-from formats.universal import Parameter
+from formats.universal import Parameter, States
 
 WHY = "DeepSpeed's own names"
-
-
-class States(NamedTuple):
-    """What a universal checkpoint is made of.
-
-    Attributes:
-        opened: each of `zero_partitions.STATES` of every trained parameter, as a checkpoint of its own.
-        model: what the first model file says.
-    """
-
-    opened: list[Checkpoint]
-    model: Mapping[str, Any]
 
 
 def open_states(path: Path, settings: Settings) -> States:
@@ -44,7 +32,7 @@ def open_states(path: Path, settings: Settings) -> States:
         raise SourceError(f"{path} is no checkpoint of DeepSpeed", "name the folder with `latest`, or a global_stepN")
     if universal.is_universal(deepspeed.locate(path, settings.tag)[1]):
         raise UnsupportedError(f"{path} is a universal checkpoint already")
-    return States(*neox.read_states(path, settings)) if neox.detect(path) else _plain(path, settings)
+    return neox.read_states(path, settings) if neox.detect(path) else _plain(path, settings)
 
 
 def plan_universal(states: States, request: Request) -> Plan:
@@ -57,10 +45,9 @@ def plan_universal(states: States, request: Request) -> Plan:
     Raises:
         UnsupportedError: the loader could not cut a tensor again.
     """
-    opened, model = states
+    opened, model, partitions = states
     tag = opened[0].home
-    groups, steps = _optimizer(tag)
-    parameters = list(_parameters(opened[0], steps))
+    parameters = list(_parameters(opened[0], zero_partitions.step_of(partitions)))
     place = request.root / tag.name
     plans = [
         make_plan(one, Target(universal.files(place, parameters, state), {}, {}))
@@ -68,7 +55,7 @@ def plan_universal(states: States, request: Request) -> Plan:
     ]
     ranks = len([path for path in tag.iterdir() if deepspeed.MODEL.fullmatch(path.name)]) or 1
     frozen = _frozen(model, {one.name for one in parameters})
-    small = universal.texts(parameters, groups, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
+    small = universal.texts(parameters, partitions[0].settings, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
     texts = {f"{tag.name}/{name}": content for name, content in small.items()}
     texts[universal.LATEST] = tag.name.encode()
     files = tuple(file for plan in plans if plan.target for file in plan.target.files)
@@ -109,14 +96,6 @@ def read_back(plan: Plan) -> Plan:
 # --- the source ------------------------------------------------------------------------------------------------------
 
 
-def _optimizer(tag: Path) -> tuple[list[dict[str, Any]], list[float]]:
-    """The parameter groups, and Adam's step in each."""
-    files = sorted(path for path in tag.iterdir() if deepspeed.OPTIM.fullmatch(path.name))
-    if not files:
-        raise SourceError(f"{tag} holds no optimizer states of ZeRO", "a universal checkpoint is made of them")
-    return universal.groups_of(deepspeed.opened(files[0]))
-
-
 def _plain(path: Path, settings: Settings) -> States:
     """The states of a model with names of its own."""
     run, tag = deepspeed.locate(path, settings.tag)
@@ -124,7 +103,7 @@ def _plain(path: Path, settings: Settings) -> States:
     opened = [
         _state(run, tag, tensors, held.module if state == "fp32" else {}) for state, tensors in held.states.items()
     ]
-    return States(opened, held.model)
+    return States(opened, held.model, held.partitions)
 
 
 def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mapping[str, Fragment]) -> Checkpoint:
@@ -138,11 +117,8 @@ def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mappi
     return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins)
 
 
-def _parameters(source: Checkpoint, steps: list[float]) -> Iterator[Parameter]:
+def _parameters(source: Checkpoint, step: float) -> Iterator[Parameter]:
     """Every trained parameter, whole, under the name that the training gave it."""
-    step = steps[0] if steps else 0.0
-    if len(set(steps)) > 1:
-        raise UnsupportedError(f"{source.home}: its groups of parameters have made {sorted(set(steps))} steps")
     if isinstance(source.spec, Verbatim):
         yield from (Parameter(slot.keys[0], slot, {}, step) for slot in verbatim.slots(source.spec))
         return

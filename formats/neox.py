@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats import deepspeed, huggingface, neox_checks, neox_gqa, zero_partitions
+from formats import deepspeed, huggingface, neox_checks, neox_gqa, universal, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.layout import Placed, Slot, match, rules, slots
@@ -127,6 +127,7 @@ class _Opened(NamedTuple):
     tp: int
     model: _Model
     wanted: list[Slot]
+    settings: Settings
 
     @property
     def layered(self) -> bool:
@@ -146,11 +147,12 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     return replace(_of_state(opened, partitions, state), proof=proof)
 
 
-def read_states(path: Path, settings: Settings) -> tuple[list[Checkpoint], Mapping[str, Any]]:
-    """Each of `zero_partitions.STATES` as a checkpoint, and what the first model file says; every file is read once."""
+def read_states(path: Path, settings: Settings) -> universal.States:
+    """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
     partitions = _partitions(opened, zero_partitions.STATES)
-    return [_of_state(opened, partitions, state) for state in zero_partitions.STATES], opened.models[0].value
+    states = [_of_state(opened, partitions, state) for state in zero_partitions.STATES]
+    return universal.States(states, opened.models[0].value, [one for each in partitions.values() for one in each])
 
 
 def _open(path: Path, settings: Settings) -> _Opened:
@@ -164,7 +166,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise SourceError(f"{tag} lacks {', '.join(lost[:4])}{more}", "copy the files of all ranks into one folder")
-    return _Opened(run, tag, models, found, tp, model, wanted)
+    return _Opened(run, tag, models, found, tp, model, wanted, settings)
 
 
 def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
@@ -190,6 +192,7 @@ def _checkpoint(
         "gqa": model.qkv,
         "mlp": model.mlp,
         "state": tuple(name for name in STATE if held.get(name)),
+        "settings": opened.settings,
     }
     topology = {"tp": tp} | ({"pp": len(opened.models) // tp} if opened.layered else {})
     files = tuple(sorted({piece.fragment.path for piece in pieces}))

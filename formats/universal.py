@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from formats.archived import archived
-from formats.checkpoint import OutputFile
+from formats.checkpoint import Checkpoint, OutputFile
 from formats.errors import SourceError, short
 from formats.layout import Placed, Slot
 from formats.pickles import Namespace, StorageRef, TensorRef, keeps
 from formats.torchfile import TorchFile, packed, read_torch
-from formats.zero_partitions import number
+from formats.zero_partitions import Partition, number
 
 LATEST = "latest_universal"
 VERSION = 0.2
@@ -47,6 +47,20 @@ class Parameter(NamedTuple):
     slot: Slot
     cut: Mapping[str, Any]
     step: float
+
+
+class States(NamedTuple):
+    """What a universal checkpoint is made of.
+
+    Attributes:
+        opened: each of `zero_partitions.STATES` of every trained parameter, as a checkpoint of its own.
+        model: what the first model file says.
+        partitions: what each rank holds.
+    """
+
+    opened: list[Checkpoint]
+    model: Mapping[str, Any]
+    partitions: Sequence[Partition]
 
 
 def files(root: Path, parameters: Sequence[Parameter], state: str) -> tuple[OutputFile, ...]:
@@ -103,25 +117,6 @@ def scalar(value: float) -> bytes:
     return packed(_reference(), {"0": np.float32(value).tobytes()})
 
 
-# --- what it needs of a source ---------------------------------------------------------------------------------------
-
-
-def groups_of(file: TorchFile) -> tuple[list[dict[str, Any]], list[float]]:
-    """The parameter groups of an optimizer file, and Adam's step in each group (in stage 3: in each sub group).
-
-    Raises:
-        SourceError: they are not there.
-    """
-    try:
-        held = file.value["optimizer_state_dict"]
-        inner = held["base_optimizer_state"] if "base_optimizer_state" in held else held["optimizer_state_dict"]
-        groups = [dict(group) for group in inner["param_groups"]]
-        steps = [number(file, inner["state"][index].get("step")) for index in range(len(inner["state"]))]
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
-        raise SourceError(f"{file.path} holds no optimizer state of a version that is known") from None
-    return groups, steps
-
-
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +137,32 @@ def tensors(tag: Path, state: str) -> Iterator[tuple[str, TorchFile, TensorRef]]
         if not isinstance(ref, TensorRef) or isinstance(file.value, Namespace):
             raise SourceError(f"{file.path} holds {short(ref)}, which is no tensor")
         yield folder.name, file, ref
+
+
+def settings(tag: Path) -> tuple[Mapping[str, Any], ...]:
+    """The parameter groups.
+
+    Raises:
+        SourceError: they are not there.
+    """
+    file = read_torch(tag / "zero" / "optimizer_state.pt")
+    try:
+        return tuple(map(dict, file.value["param_groups"]))
+    except (KeyError, TypeError, ValueError):
+        raise SourceError(f"{file.path} holds no parameter groups of an optimizer") from None
+
+
+def step(tag: Path, name: str) -> float:
+    """How many steps Adam has made with a parameter.
+
+    Raises:
+        SourceError: the checkpoint does not say.
+    """
+    file = read_torch(tag / "zero" / name / "step.pt")
+    try:
+        return number(file, file.value)
+    except (KeyError, TypeError, ValueError):
+        raise SourceError(f"{file.path} holds no number of steps") from None
 
 
 def unchanged(file: OutputFile) -> tuple[Placed, ...]:

@@ -67,8 +67,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tensors = dict(_universal(tag, models[0], WEIGHTS[wanted]))
     else:
         tensors = dict(_states(tag, models, modules, WEIGHTS[wanted]))
-    missing = [(alias, owner) for alias, owner in _shared(models) if owner in tensors and alias not in tensors]
-    tensors |= {alias: tensors[owner] for alias, owner in missing}
+    tensors |= _aliases(models[0].value, tensors)
     keys = _keys(tensors, tag)
     config = _config_folder(path, run, tag, settings)
     spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, settings)
@@ -76,7 +75,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if whole:
         _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
     placed, dropped = match(slots, {"": {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
-    pieces = tuple(piece for one in placed for piece in spread(one, tensors[keys[one.key]]))
+    pieces = _spread(placed, keys, tensors)
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
     held = models[0].value
     topology = {"dp": held.get("dp_world_size", 1)}
@@ -87,6 +86,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         proof = read(path, replace(settings, weights="fp32-master"))
     left = tuple(dropped)
     return Checkpoint(run, tag, NAME, spec, pieces, left, files, topology, config, extra, twins, tuple(notes), proof)
+
+
+def _spread(placed: Sequence[Placed], keys: Mapping[str, str], tensors: Mapping[str, Scattered]) -> tuple[Placed, ...]:
+    return tuple(piece for one in placed for piece in spread(one, tensors[keys[one.key]]))
 
 
 def _models(tag: Path) -> list[TorchFile]:
@@ -179,7 +182,7 @@ def _states(
         found |= dict(zero_partitions.frozen(models if partitions[0].stage == 3 else models[:1]))
     others = {name: one for name, one in modules.items() if name not in found}
     yield from found.items()
-    aliases = {alias for alias, _ in _shared(models)}
+    aliases = _shared(first.value)
     yield from ((name, one) for name, one in _module(first, others) if name not in aliases)
 
 
@@ -211,11 +214,15 @@ class Training(NamedTuple):
         states: each of `zero_partitions.STATES`.
         module: the tensors that the model computes with; none in stage 3.
         model: what the first model file says.
+        shapes: the parameters of each flat group.
+        partitions: what each rank holds; none of a universal checkpoint.
     """
 
     states: Mapping[str, Mapping[str, Scattered]]
     module: Mapping[str, Fragment]
     model: Mapping[str, Any]
+    shapes: Sequence[Mapping[str, tuple[int, ...]]]
+    partitions: Sequence[zero_partitions.Partition]
 
 
 def _require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] | None, keys: Collection[str]) -> None:
@@ -259,11 +266,52 @@ def trained(tag: Path) -> Training:
     first = _models(tag)[0]
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
+    shapes = zero_partitions.param_shapes(first)
+    if universal.is_universal(tag):
+        states = {state: dict(_universal(tag, first, state)) for state in zero_partitions.STATES}
+        return Training(states, {}, first.value, shapes, ())
     partitions = zero_partitions.open_partitions(tag, 0, zero_partitions.STATES)
     _require_same_stage(first, partitions)
-    shapes = zero_partitions.param_shapes(first)
     states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in zero_partitions.STATES}
-    return Training(states, {} if partitions[0].stage == 3 else zero_partitions.module(first), first.value)
+    module = {} if partitions[0].stage == 3 else zero_partitions.module(first)
+    return Training(states, module, first.value, shapes, partitions)
+
+
+def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
+    """The optimizer states of an opened checkpoint, each as a checkpoint of its own.
+
+    Args:
+        source: the checkpoint.
+        held: what `trained` gave of its `home`.
+
+    Raises:
+        UnsupportedError: a tensor of the model is not trained.
+    """
+    found = {}
+    for state, each in held.states.items():
+        tensors = {**each, **_aliases(held.model, each)}
+        keys = _keys(tensors, source.home)
+        slots = huggingface.model_slots(source.spec, keys)
+        needed = [slot for slot in slots if "optional" not in slot.rule.conditions]
+        lost = [slot.keys[0] for slot in needed if not any(key in keys for key in slot.keys)]
+        if lost:
+            raise UnsupportedError(
+                f"{source.home} holds no {state} of {len(lost)} tensors, such as {lost[0]}: they were not trained",
+                "an optimizer moves with a model that is trained as a whole; convert the weights alone",
+            )
+        whole = {key: tensors[name].whole for key, name in keys.items()}
+        placed, dropped = match(slots, {"": whole}, huggingface.drops(source.spec), source.home)
+        pieces = _spread(placed, keys, tensors)
+        found[state] = replace(
+            source,
+            tensors=pieces,
+            dropped=tuple(dropped),
+            files=tuple(sorted({piece.fragment.path for piece in pieces})),
+            twins=_twins(placed, keys, held.module) if state == "fp32" else (),
+            notes=(),
+            proof=None,
+        )
+    return found
 
 
 def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.Partition]) -> None:
@@ -279,10 +327,16 @@ def _trained(file: TorchFile, modules: Mapping[str, Fragment]) -> dict[str, Frag
     return {name: one for name, one in modules.items() if name not in skipped}
 
 
-def _shared(models: Sequence[TorchFile]) -> list[tuple[str, str]]:
-    """(alias, owner) of each parameter that has two names. Only the first rank's file knows."""
-    held = models[0].value.get("shared_params") or {}
-    return [(str(alias), str(owner)) for alias, owner in held.items()]
+def _shared(model: Mapping[str, Any]) -> dict[str, str]:
+    """The owner of each parameter that has two names, by the other one. Only the first rank's file knows."""
+    held = model.get("shared_params") or {}
+    return {str(alias): str(owner) for alias, owner in held.items()}
+
+
+def _aliases(model: Mapping[str, Any], tensors: Mapping[str, Scattered]) -> dict[str, Scattered]:
+    """What is there under another name than the model file's."""
+    shared = _shared(model).items()
+    return {alias: tensors[owner] for alias, owner in shared if owner in tensors and alias not in tensors}
 
 
 def _keys(tensors: Mapping[str, Scattered], tag: Path) -> dict[str, str]:

@@ -50,6 +50,8 @@ class Partition:
         groups: its part of each group, by state.
         gaps: elements of padding behind each parameter of each group.
         steps: how many steps Adam has made in each group, as far as it says.
+        settings: the parameter groups of its optimizer, as torch has them; `params` are numbers of flat groups.
+        kept: what the optimizer keeps of each parameter.
     """
 
     path: Path
@@ -58,6 +60,8 @@ class Partition:
     groups: Mapping[str, tuple[Flat, ...]]
     gaps: tuple[tuple[int, ...], ...]
     steps: tuple[float, ...] = ()
+    settings: tuple[Mapping[str, Any], ...] = ()
+    kept: frozenset[str] = frozenset()
 
 
 def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partition]:
@@ -149,9 +153,27 @@ def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> P
     if not all(type(n) is int and n > 0 for n in ranks) or not all(type(n) is int and n >= 0 for n in paddings):
         raise ValueError
     gaps = tuple(tuple(group) for group in held.get("param_alignment_paddings") or ())
-    inner = [moments["state"][index] for index in sorted(moments["state"])]
-    steps = tuple(number(file, one["step"]) for one in inner if isinstance(one, Mapping) and "step" in one)
-    return Partition(file.path, stage, ranks, groups, gaps, steps)
+    inner = [one for _, one in sorted(moments["state"].items()) if isinstance(one, Mapping)]
+    steps = tuple(number(file, one["step"]) for one in inner if "step" in one)
+    settings = tuple(map(dict, moments.get("param_groups", ())))
+    kept = frozenset(str(name) for one in inner for name in one)
+    return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept)
+
+
+def step_of(partitions: Sequence[Partition]) -> float:
+    """How many steps Adam has made.
+
+    Raises:
+        SourceError: a file does not say.
+        UnsupportedError: not all groups of parameters have made the same number.
+    """
+    for one in partitions:
+        if len(one.steps) < len(one.groups["fp32"]):
+            raise SourceError(f"{one.path} does not say how many steps its optimizer has made")
+    steps = {step for one in partitions for step in one.steps}
+    if len(steps) > 1:
+        raise UnsupportedError(f"{partitions[0].path.parent}: its groups of parameters have made {sorted(steps)} steps")
+    return steps.pop() if steps else 0.0
 
 
 def number(file: TorchFile, value: Any) -> float:

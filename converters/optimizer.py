@@ -12,11 +12,13 @@ from formats.checkpoint import Checkpoint, Target
 from formats.layout import Placed
 from formats.megatron_args import Options
 from formats.megatron_dist import OPTIMIZER
-from formats.megatron_optim import Optimizer
+from formats.megatron_optim import Optimizer, of_kind
 from formats.pattern import Leaf
 
 
-def plan_run(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:
+def plan_run(
+    source: Checkpoint, request: Request, options: Options, iteration: int | None, kind: str | None = None
+) -> Plan:
     """A plan that writes a run of Megatron with the optimizer of the source.
 
     Args:
@@ -24,12 +26,14 @@ def plan_run(source: Checkpoint, request: Request, options: Options, iteration: 
         request: what the user asked for.
         options: topology and dialect.
         iteration: that of the source.
+        kind: the optimizer that is written, `plain` or `distributed`; None for that of the source.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
         UnsupportedError: its optimizer has no layout here.
     """
-    optimizer = megatron_resume.read(source)
+    held = megatron_resume.read(source)
+    optimizer = held if kind is None else of_kind(held, source, distributed=kind == "distributed")
     plan = plan_megatron(source, request, options, iteration, optimizer=optimizer)
     padded, multiple = source.extra["padded_vocab"], options.vocab_multiple * options.tp
     rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
@@ -41,12 +45,13 @@ def plan_run(source: Checkpoint, request: Request, options: Options, iteration: 
     notes = ["rng_state stays behind: it is that of other ranks"] if "rng_state" in source.extra["state"] else []
     if rows < padded:
         notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
-    held = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
+    paths = (placed.fragment.path for one in held.states.values() for placed in one.tensors)
     resumed = replace(
         source,
-        files=tuple(dict.fromkeys([*source.files, *held])),
+        files=tuple(dict.fromkeys([*source.files, *paths])),
         extra={**source.extra, "state": ()},
-        dropped=tuple(name for name in source.dropped if not name.startswith(OPTIMIZER)),
+        dropped=tuple(name for name in source.dropped if not OPTIMIZER.fullmatch(name)),
+        proof=None if "fp32" in optimizer.states else held.states.get("fp32"),
     )
     return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 

@@ -270,6 +270,11 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     is_flag=True,
     help="Megatron: masters, moments, step and scheduler too; a training goes on at the new topology.",
 )
+@click.option(
+    "--optimizer",
+    type=click.Choice(["plain", "distributed"]),
+    help="Megatron: the optimizer of the training that goes on.  [default: as in SRC]",
+)
 @deepspeed_reading
 @gqa_layout
 @reading
@@ -283,6 +288,8 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
         raise UsageError(
             "--with-optimizer is for Megatron", "`convert zero2universal` takes the optimizer of GPT-NeoX along"
         )
+    if options["optimizer"] and not options["with_optimizer"]:
+        raise UsageError("--optimizer says how an optimizer is written", "add --with-optimizer")
     require_effect(options, source, known=SHARDS)
     request = request_of(out, options, source)
     planned = _reshard_neox if source.format == "neox" else _reshard_megatron
@@ -304,7 +311,7 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     if options["dtype"] != "keep" or wanted.dialect == megatron_llm.NAME:
         what = f"--dtype {options['dtype']}" if options["dtype"] != "keep" else f"the format {megatron_llm.NAME}"
         raise UsageError(f"an optimizer cannot go on with {what}", "reshard the weights without --with-optimizer")
-    return plan_run(source, request, wanted, iteration)
+    return plan_run(source, request, wanted, iteration, options["optimizer"])
 
 
 def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:

@@ -11,11 +11,12 @@ JOBS.json is a list of trainings, done one after another in one start of the fra
     {"hf": FOLDER, "dtype": "float32", "distributed": false, "tp": 2, "pp": 1, "losses": FILE, ...}
                                               one training; ranks beyond tp * pp are data parallel
     {..., "vpp": 2}                           virtual chunks of each stage
+    {..., "ep": 2, "etp": 1}                  experts on several ranks
     {..., "bucket": 20000}                    elements of a bucket of the distributed optimizer, else there is one
     {..., "weights": RUN}                     it begins with the weights of a run, trains, saves, trains on
     {..., "resume": RUN}                      it loads all of a run, saves, and trains on with the losses of the other
     {..., "damaged": true}                    the losses must differ
-    {..., "save": {RUN: "torch" | "torch_dist" | "dp_reshardable"}}
+    {..., "save": {RUN: "torch" | "torch_dist" | "dp_reshardable" | "prefixed"}}
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Training:
         self.c = AutoConfig.from_pretrained(job["hf"])
         self.half = job["dtype"] == "bfloat16"
         dtype, distributed = getattr(torch, job["dtype"]), job["distributed"]
-        topology = judge.Topology(job["tp"], job["pp"], job.get("vpp"), {})
+        topology = judge.Topology(job["tp"], job["pp"], job.get("vpp"), {}, job.get("ep", 1), job.get("etp"))
         self.topology = topology
         config = judge.transformer_config(self.c, topology, dtype)
         config.pipeline_dtype = dtype
@@ -165,8 +166,7 @@ def begin(training: Training, run: Path) -> None:
 
 def place(training: Training, run: Path) -> Path:
     """This rank's folder in a classic run."""
-    ranks = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
-    return judge.iteration_folder(run) / training.topology.folder(*ranks)
+    return judge.iteration_folder(run) / training.topology.folder(*judge.my_ranks())
 
 
 def claims_of(training: Training, run: Path) -> Namespace:
@@ -184,7 +184,7 @@ def metadata(how: str, training: Training) -> dict[str, Any]:
     """What `_build_sharded_state_dict_metadata` makes of the arguments."""
     kind = {"torch_dist": "fully_reshardable"}.get(how, how)
     about: dict[str, Any] = {"distrib_optim_sharding_type": kind} if training.job["distributed"] else {}
-    return about | {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return about | {"singleton_local_shards": False, "chained_optim_avoid_prefix": how != "prefixed"}
 
 
 def save(training: Training, out: Path, how: str, claims: Namespace) -> None:
@@ -194,15 +194,13 @@ def save(training: Training, out: Path, how: str, claims: Namespace) -> None:
     state["num_floating_point_operations_so_far"] = 1e9
     folder, names = out / f"iter_{training.iteration:07d}", training.topology.chunks()
     if how == "torch":
-        path = folder / training.topology.folder(
-            ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
-        )
+        path = folder / training.topology.folder(*judge.my_ranks())
         path.mkdir(parents=True, exist_ok=True)
         if training.job["distributed"]:
             training.optimizer.save_parameter_state(str(path / "distrib_optim.pt"))
         state |= {name: one.state_dict_for_save_checkpoint() for name, one in zip(names, training.chunks, strict=True)}
         state["optimizer"] = training.optimizer.state_dict()
-        if ps.get_data_parallel_rank() == 0:
+        if ps.get_expert_data_parallel_rank() == 0:
             torch.save(state, path / judge.FILE)
     else:
         folder.mkdir(parents=True, exist_ok=True)
@@ -277,9 +275,14 @@ def train_all(jobs: Path, rank: int) -> int:
     dist.init_process_group("gloo", f"file://{jobs}.meeting", timedelta(seconds=60), world_size=RANKS, rank=rank)
     groups = None
     for job in json.loads(jobs.read_text()):
-        if groups != (groups := (job["tp"], job["pp"], job.get("vpp"))):
+        if groups != (groups := tuple(job.get(name) for name in ("tp", "pp", "vpp", "ep", "etp"))):
             ps.destroy_model_parallel()
-            ps.initialize_model_parallel(*groups, distributed_timeout_minutes=1)
+            ps.initialize_model_parallel(
+                *groups[:3],
+                expert_model_parallel_size=groups[3] or 1,
+                expert_tensor_parallel_size=groups[4],
+                distributed_timeout_minutes=1,
+            )
         try:
             do(job)
         except judge.JudgementError as error:

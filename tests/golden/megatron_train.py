@@ -27,7 +27,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from copy import deepcopy
+from copy import copy, deepcopy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from transformers import AutoConfig
 from transformers.utils import logging
 
@@ -63,6 +64,7 @@ class Training:
         config = judge.transformer_config(self.c, topology, dtype)
         config.pipeline_dtype = dtype
         config.bf16 = self.half
+        config.sequence_parallel = config.num_moe_experts is not None and topology.tp > 1
         rows = judge.padded_vocabulary(self.c, topology, Namespace(make_vocab_size_divisible_by=16))
         self.chunks = judge.build_chunks(self.c, config, rows)
         for chunk in self.chunks:
@@ -138,6 +140,25 @@ class Training:
             if x is not None:
                 dist.send(x.grad, dst=ps.get_pipeline_model_parallel_prev_rank())
         return loss
+
+
+def norm_some_rows() -> None:
+    """Let torch's norms stand where sequences are cut, as they have to be to train experts on tensor ranks.
+
+    megatron-core refuses them there (transformer/torch_norm.py:32): their gradients are those of some rows. It adds
+    them up where a weight says so (distributed/finalize_model_grads.py).
+    """
+    build = WrappedTorchNorm.__new__
+
+    def marked(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy(config)
+        alone.sequence_parallel = False
+        norm = build(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = marked
 
 
 def give_steps() -> None:
@@ -299,6 +320,7 @@ def main() -> int:
     logging.disable_progress_bar()
     judge.patch_for_cpu()
     give_steps()
+    norm_some_rows()
     torch.cuda.synchronize = lambda *args, **kwargs: None
     Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
     gc.freeze()  # a distributed optimizer collects garbage at each save (distrib_optimizer.py:1278)

@@ -32,14 +32,17 @@ class Topology(NamedTuple):
     pp: int = 1
     vpp: int = 1
     ep: int = 1
+    etp: int | None = None
 
     @property
     def flags(self) -> list[str]:
         words = ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp)]
-        return words + (["--ep", str(self.ep)] if self.ep > 1 else [])
+        words += ["--ep", str(self.ep)] if self.ep > 1 else []
+        return words + (["--etp", str(self.etp)] if self.etp else [])
 
 
 ONE, TP2, PP2, VPP2, EP2 = Topology(), Topology(2), Topology(pp=2), Topology(pp=2, vpp=2), Topology(ep=2)
+SPREAD = Topology(2, ep=2, etp=1)
 Target = tuple[str, Topology] | tuple[str, Topology, str]
 """Format, topology, and the optimizer, where it is not that of the source."""
 
@@ -85,10 +88,10 @@ RUNS = (
         "qwen2_moe",
         "bfloat16",
         True,
-        EP2,
-        {"torch": [("torch", ONE, "plain")], "torch_dist": [("torch", EP2)], "dp_reshardable": [("torch_dist", EP2)]},
+        SPREAD,
+        {"torch": [("torch", ONE, "plain")], "torch_dist": [("torch", EP2)], "dp_reshardable": [("torch_dist", TP2)]},
     ),
-    Run("dots1", "float32", False, ONE, {"torch": [("torch", EP2)], "torch_dist": [("torch_dist", EP2)]}),
+    Run("dots1", "float32", False, ONE, {"torch": [("torch", SPREAD)], "torch_dist": [("torch_dist", EP2)]}),
 )
 
 

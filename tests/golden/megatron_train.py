@@ -12,6 +12,8 @@ JOBS.json is a list of trainings, done one after another in one start of the fra
                                               one training; ranks beyond tp * pp are data parallel
     {..., "vpp": 2}                           virtual chunks of each stage
     {..., "ep": 2, "etp": 1}                  experts on several ranks
+    {..., "experts": "te" | "grouped"}        in the module for grouped layers of Transformer Engine, which are ours
+                                              here; or in two matrices, which begin at random
     {..., "bucket": 20000}                    elements of a bucket of the distributed optimizer, else there is one
     {..., "weights": RUN}                     it begins with the weights of a run, trains, saves, trains on
     {..., "resume": RUN}                      it loads all of a run, saves, and trains on with the losses of the other
@@ -32,6 +34,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import megatron.core.transformer.moe.experts as megatron_experts
 import megatron_dist_judge as dist_judge
 import megatron_judge as judge
 import torch
@@ -42,6 +45,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from transformers import AutoConfig
 from transformers.utils import logging
@@ -66,7 +72,11 @@ class Training:
         config.bf16 = self.half
         config.sequence_parallel = config.num_moe_experts is not None and topology.tp > 1
         rows = judge.padded_vocabulary(self.c, topology, Namespace(make_vocab_size_divisible_by=16))
+        config.moe_grouped_gemm = job.get("experts") == "grouped"
+        torch.manual_seed(0)
         self.chunks = judge.build_chunks(self.c, config, rows)
+        if job.get("experts") == "te":
+            group_experts(self.chunks)
         for chunk in self.chunks:
             if chunk.post_process:
                 chunk.parallel_output, chunk.output_layer.gather_output = True, False
@@ -142,6 +152,39 @@ class Training:
         return loss
 
 
+class GroupedLinear(torch.nn.Module):
+    """A matrix for each expert, as in Transformer Engine, which is not here.
+
+    It registers `weight0`, `weight1`, ... in this order (its pytorch/module/grouped_linear.py at 0069563f).
+    """
+
+    def __init__(self, experts: int, inputs: int, outputs: int, *, config: Any, **_: Any) -> None:
+        super().__init__()
+        for number in range(experts):
+            weight = torch.nn.Parameter(torch.zeros(outputs, inputs, dtype=config.params_dtype))
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, None]:
+        parts = zip(x.split(tokens), self.parameters(), strict=True)
+        return torch.cat([torch.nn.functional.linear(part, weight) for part, weight in parts]), None
+
+
+def group_experts(chunks: list[Any]) -> None:
+    """Put megatron-core's module for grouped layers in the place of that with a module for each expert."""
+    layers = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            count, config = layer.mlp.num_local_experts, chunk.config
+            layer.mlp.experts = TEGroupedMLP(count, config, layers, get_default_pg_collection())
+
+
+def grouped_gemm(x: torch.Tensor, weights: torch.Tensor, tokens: torch.Tensor, trans_b: bool) -> torch.Tensor:
+    """The kernel of `GroupedMLP`, which is for GPUs only: the rows of each expert times its matrix."""
+    assert not trans_b
+    return torch.cat([part @ weight for part, weight in zip(x.split(tokens.tolist()), weights, strict=True)])
+
+
 def norm_some_rows() -> None:
     """Let torch's norms stand where sequences are cut, as they have to be to train experts on tensor ranks.
 
@@ -179,7 +222,9 @@ def give_steps() -> None:
 
 
 def begin(training: Training, run: Path) -> None:
-    """The weights of a run that was converted, and nothing else of it."""
+    """The weights of a run that was converted, and nothing else of it; two matrices of all experts are not written."""
+    if training.job.get("experts") == "grouped":
+        return
     stored = torch.load(place(training, run) / judge.FILE, weights_only=False)
     judge.agree(judge.load_chunks(training.chunks, stored, training.topology.chunks(), "local"))
     training.optimizer.reload_model_params()
@@ -321,6 +366,8 @@ def main() -> int:
     judge.patch_for_cpu()
     give_steps()
     norm_some_rows()
+    megatron_experts.gg.assert_grouped_gemm_is_available = lambda: None
+    megatron_experts.gg.ops = Namespace(gmm=grouped_gemm)
     torch.cuda.synchronize = lambda *args, **kwargs: None
     Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
     gc.freeze()  # a distributed optimizer collects garbage at each save (distrib_optimizer.py:1278)

@@ -56,10 +56,17 @@ class Run(NamedTuple):
     topology: Topology
     resharded: dict[str, list[Target]]
     bucket: int | None = None
+    experts: str = "local"
+
+    @property
+    def names(self) -> str:
+        """What is written: two matrices of all experts are only read."""
+        return "local" if self.experts == "grouped" else self.experts
 
     @property
     def job(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "distributed": self.distributed} | ({"bucket": self.bucket} if self.bucket else {})
+        kept = {"dtype": self.dtype, "distributed": self.distributed, "experts": self.experts}
+        return kept | ({"bucket": self.bucket} if self.bucket else {})
 
 
 RUNS = (
@@ -92,6 +99,10 @@ RUNS = (
         {"torch": [("torch", ONE, "plain")], "torch_dist": [("torch", EP2)], "dp_reshardable": [("torch_dist", TP2)]},
     ),
     Run("dots1", "float32", False, ONE, {"torch": [("torch", SPREAD)], "torch_dist": [("torch_dist", EP2)]}),
+    Run("mixtral", "float32", False, EP2, {"torch": [("torch", ONE)]}, experts="te"),
+    Run("qwen2_moe", "bfloat16", True, ONE, {"torch": [("torch", EP2)]}, experts="te"),
+    Run("mixtral", "bfloat16", False, ONE, {"torch": [("torch", EP2)]}, experts="grouped"),
+    Run("qwen2_moe", "bfloat16", True, EP2, {"torch": [("torch", ONE)]}, experts="grouped"),
 )
 
 
@@ -135,6 +146,7 @@ def test_a_training_goes_on(model, convert, tmp_path):
     for number, run in enumerate(RUNS):
         source, begun = model(run.model, run.dtype), tmp_path / f"begun{number}"
         words = [*run.topology.flags, "--norm", "local", "--make-vocab-size-divisible-by", 16]
+        words += ["--experts", run.names]
         assert convert("hf2megatron", source, begun, *words).code == 0
         saves = {str(tmp_path / f"{how}{number}"): how for how in run.resharded}
         rest = {"hf": str(source), "losses": str(tmp_path / f"losses{number}"), "save": saves, "weights": str(begun)}
@@ -148,12 +160,12 @@ def test_a_training_goes_on(model, convert, tmp_path):
             for kind, topology, *optimizer in targets:
                 out = tmp_path / f"{number}-{how}-{kind}-{'-'.join(map(str, [*topology, *optimizer]))}"
                 words = [*topology.flags, "--format", kind, "--norm", "local", "--with-optimizer", "--vocab-size", 211]
-                words += ["--optimizer", optimizer[0]] if optimizer else []
+                words += ["--experts", run.names, *(["--optimizer", optimizer[0]] if optimizer else [])]
                 ran = convert("reshard", tmp_path / f"{how}{number}", out, *words)
                 assert ran.code == 0, ran.err
                 assert convert("verify", out).code == 0
                 job = {key: value for key, value in jobs[number].items() if key != "weights"}
-                job |= {"distributed": optimizer[0] == "distributed"} if optimizer else {}
+                job |= {"experts": run.names} | ({"distributed": optimizer[0] == "distributed"} if optimizer else {})
                 job |= at(topology) | {"resume": str(out), "save": {f"{out}-again": "torch"}}
                 resumed.append(job)
     damaged = {**resumed[0], "resume": str(tmp_path / "damaged"), "save": {}, "damaged": True}

@@ -14,6 +14,7 @@ from formats.layout import Placed
 from formats.megatron_args import Options
 from formats.megatron_dist import OPTIMIZER
 from formats.megatron_optim import Optimizer as Native
+from formats.megatron_optim import of_kind
 from formats.optimizer import Optimizer
 from formats.pattern import Leaf
 
@@ -75,7 +76,9 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     return replace(plan, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 
 
-def plan_run(source: Checkpoint, request: Request, options: Options, iteration: int | None) -> Plan:
+def plan_run(
+    source: Checkpoint, request: Request, options: Options, iteration: int | None, kind: str | None = None
+) -> Plan:
     """A plan that writes a run of Megatron with the optimizer of a run of Megatron.
 
     Args:
@@ -83,23 +86,30 @@ def plan_run(source: Checkpoint, request: Request, options: Options, iteration: 
         request: what the user asked for.
         options: topology and dialect.
         iteration: that of the source.
+        kind: the optimizer that is written, `plain` or `distributed`; None for that of the source.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
         UnsupportedError: its optimizer has no layout here.
     """
-    optimizer = megatron_resume.read(source)
+    held = megatron_resume.read(source)
+    optimizer = held if kind is None else of_kind(held, source, distributed=kind == "distributed")
     plan = plan_megatron(source, request, options, iteration, optimizer=optimizer)
     padded, multiple = source.extra["padded_vocab"], options.vocab_multiple * options.tp
     rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
     notes = ["rng_state stays behind: it is that of other ranks"] if "rng_state" in source.extra["state"] else []
     if rows < padded:
         notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
-    return _resumed(plan, optimizer, rows, notes)
+    return _resumed(plan, optimizer, rows, notes, None if "fp32" in optimizer.states else held.states.get("fp32"))
 
 
 def plan_resumed(
-    source: Checkpoint, request: Request, options: Options, iteration: int | None, samples: int | None
+    source: Checkpoint,
+    request: Request,
+    options: Options,
+    iteration: int | None = None,
+    samples: int | None = None,
+    kind: str = "plain",
 ) -> Plan:
     """A plan that writes a run of Megatron with the optimizer of a training in another framework.
 
@@ -109,6 +119,7 @@ def plan_resumed(
         options: topology and dialect.
         iteration: the one to write; None for as many as there were updates.
         samples: how many samples it was trained on; None for what the source says.
+        kind: the optimizer that is written, `plain` or `distributed`.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
@@ -118,6 +129,7 @@ def plan_resumed(
     weights, states = _split(source, found, request.cast)
     found = replace(found, states=states, samples=found.samples if samples is None else samples)
     optimizer, notes = megatron_adam.native(source, found)
+    optimizer = of_kind(optimizer, weights, distributed=kind == "distributed")
     args = {"consumed_train_samples": found.samples or 0}
     plan = plan_megatron(weights, request, options, iteration or found.step, optimizer=optimizer, args=args)
     return _resumed(plan, optimizer, 0, notes)
@@ -140,19 +152,20 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
     return source, {"fp32": masters, **states}
 
 
-def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str]) -> Plan:
-    """A plan of the weights, with the jobs of the optimizer."""
+def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None) -> Plan:
+    """A plan of the weights, with the jobs of the optimizer; masters that it leaves behind are the proof."""
     source = plan.source
 
     def more(written: Checkpoint) -> Iterator[Job]:
         return state_jobs(written, megatron_resume.read(written), rows)
 
-    held = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
+    paths = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
     resumed = replace(
         source,
-        files=tuple(dict.fromkeys([*source.files, *held])),
+        files=tuple(dict.fromkeys([*source.files, *paths])),
         extra={**source.extra, "state": ()},
-        dropped=tuple(name for name in source.dropped if not name.startswith(OPTIMIZER)),
+        dropped=tuple(name for name in source.dropped if not OPTIMIZER.fullmatch(name)),
+        proof=proof,
     )
     jobs = (*plan.jobs, *state_jobs(source, optimizer, rows, plan.target))
     return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)

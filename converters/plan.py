@@ -141,6 +141,8 @@ def make_plan(
     padded = source.extra.get("padded_vocab")
     boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)
     for (tensor, layer, held_shape), (_, _, shape) in boxes:
+        if tensor in source.without:
+            continue
         name = tensor if layer is None else f"{tensor}.{layer}"
         nothing: dict[str, list[Part]] = {} if prod(shape) else {"": []}
         sources = held.get((tensor, layer), nothing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class Checkpoint:
         twins: where `tensors` are float32 masters, the same tensors in the type that the model computes with.
         notes: what else the user should know.
         proof: where `tensors` are moments, the masters that lie beside them and can be compared with the module.
+        without: the logical tensors of the model that it does not hold.
     """
 
     root: Path
@@ -70,6 +71,7 @@ class Checkpoint:
     twins: tuple[Placed, ...] = ()
     notes: tuple[str, ...] = ()
     proof: Checkpoint | None = None
+    without: Collection[str] = ()
 
     def dtypes(self) -> dict[tuple[str, int | None], str]:
         """The element type of each logical tensor, by (name, layer).

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -27,8 +27,9 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.layout import Slot, match, rules, slots
 from formats.megatron_args import CORE, DIST, Options, flags, from_megatron, main_dtype, namespace
+from formats.megatron_chained import Parameter, spread
 from formats.megatron_experts import Mesh, require_mesh
-from formats.megatron_optim import SHARDED, Optimizer, Parameter
+from formats.megatron_optim import SHARDED, Optimizer
 from formats.megatron_shards import (
     DROPS,
     TRACKER,
@@ -133,7 +134,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     args = args_of(first.file)
     mesh, pp = mesh_of(shards, args, iteration), max(shard.pp for shard in shards) + 1
     check_grid(shards, mesh, pp, args, iteration)
-    found, table, dialect = _flattened(tensors_of(shards, mesh, pp)), MCORE, CORE
+    found, table, dialect = flattened(tensors_of(shards, mesh, pp)), MCORE, CORE
     keys = {key for tensors in found.values() for key in tensors}
     assets = assets_of(run, settings)
     if megatron_llm.wrote(keys, args):
@@ -142,11 +143,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
     padded = _padded_vocab(found, mesh.tp)
     spec = spec_of(args, dialect, assets, settings, iteration, first.file.path, padded)
-    pipeline = _pipeline(args, pp, len(first.chunks), first.file.path)
+    pipeline = pipeline_of(args, pp, len(first.chunks), first.file.path)
     try:
         if dialect == megatron_llm.NAME:
             megatron_llm.check_topology(spec, mesh.tp, pipeline)
-        wanted = _slots(spec, table, mesh, pipeline, padded, fused=any(map(GROUPED.fullmatch, keys)))
+        wanted = slots_of(spec, table, mesh, pipeline, padded, fused=any(map(GROUPED.fullmatch, keys)))
     except (RefusedError, UnsupportedError) as error:
         kind = SourceError if isinstance(error, RefusedError) else UnsupportedError
         raise kind(f"{iteration}: {error}", error.hint) from None
@@ -229,7 +230,7 @@ def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path:
     return args | {"rotary_base": 10000}
 
 
-def _flattened(found: Mapping[str, Mapping[str, Fragment]]) -> dict[str, dict[str, Fragment]]:
+def flattened(found: Mapping[str, Mapping[str, Fragment]]) -> dict[str, dict[str, Fragment]]:
     """The tensors, with those of `GROUPED` as the elements that they are, one behind the other."""
     return {
         file: {
@@ -256,7 +257,8 @@ def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:
     return 128 if value is None else whole(value, "make_vocab_size_divisible_by", str(path))
 
 
-def _pipeline(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pipeline:
+def pipeline_of(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pipeline:
+    """How layers are spread over stages and chunks, as args say."""
     layout = args.get("pipeline_model_parallel_layout")
     ends = [args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
     if not all(end is None or (type(end) is int and 0 <= end < MOST_LAYERS) for end in ends):
@@ -291,7 +293,7 @@ def _require_tp(spec: ModelSpec, tp: int) -> None:
         )
 
 
-def _slots(
+def slots_of(
     spec: ModelSpec, table: Iterable[Any], mesh: Mesh, pipeline: Pipeline, padded_vocab: int, *, fused: bool = False
 ) -> list[Slot]:
     """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`. `fused` experts are those of `GROUPED`."""
@@ -315,29 +317,6 @@ def _slots(
                 **mesh.of(rank, spec.experts or 0),
             )
     return found
-
-
-def trained(spec: ModelSpec, args: Mapping[str, Any], norm: str, padded: int, path: Path) -> list[list[Parameter]]:
-    """What each rank of a run trains, in the order of its model. Tensor ranks count first, then stages.
-
-    Args:
-        spec: the model.
-        args: those of the run.
-        norm: the names of its norms.
-        padded: rows of its embedding.
-        path: what to call the file of the args in an error.
-    """
-    tp, pp, virtual = (
-        whole(args.get(f"{axis}_model_parallel_size") or 1, axis, str(path))
-        for axis in ("tensor", "pipeline", "virtual_pipeline")
-    )
-    by_file: dict[str, list[Slot]] = {}
-    mesh = Mesh(tp, 1, tp)
-    for slot in _slots(spec, MCORE, mesh, _pipeline(args, pp, virtual, path), padded):
-        by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
-    options = Options(norm=norm)
-    files = [folder_of(rank % tp, rank // tp, 0, pp, mesh) for rank in range(tp * pp)]
-    return [_parameters(by_file.get(file, []), options) for file in files]
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -371,19 +350,20 @@ def write(
     merged = spelled(spec, dtypes.values(), options, padded, args or {}, iteration)
     merged |= optimizer.args() if optimizer else {}
     by_file: dict[str, list[Slot]] = {}
-    for slot in _slots(spec, TABLES[options.dialect], options.mesh, pipeline, padded):
+    wanted = slots_of(spec, TABLES[options.dialect], options.mesh, pipeline, padded)
+    for slot in wanted:
         by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
-    files = []
+    files, kinds = [], spread(wanted, options.mesh.ep)
     for stage, (rank, tp, ep) in product(range(options.pp), options.mesh.files()):
         name = folder_of(tp, stage, ep, options.pp, options.mesh)
         path = root / folder / name / "model_optim_rng.pt"
         head = {"args": Namespace({**merged, "rank": stage * options.mesh.ranks + rank}), "checkpoint_version": 3.0}
         head["iteration"] = merged["iteration"]
-        parameters = _parameters(by_file[name], options)
-        files.append(_file(path, head, parameters, dtypes, options, optimizer))
+        parameters = parameters_of(by_file[name], options)
+        files.append(_file(path, head, parameters, dtypes, options, optimizer, kinds))
         if optimizer and optimizer.distributed:
-            dtype = main_dtype(dtypes.values())
-            files.append(megatron_optim.sharded_file(path.with_name(SHARDED), optimizer, parameters, dtype))
+            beside, dtype, first = path.with_name(SHARDED), main_dtype(dtypes.values()), rank < options.tp
+            files.append(megatron_optim.sharded_file(beside, optimizer, parameters, dtype, kinds, first=first))
     texts = {
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
         FLAGS: (megatron_llm.flags if llm else flags)(merged).encode(),
@@ -411,7 +391,7 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
     return options.pipeline, -(-(spec.vocab or 0) // unit) * unit
 
 
-def _parameters(wanted: Iterable[Slot], options: Options) -> list[Parameter]:
+def parameters_of(wanted: Iterable[Slot], options: Options) -> list[Parameter]:
     """What a rank's file holds, in the order of the model."""
 
     def key_of(slot: Slot) -> str:
@@ -428,6 +408,7 @@ def _file(
     dtypes: Mapping[tuple[str, int | None], str],
     options: Options,
     optimizer: Optimizer | None,
+    kinds: Collection[bool],
 ) -> OutputFile:
     held: list[Held] = [
         (f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)) for chunk, key, slot in parameters
@@ -444,7 +425,13 @@ def _file(
             for part in outer:
                 inner = inner.setdefault(part, OrderedDict())
             inner[last] = ref
-        kept = {**optimizer.head, "optimizer": megatron_optim.entry(optimizer, parameters, refs)} if optimizer else {}
-        return {**head, **models, **kept}
+        if not optimizer:
+            return {**head, **models}
+        return {
+            **head,
+            **models,
+            **optimizer.head,
+            "optimizer": megatron_optim.entry(optimizer, parameters, refs, kinds),
+        }
 
     return archived(path, held, value, states=states)

@@ -18,8 +18,8 @@ from formats import megatron_resume
 from formats.archived import Small
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError
+from formats.megatron_chained import decays
 from formats.megatron_optim import Optimizer as Native
-from formats.megatron_optim import decays
 from formats.optimizer import Group, Optimizer
 
 SCHEDULER = "opt_param_scheduler"

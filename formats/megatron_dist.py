@@ -31,13 +31,15 @@ from formats.huggingface import read_json
 from formats.layout import Cut, Rule, Slot, match, rules, slots
 from formats.megatron import FLAGS, MCORE, assets_of, spec_of, topology_of, vocab_multiple
 from formats.megatron_args import DIST, Options, flags, namespace
+from formats.megatron_chained import BUFFER, CHAINED, spread
 from formats.megatron_experts import Mesh
 from formats.megatron_optim import PREFIX, Optimizer
 from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate
 from formats.pattern import splits
 from formats.pickles import Namespace
 from formats.pipeline import Chunk, chunks
-from formats.scattered import Scattered, spread, unstacked
+from formats.scattered import Scattered, unstacked
+from formats.scattered import spread as pieces
 from formats.spec import MOST_LAYERS, ModelSpec
 from formats.torchfile import TorchFile, packed, read_torch
 
@@ -52,7 +54,7 @@ ABOUT = {
 """What `metadata.json` says."""
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
-OPTIMIZER = "optimizer."
+OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
 GATED = "linear_fc1.weight"
 
 STACKED = rules("""
@@ -108,7 +110,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     common = _common(folder)
     args = args_of(common)
     entries, objects = dcp.contents(folder)
-    tensors = tensors_in(folder, [entry for entry in entries if not entry.name.startswith(OPTIMIZER)])
+    tensors = tensors_in(folder, [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)])
     if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
         raise SourceError(f"{folder} holds no {EMBEDDING}")
     padded = tensors[EMBEDDING].shape[0]
@@ -136,8 +138,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         folder,
         NAME,
         spec,
-        tuple(piece for one in placed for piece in spread(one, tensors[one.key])),
-        (*dropped, *(name for name in names if name.startswith(OPTIMIZER)), *objects),
+        tuple(piece for one in placed for piece in pieces(one, tensors[one.key])),
+        (*dropped, *(name for name in names if OPTIMIZER.fullmatch(name)), *objects),
         (common.path, *dcp.metadata_files(folder), *sorted(files)),
         {"ranks": len(writers)},
         assets,
@@ -235,7 +237,8 @@ def write(
     folder = "release" if iteration is None else f"iter_{iteration:07d}"
     parts = chunks(pipeline, spec.layers)
     ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
-    for slot in _slots(spec, _table({}), padded):
+    wanted = _slots(spec, _table({}), padded)
+    for slot in wanted:
         stage = _stage(slot, parts)
         for rank, cut in _cuts(slot, options.mesh):
             ranks[stage * options.mesh.ranks + rank].append(_stored(slot, cut, spec, options.norm))
@@ -245,7 +248,8 @@ def write(
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
     merged |= optimizer.args() if optimizer else {}
-    kept, about = megatron_optim.common(optimizer) if optimizer else ({}, {"singleton_local_shards": False})
+    kinds = spread(wanted, options.mesh.ep)
+    kept, about = megatron_optim.common(optimizer, kinds) if optimizer else ({}, {"singleton_local_shards": False})
     common = {
         "args": Namespace({**merged, "rank": 0}),
         "checkpoint_version": 3.0,
@@ -302,6 +306,8 @@ def _states_of(optimizer: Optimizer, held: Sequence[dcp_writer.Stored]) -> Itera
     for state, dtypes in optimizer.dtypes.items():
         prefix = f"{PREFIX}{megatron_optim.stored_name(state, optimizer.distributed)}."
         for one in held:
+            if BUFFER.fullmatch(one.slot.keys[0]):
+                continue
             dtype = slot_dtype(one.slot, dtypes)
             yield one._replace(name=prefix + one.name, state=state, dtype=dtype)
 

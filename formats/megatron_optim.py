@@ -8,7 +8,8 @@
                           optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_{chunk}.{types}.bucket_idx_{n}.{param|…}
 
 A parameter's number i counts first those with weight decay, then the vectors and biases, each in the order in which the
-model has them. In `distrib_optim.pt` they lie in the reverse order, each from a multiple of 64 elements on.
+model has them. In `distrib_optim.pt` they lie in the reverse order, each from a multiple of 64 elements on. Experts on
+ranks of their own have an optimizer of their own (`megatron_chained`).
 
 Facts: megatron-core 0.16.1, optimizer/__init__.py `_get_param_groups`, optimizer.py, distrib_optimizer.py and
 distributed/param_and_grad_buffer.py; a training that goes on with each is in tests/golden/test_megatron_optim.py.
@@ -17,17 +18,21 @@ distributed/param_and_grad_buffer.py; a training that goes on with each is in te
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from formats import megatron_chained as chained
 from formats.archived import Held, Small
 from formats.checkpoint import Checkpoint, OutputFile, slot_dtype
 from formats.errors import UnsupportedError
-from formats.layout import Placed, Slot
+from formats.huggingface import BUFFERS
+from formats.layout import Placed
+from formats.megatron_chained import Parameter, decays
 from formats.pickles import Dtype, StorageRef, TensorRef
 from formats.storage import DTYPES, Fragment, row_major
 from formats.torchfile import STREAM, plan_archive
@@ -42,8 +47,11 @@ SHARDED = "distrib_optim.pt"
 MODULES = (
     "input_layernorm", "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
     "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
+    "mlp.router", "mlp.experts", "mlp.shared_experts",
 )  # fmt: skip
-"""Of a layer, in the order in which the model has them (transformer/transformer_layer.py, attention.py and mlp.py)."""
+"""Of a layer, in the order in which the model has them (transformer_layer.py, attention.py, mlp.py, moe_layer.py)."""
+LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
+"""A module for each expert; Transformer Engine's have the first matrices of all before the second ones."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +93,40 @@ class Optimizer:
         return found if masters is None else {**found, "fp32_from_fp16_params": masters}
 
 
-def decays(key: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter is in the group with weight decay."""
-    return len(shape) > 1 and not key.endswith(".bias")
+def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> Optimizer:
+    """The same optimizer as a distributed one, or as a plain one.
+
+    The distributed optimizer of a float32 model has masters too, which are the weights themselves. torch's Adam counts
+    its steps beside the moments, and where it is distributed they are a float in the groups; those of Transformer
+    Engine and Apex count in the groups, as integers, in both (optimizer/distrib_optimizer.py `state_dict`).
+
+    Args:
+        optimizer: that of the source.
+        source: the weights that it belongs to.
+        distributed: what it becomes.
+
+    Raises:
+        UnsupportedError: moments are not float32, or steps are counted in a way that is not known.
+    """
+    if optimizer.distributed == distributed:
+        return optimizer
+    for state, dtypes in optimizer.dtypes.items():
+        if others := set(dtypes.values()) - {"F32"}:
+            raise UnsupportedError(f"{state} is {others.pop()}: only a distributed optimizer keeps it so")
+    weights = tuple(one for one in source.tensors if not BUFFERS.intersection(one.slot.rule.pattern.tensors))
+    groups, step, states = [dict(group) for group in optimizer.groups], optimizer.step, dict(optimizer.states)
+    if distributed:
+        if step is not None and (step.dtype, step.shape) != ("F32", ()):
+            raise UnsupportedError(f"its optimizer counts steps as {step.dtype} {list(step.shape)}, which is not known")
+        groups = groups if step is None else [{**group, "step": struct.unpack("<f", step.raw)[0]} for group in groups]
+        states = {"fp32": replace(source, tensors=weights, without=BUFFERS)} | states
+        return replace(optimizer, states=states, groups=groups, distributed=True, step=None)
+    if all(type(group.get("step")) is float for group in groups):
+        step = Small("F32", (), struct.pack("<f", groups[0]["step"]))
+        groups = [{name: one for name, one in group.items() if name != "step"} for group in groups]
+    if all(one.fragment.dtype == "F32" for one in weights):
+        del states["fp32"]
+    return replace(optimizer, states=states, groups=groups, distributed=False, step=step)
 
 
 def stored_name(state: str, distributed: bool) -> str:
@@ -98,23 +137,16 @@ def stored_name(state: str, distributed: bool) -> str:
 # --- classic files ---------------------------------------------------------------------------------------------------
 
 
-class Parameter(NamedTuple):
-    """A parameter of a rank's file: the chunk that it is in, its key, and its slot."""
-
-    chunk: str
-    key: str
-    slot: Slot
-
-
 def in_order(parameters: Iterable[Parameter]) -> list[Parameter]:
     """The parameters of a file in the order in which the model has them."""
 
-    def place(one: Parameter) -> tuple[int, int, int]:
+    def place(one: Parameter) -> tuple[int, int, int, int]:
         found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", one.key)
         if found is None:
-            return int(one.chunk[5:] or 0), -1 if "first" in one.slot.rule.conditions else 1_000_000, 0
+            return int(one.chunk[5:] or 0), -1 if "first" in one.slot.rule.conditions else 1_000_000, 0, 0
         rank = next((n for n, module in enumerate(MODULES) if found[2].startswith(module)), len(MODULES))
-        return int(one.chunk[5:] or 0), int(found[1]), rank
+        expert = LOCAL_EXPERT.match(found[2])
+        return int(one.chunk[5:] or 0), int(found[1]), rank, int(expert[1]) if expert else 0
 
     return sorted(parameters, key=place)
 
@@ -125,17 +157,31 @@ def held(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, lis
     for state, dtypes in optimizer.dtypes.items():
         found[state] = [
             (f"{state} {one.chunk} {one.key}", one.slot, one.slot.shape, slot_dtype(one.slot, dtypes))
-            for one in parameters
+            for share in chained.shares(parameters, ())
+            for one in share
         ]
     return found
 
 
-def entry(optimizer: Optimizer, parameters: Sequence[Parameter], refs: Mapping[str, TensorRef]) -> dict[str, Any]:
-    """The entry `optimizer` of a rank's file."""
+def entry(
+    optimizer: Optimizer, parameters: Sequence[Parameter], refs: Mapping[str, TensorRef], kinds: Collection[bool]
+) -> Any:
+    """The entry `optimizer` of a rank's file, given the groups that experts on ranks of their own have."""
+    every = zip(chained.groups(optimizer.groups, kinds), chained.shares(parameters, kinds), strict=True)
+    found = [_entry(optimizer, groups, share, refs) for groups, share in every]
+    return found if kinds else found[0]
+
+
+def _entry(
+    optimizer: Optimizer,
+    every: Sequence[Mapping[str, Any]],
+    parameters: Sequence[Parameter],
+    refs: Mapping[str, TensorRef],
+) -> dict[str, Any]:
     if optimizer.distributed:
-        return optimizer.around({"param_groups": list(optimizer.groups)})
+        return optimizer.around({"param_groups": list(every)})
     groups, states, masters = [], dict[int, dict[str, Any]](), []
-    for group in optimizer.groups:
+    for group in every:
         members = [one for one in parameters if decays(one.key, one.slot.shape) == bool(group["wd_mult"])]
         first = len(states)
         for number, one in enumerate(members, first):
@@ -168,8 +214,24 @@ def starts(sizes: Sequence[tuple[str, Sequence[int]]]) -> Iterator[tuple[int, in
         at += prod(shape)
 
 
-def sharded_file(path: Path, optimizer: Optimizer, parameters: Sequence[Parameter], dtype: str) -> OutputFile:
-    """`distrib_optim.pt` of a rank, whose parameters are of an element type, as torch calls it.
+def sharded_file(
+    path: Path,
+    optimizer: Optimizer,
+    parameters: Sequence[Parameter],
+    dtype: str,
+    kinds: Collection[bool],
+    *,
+    first: bool,
+) -> OutputFile:
+    """`distrib_optim.pt` of a rank.
+
+    Args:
+        path: where it is written.
+        optimizer: what is written.
+        parameters: those of the rank.
+        dtype: their element type, as torch calls it.
+        kinds: the groups that experts on ranks of their own have.
+        first: whether it is the first data rank, which alone writes dense parameters.
 
     Raises:
         UnsupportedError: a state is not float32, or there would be gaps between the parameters.
@@ -179,24 +241,28 @@ def sharded_file(path: Path, optimizer: Optimizer, parameters: Sequence[Paramete
             raise UnsupportedError(
                 f"{state} is {others.pop()}, {SHARDED} is of float32", "--format torch_dist keeps it"
             )
-    chunks: dict[str, list[Parameter]] = {}
-    for one in parameters:
-        chunks.setdefault(one.chunk, []).append(one)
-    value: dict[Any, Any] = {"buckets_coalesced": True}
+    value: list[Any] = []
+    buffers: list[list[Parameter]] = []
     storages: dict[str, int] = {}
-    for number, members in enumerate(chunks.values()):
-        total = sum(prod(one.slot.shape) for one in members)
-        tensors: dict[str, Any] = {}
-        for state in STATES:
-            name = str(len(storages))
-            storages[name] = total * DTYPES["F32"]
-            storage = StorageRef("F32", name, total)
-            tensors[stored_name(state, True)] = TensorRef(storage, 0, (total,), (1,), "F32")
-        value[number] = {(Dtype(dtype), Dtype(optimizer.grads)): {**tensors, "numel_unpadded": total}}
-    archive = plan_archive(value, storages)
+    for number, share in enumerate(chained.shares(parameters, kinds)):
+        chunks: dict[str, list[Parameter]] = {}
+        for one in share if number or first else ():
+            chunks.setdefault(one.chunk, []).append(one)
+        kept: dict[Any, Any] = {"buckets_coalesced": True}
+        for at, members in enumerate(chunks.values()):
+            total = sum(prod(one.slot.shape) for one in members)
+            tensors: dict[str, Any] = {}
+            for state in STATES:
+                name = str(len(storages))
+                storages[name] = total * DTYPES["F32"]
+                tensors[stored_name(state, True)] = TensorRef(StorageRef("F32", name, total), 0, (total,), (1,), "F32")
+            kept[at] = {(Dtype(dtype), Dtype(optimizer.grads)): {**tensors, "numel_unpadded": total}}
+            buffers.append(members)
+        value.append(kept if number or first else None)
+    archive = plan_archive(value if kinds else value[0], storages)
     extents = archive.storages()
     placed: dict[str, list[Placed]] = {state: [] for state in STATES}
-    for number, members in enumerate(chunks.values()):
+    for number, members in enumerate(buffers):
         for index, at in starts([(one.key, one.slot.shape) for one in members]):
             one = members[index]
             for offset, state in enumerate(STATES):
@@ -209,14 +275,16 @@ def sharded_file(path: Path, optimizer: Optimizer, parameters: Sequence[Paramete
 # --- distributed checkpoints -----------------------------------------------------------------------------------------
 
 
-def common(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def common(optimizer: Optimizer, kinds: Collection[bool]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `common.pt` says of an optimizer, and what its `content_metadata` says."""
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    groups = [dict(group) for group in optimizer.groups]
+    about |= {"distrib_optim_sharding_type": RESHARDABLE} if optimizer.distributed else {}
+    found = [_common(optimizer, groups) for groups in chained.groups(optimizer.groups, kinds)]
+    return {**optimizer.head, "optimizer": dict(enumerate(found)) if kinds else found[0]}, about
+
+
+def _common(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if optimizer.distributed:
-        about["distrib_optim_sharding_type"] = RESHARDABLE
-        inner = {**optimizer.around({"param_groups": groups}), "param_state_sharding_type": RESHARDABLE}
-    else:
-        step = {} if optimizer.step is None else {"common_step": optimizer.step}
-        inner = optimizer.around({"state": step, "param_groups": groups})
-    return {**optimizer.head, "optimizer": inner}, about
+        return {**optimizer.around({"param_groups": groups}), "param_state_sharding_type": RESHARDABLE}
+    step = {} if optimizer.step is None else {"common_step": optimizer.step}
+    return optimizer.around({"state": step, "param_groups": groups})

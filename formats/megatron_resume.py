@@ -6,50 +6,38 @@ The layouts are those of the weights: a state is a checkpoint of its own, with t
 from __future__ import annotations
 
 import re
-from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
-from typing import Any, cast
+from typing import Any
 
-from formats import dcp, megatron_dist
+from formats import dcp, megatron_buckets, megatron_dist
 from formats.archived import Small, plain
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
-from formats.layout import Cut, Placed, match
-from formats.megatron import trained
+from formats.huggingface import BUFFERS
+from formats.layout import Placed, match
+from formats.megatron import flattened
 from formats.megatron_args import CORE, DIST
-from formats.megatron_experts import Mesh
-from formats.megatron_optim import (
-    PREFIX,
-    RESHARDABLE,
-    SHARDED,
-    STATES,
-    Optimizer,
-    Parameter,
-    decays,
-    starts,
-    stored_name,
-)
-from formats.megatron_shards import DROPS, Shard, read_shards, tensors_of
+from formats.megatron_chained import CHAINED, apart, decays, entries, is_spread, joined, repeated, same_scaler
+from formats.megatron_optim import PREFIX, RESHARDABLE, SHARDED, STATES, Optimizer, starts, stored_name
+from formats.megatron_shards import DROPS, Shard, mesh_of, read_shards, tensors_of
 from formats.pickles import DTYPES as TYPES
 from formats.pickles import TensorRef
 from formats.scattered import spread
-from formats.spec import ModelSpec
 from formats.storage import DTYPES, Fragment, row_major
 from formats.torchfile import TorchFile, read_torch
 
 HEAD = ("opt_param_scheduler", "lr_scheduler", "num_floating_point_operations_so_far")
 """Entries beside the optimizer that are the same on all ranks, and travel on with it."""
-BUCKETS, GROUP = "dp_reshardable", "optimizer.distributed.dp_group_idx_"
-BUCKET = rf"{re.escape(GROUP)}(\d+)\.gbuf_idx_(\d+)\.dtype_\([^()]*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
-"""What training saves by default: the name of a bucket, by rank, chunk of the model, number and state."""
-OBJECT = GROUP + "{}.{}/shard_0_1"
 HALF = ("BF16", "F16")
 NAMES = {name: dtype for dtype, name in reversed([*TYPES.items()])}
 """Element types as torch calls them."""
+Chunks = Mapping[str, Mapping[str, Fragment]]
+"""Tensors by file and chunk, and key."""
 Found = dict[str, dict[str, dict[str, Fragment]]]
-"""Tensors by state, file and chunk, and key."""
+"""The same by state."""
 _DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
@@ -67,15 +55,12 @@ def read(source: Checkpoint) -> Optimizer:
     if "optimizer" not in source.extra["state"] or source.extra["folder"] == "release":
         what = "is a release, of which Megatron loads" if source.extra["folder"] == "release" else "holds"
         raise SourceError(f"{source.home} {what} no optimizer", "reshard the weights without --with-optimizer")
-    if cast(ModelSpec, source.spec).experts:
-        raise UnsupportedError(
-            f"{source.home}: optimizers of experts are not taken along", "reshard the weights without --with-optimizer"
-        )
     if args.get("apply_wd_to_qk_layernorm"):
         raise UnsupportedError(f"{source.home}: weight decay of query and key norms (apply_wd_to_qk_layernorm)")
     optimizer = (_dist if source.format == megatron_dist.NAME else _classic)(source)
-    half = {dtype for dtype in source.dtypes().values() if dtype in HALF}
-    if half and set(source.dtypes().values()) != half:
+    dtypes = {dtype for (name, _), dtype in source.dtypes().items() if name not in BUFFERS}
+    half = dtypes.intersection(HALF)
+    if half and dtypes != half:
         raise UnsupportedError(f"{source.home} trains parameters of several types, {', '.join(sorted(half))} and F32")
     missing = {"exp_avg", "exp_avg_sq", *(["fp32"] if half or optimizer.distributed else [])} - set(optimizer.states)
     if missing:
@@ -86,31 +71,32 @@ def read(source: Checkpoint) -> Optimizer:
 def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
     """The states, masters to be compared with the weights."""
     return {
-        state: replace(one, twins=source.tensors if state == "fp32" else ()) for state, one in states.items() if one
+        state: replace(one, twins=source.tensors if state == "fp32" else (), without=BUFFERS)
+        for state, one in states.items()
+        if one
     }
 
 
-def _matched(source: Checkpoint, found: Mapping[str, Mapping[str, Fragment]], state: str) -> list[Placed]:
-    """Pair the tensors of a state with the slots of the weights, each of which is there once, in pieces or not."""
-    slots = {(one.slot.file, one.slot.keys): one.slot for one in reversed(source.tensors)}
+def _matched(
+    source: Checkpoint, found: Mapping[str, Mapping[str, Fragment]], state: str, *, once: bool = False
+) -> list[Placed]:
+    """Pair the tensors of a state with the slots of the weights, each of which is there once, in pieces or not.
+
+    Args:
+        source: the checkpoint.
+        found: the tensors of the state.
+        state: what to call it.
+        once: of dense tensors on several data ranks the first alone has kept it.
+    """
+    slots = {
+        (one.slot.file, one.slot.keys): one.slot
+        for one in reversed(source.tensors)
+        if not BUFFERS.intersection(one.slot.rule.pattern.tensors) and not (once and repeated(one.slot))
+    }
     try:
-        return match(slots.values(), found, DROPS, source.home)[0]
+        return match(slots.values(), flattened(found), DROPS, source.home)[0]
     except SourceError as error:
         raise SourceError(f"{state} of its optimizer: {error}") from None
-
-
-def _groups(file: TorchFile, groups: Any) -> list[dict[str, Any]]:
-    """The parameter groups, without their parameters.
-
-    Raises:
-        UnsupportedError: more than weight decay tells two of them apart.
-    """
-    found = [plain(file, {name: one for name, one in group.items() if name != "params"}, "a group") for group in groups]
-    if len({bool(group["wd_mult"]) for group in found}) < len(found) or any(g["is_expert_parallel"] for g in found):
-        raise UnsupportedError(
-            f"{file.path} holds {len(found)} groups of parameters, not one with weight decay and one without"
-        )
-    return sorted(found, key=lambda group: not group["wd_mult"])
 
 
 def _grads(args: Mapping[str, Any], dtype: str) -> str:
@@ -124,34 +110,36 @@ def _grads(args: Mapping[str, Any], dtype: str) -> str:
 
 def _dist(source: Checkpoint) -> Optimizer:
     file = read_torch(source.home / megatron_dist.COMMON)
-    outer, about = (
-        held if isinstance(held := file.value.get(name), Mapping) else {} for name in ("optimizer", "content_metadata")
-    )
-    kind = about.get("distrib_optim_sharding_type") or outer.get("param_state_sharding_type")
+    outers = entries(file, source.extra["args"])
+    about = held if isinstance(held := file.value.get("content_metadata"), Mapping) else {}
+    kind = about.get("distrib_optim_sharding_type") or outers[0].get("param_state_sharding_type")
     head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
-    if kind == BUCKETS:
-        return _in_buckets(source, head)
+    grads = _grads(source.extra["args"], next(iter(source.dtypes().values())))
+    if kind == megatron_buckets.NAME:
+        states, (groups, scaler) = megatron_buckets.read(source)
+        return Optimizer(_as_checkpoints(source, states), groups, True, None, scaler, head, grads)
     if kind not in (None, RESHARDABLE):
         raise UnsupportedError(
             f"{source.home} keeps its optimizer as {short(kind)}, which is not known",
             "save once more with --dist-ckpt-optim-fully-reshardable",
         )
     try:
-        inner = outer.get("optimizer", outer)
-        groups = _groups(file, inner["param_groups"])
-        step = inner.get("state", {}).get("common_step")
+        inners = [outer.get("optimizer", outer) for outer in outers]
+        groups = joined([(file, inner["param_groups"]) for inner in inners])
+        scaler = same_scaler([(file, outer.get("grad_scaler")) for outer in outers])
+        step = inners[0].get("state", {}).get("common_step")
     except _DAMAGE:
         raise SourceError(f"{file.path} holds no optimizer of a kind that is known") from None
-    entries: dict[str, list[dcp.Entry]] = {}
+    listed: dict[str, list[dcp.Entry]] = {}
     for one in dcp.entries(source.home):
-        if found := re.fullmatch(rf"{re.escape(PREFIX)}(\w+)\.(.+)", one.name):
-            entries.setdefault(found[1], []).append(replace(one, name=found[2]))
+        if found := re.fullmatch(rf"{CHAINED}{re.escape(PREFIX)}(\w+)\.(.+)", one.name):
+            listed.setdefault(found[2], []).append(replace(one, name=found[3]))
     names = {stored_name(state, kind is not None): state for state in STATES}
-    if set(entries) - set(names):
-        raise UnsupportedError(f"{source.home}: the optimizer keeps {', '.join(sorted(set(entries) - set(names)))}")
+    if set(listed) - set(names):
+        raise UnsupportedError(f"{source.home}: the optimizer keeps {', '.join(sorted(set(listed) - set(names)))}")
     states = {}
-    for name, listed in entries.items():
-        tensors = megatron_dist.tensors_in(source.home, listed)
+    for name, held in listed.items():
+        tensors = megatron_dist.tensors_in(source.home, held)
         placed = _matched(source, {"": {key: one.whole for key, one in tensors.items()}}, names[name])
         pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
         states[names[name]] = replace(source, tensors=pieces)
@@ -160,77 +148,10 @@ def _dist(source: Checkpoint) -> Optimizer:
         groups,
         kind is not None,
         None if step is None else plain(file, step, "the step"),
-        plain(file, outer.get("grad_scaler"), "grad_scaler"),
+        scaler,
         head,
-        _grads(source.extra["args"], next(iter(source.dtypes().values()))),
+        grads,
     )
-
-
-def _in_buckets(source: Checkpoint, head: Mapping[str, Any]) -> Optimizer:
-    """A distributed optimizer as its ranks hold it: in buckets, which are those of `distrib_optim.pt` cut to pieces."""
-    entries: dict[tuple[int, int, str], dict[int, dcp.Entry]] = {}
-    for one in dcp.entries(source.home):
-        if found := re.fullmatch(BUCKET, one.name):
-            buckets = entries.setdefault((int(found[1]), int(found[2]), found[4]), {})
-            if int(found[3]) in buckets:
-                raise UnsupportedError(f"{source.home} holds {one.name} of several element types")
-            buckets[int(found[3])] = one
-    args, path = source.extra["args"], source.home / megatron_dist.COMMON
-    placed: dict[str, list[Placed]] = {state: [] for state in STATES}
-    ranks = trained(cast(ModelSpec, source.spec), args, source.extra["norm"], source.extra["padded_vocab"], path)
-    names = [OBJECT.format(rank, name) for rank in range(len(ranks)) for name in ("optimizer", "grad_scaler")]
-    settings, heads = dcp.read_objects(source.home, names), list[Any]()
-    for rank, every in enumerate(ranks):
-        chunks: dict[str, list[Parameter]] = {}
-        for parameter in every:
-            chunks.setdefault(parameter.chunk, []).append(parameter)
-        for number, parameters in enumerate(chunks.values()):
-            for state in STATES:
-                buckets = entries.pop((rank, number, stored_name(state, distributed=True)), {})
-                placed[state] += _cut(source, parameters, [buckets[order] for order in sorted(buckets)])
-        heads.append(_settings(source, settings, rank))
-        if heads[-1] != heads[0]:
-            raise SourceError(f"{source.home}: the ranks 0 and {rank} have optimizers of different steps or settings")
-    if entries or not heads[0][0]:
-        raise SourceError(
-            f"{source.home} holds an optimizer of other ranks than the {len(ranks)} that its args tell of"
-        )
-    states = {state: replace(source, tensors=tuple(every)) for state, every in placed.items()}
-    grads = _grads(args, next(iter(source.dtypes().values())))
-    return Optimizer(_as_checkpoints(source, states), heads[0][0], True, None, heads[0][1], head, grads)
-
-
-def _settings(source: Checkpoint, held: Mapping[str, TorchFile], rank: int) -> tuple[list[dict[str, Any]], Any]:
-    """The parameter groups of a rank, and its scaler of losses."""
-    group, scaler = (held.get(OBJECT.format(rank, name)) for name in ("optimizer", "grad_scaler"))
-    try:
-        groups = _groups(group, group.value[0]["param_groups"]) if group else []
-        return groups, plain(scaler, scaler.value[0], "grad_scaler") if scaler else None
-    except _DAMAGE:
-        raise SourceError(f"{source.home} holds no settings of the optimizer on rank {rank} that are known") from None
-
-
-def _cut(source: Checkpoint, parameters: Sequence[Parameter], buckets: Sequence[dcp.Entry]) -> Iterator[Placed]:
-    """Where each parameter of a chunk lies in its buckets, which together are the buffer."""
-    sizes = [(one.key, one.slot.shape) for one in parameters]
-    total, held = sum(prod(shape) for _, shape in sizes), sum(prod(one.shape) for one in buckets)
-    places = list(starts(sizes))
-    if total != held:
-        raise SourceError(f"{source.home}: buckets of the optimizer hold {held} elements, the model has {total} there")
-    pieces, first = list[tuple[int, Fragment]](), 0
-    for tensor in dcp.load(buckets):
-        pieces += [(first + piece.part.ranges[0][0], piece.fragment) for piece in tensor.copies[0]]
-        first += tensor.shape[0]
-    pieces.sort(key=lambda piece: piece[0])
-    for number, at in places:
-        one, end = parameters[number], at + prod(sizes[number][1])
-        for begin, flat in pieces[bisect(pieces, at, key=lambda piece: piece[0]) - 1 :]:
-            low, high = max(at, begin), min(end, begin + flat.shape[0])
-            if begin >= end:
-                break
-            offset = flat.offset + (low - begin) * DTYPES[flat.dtype]
-            part = flat._replace(offset=offset, shape=(high - low,), strides=(1,))
-            yield Placed(one.key, one.slot, part, Cut(((low - at, high - at),), flat=True))
 
 
 # --- classic ---------------------------------------------------------------------------------------------------------
@@ -239,59 +160,68 @@ def _cut(source: Checkpoint, parameters: Sequence[Parameter], buckets: Sequence[
 def _classic(source: Checkpoint) -> Optimizer:
     found: Found = {}
     heads = []
-    mesh = Mesh(source.topology["tp"], 1, source.topology["tp"])
-    for shard in read_shards(source.home):
+    shards, args = read_shards(source.home), source.extra["args"]
+    mesh = mesh_of(shards, args, source.home)
+    for shard in shards:
         chunks = {
             place: {key: one for key, one in tensors.items() if not any(re.fullmatch(drop, key) for drop in DROPS)}
             for place, tensors in tensors_of([shard], mesh, source.topology["pp"]).items()
         }
         try:
-            heads.append(_shard(shard, chunks, found))
+            heads.append(_shard(shard, apart(chunks, several=is_spread(args)), entries(shard.file, args), found))
         except _DAMAGE:
             raise SourceError(f"{shard.file.path} holds no optimizer of a kind that is known") from None
         if heads[-1] != heads[0]:
             first = source.home / next(iter(source.files))
             raise SourceError(f"{shard.file.path} and {first} have optimizers of different steps or settings")
+    groups, distributed, step, scaler, head = heads[0]
     states = {}
     for state in STATES:
         if state in found:
-            states[state] = replace(source, tensors=tuple(_matched(source, found[state], state)))
-    groups, distributed, step, scaler, head = heads[0]
-    grads = _grads(source.extra["args"], next(iter(source.dtypes().values())))
+            tensors = _matched(source, found[state], state, once=distributed and is_spread(args))
+            states[state] = replace(source, tensors=tuple(tensors))
+    grads = _grads(args, next(iter(source.dtypes().values())))
     return Optimizer(_as_checkpoints(source, states), groups, distributed, step, scaler, head, grads)
 
 
-def _shard(shard: Shard, chunks: Mapping[str, Mapping[str, Fragment]], found: Found) -> tuple[Any, ...]:
+def _shard(
+    shard: Shard, shares: Sequence[Chunks], outers: Sequence[Mapping[Any, Any]], found: Found
+) -> tuple[Any, ...]:
     """Add the states of a rank's file to those that were found.
+
+    Args:
+        shard: the file.
+        shares: the parameters of each of its optimizers.
+        outers: its entry of each.
+        found: where the states are added.
 
     Returns:
         What all ranks have in common: groups, whether it is distributed, step, scaler, and what lies beside it.
     """
     file = shard.file
-    outer = file.value["optimizer"]
-    if not isinstance(outer, Mapping):
-        raise UnsupportedError(f"{file.path} holds several optimizers, one is supported")
-    inner = outer.get("optimizer", outer)
-    groups, distributed = _groups(file, inner["param_groups"]), "state" not in inner
+    inners = [outer.get("optimizer", outer) for outer in outers]
+    groups, distributed = joined([(file, inner["param_groups"]) for inner in inners]), "state" not in inners[0]
     steps: set[Small] = set()
-    held = _sharded(file, chunks) if distributed else _plain(file, outer, inner, chunks, steps)
+    if distributed:
+        held = _sharded(file, shares)
+    else:
+        held = chain.from_iterable(
+            _plain(file, outer, share, steps) for outer, share in zip(outers, shares, strict=True)
+        )
     for state, place, key, fragment in held:
         found.setdefault(state, {}).setdefault(place, {})[key] = fragment
     if len(steps) > 1:
         raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
     head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
-    scaler = plain(file, outer.get("grad_scaler"), "grad_scaler")
+    scaler = same_scaler([(file, outer.get("grad_scaler")) for outer in outers])
     return groups, distributed, next(iter(steps), None), scaler, head
 
 
 def _plain(
-    file: TorchFile,
-    outer: Mapping[str, Any],
-    inner: Mapping[str, Any],
-    chunks: Mapping[str, Mapping[str, Fragment]],
-    steps: set[Small],
+    file: TorchFile, outer: Mapping[Any, Any], chunks: Chunks, steps: set[Small]
 ) -> Iterator[tuple[str, str, str, Fragment]]:
     """State, file and chunk, key and place of what torch's Adam keeps; its steps are added to `steps`."""
+    inner = outer.get("optimizer", outer)
     every = [(place, key, one.shape) for place, tensors in chunks.items() for key, one in tensors.items()]
     masters = outer.get("fp32_from_fp16_params")
     for order, group in enumerate(inner["param_groups"]):
@@ -319,17 +249,24 @@ def _plain(
                 yield state, place, key, file.fragment(ref, f"{state} of {key}")
 
 
-def _sharded(
-    beside: TorchFile, chunks: Mapping[str, Mapping[str, Fragment]]
-) -> Iterator[tuple[str, str, str, Fragment]]:
+def _sharded(beside: TorchFile, shares: Sequence[Chunks]) -> Iterator[tuple[str, str, str, Fragment]]:
     """The same of a distributed optimizer, whose states lie in a file of their own."""
     path = beside.path.with_name(SHARDED)
     if not path.is_file():
         raise SourceError(f"{path.parent} holds no {SHARDED}, which {beside.path.name} says there is")
     file = read_torch(path)
-    buffers = [file.value[number] for number in range(len(chunks))]
-    if len(buffers) in file.value or any(len(buffer) != 1 for buffer in buffers):
-        raise UnsupportedError(f"{path} holds more than one buffer for each chunk of the model")
+    every = file.value if isinstance(file.value, list) else [file.value]
+    if len(every) != len(shares):
+        raise UnsupportedError(f"{path} holds {len(every)} optimizers, {beside.path.name} {len(shares)}")
+    for kept, share in zip(every, shares, strict=True):
+        if kept is not None:
+            yield from _buffers(file, kept, {place: tensors for place, tensors in share.items() if tensors})
+
+
+def _buffers(file: TorchFile, every: Mapping[Any, Any], chunks: Chunks) -> Iterator[tuple[str, str, str, Fragment]]:
+    buffers = [every[number] for number in range(len(chunks))]
+    if len(buffers) in every or any(len(buffer) != 1 for buffer in buffers):
+        raise UnsupportedError(f"{file.path} holds more than one buffer for each chunk of the model")
     for (place, tensors), buffer in zip(chunks.items(), buffers, strict=True):
         (kept,) = buffer.values()
         sizes = [(key, one.shape) for key, one in tensors.items()]
@@ -337,7 +274,7 @@ def _sharded(
         for state in STATES:
             flat = file.fragment(kept[stored_name(state, distributed=True)], state)
             if flat.shape != (total,) or not flat.row_major:
-                raise SourceError(f"{path} holds {list(flat.shape)} elements of {state}, its model has {total}")
+                raise SourceError(f"{file.path} holds {list(flat.shape)} elements of {state}, its model has {total}")
             for number, at in places:
                 key, shape = sizes[number]
                 offset = flat.offset + at * DTYPES[flat.dtype]

@@ -21,6 +21,7 @@ from converters.commands.options import (
     iteration_folder,
     layout,
     opened,
+    optimizer_kind,
     reading,
     require_effect,
     stages,
@@ -92,6 +93,7 @@ DIALECTS = {"norm": "torch torch_dist", "experts": "torch torch_dist", "tokens":
     metavar="N",
     help="With the optimizer: where Megatron's schedule and data go on.  [default: what SRC says]",
 )
+@optimizer_kind
 @deepspeed_reading
 @gqa_layout
 @reading
@@ -109,16 +111,23 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
         raise UsageError(f"{src} is a checkpoint of Megatron already", USE_RESHARD)
     wanted = _wanted(options, options["norm"] or "te", options["multiple"], _dialect(options))
     request = request_of(out, options, source)
-    if options["samples"] is not None and not options["with_optimizer"]:
-        raise UsageError("--consumed-samples says where a training goes on", "add --with-optimizer")
+    _require_optimizer(options)
     if options["with_optimizer"]:
         _require_core(wanted.dialect)
         if options["tokens"] is not None:
             raise UsageError("tokens that are new have no moments", "leave --true-vocab-size out")
-        plan = plan_resumed(source, request, wanted, options["iteration"], options["samples"])
+        kind = options["optimizer"] or "plain"
+        plan = plan_resumed(source, request, wanted, options["iteration"], options["samples"], kind)
     else:
         plan = plan_megatron(source, request, wanted, options["iteration"], options["tokens"])
     carry_out(plan, request, options)
+
+
+def _require_optimizer(options: Mapping[str, Any]) -> None:
+    """What is said of an optimizer is said of one that goes on."""
+    for name in ("optimizer", "samples"):
+        if options.get(name) is not None and not options["with_optimizer"]:
+            raise UsageError(f"--{flag_of(name)} is for a training that goes on", "add --with-optimizer")
 
 
 def _require_core(dialect: str) -> None:
@@ -316,6 +325,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     is_flag=True,
     help="Megatron: masters, moments, step and scheduler too; a training goes on at the new topology.",
 )
+@optimizer_kind
 @deepspeed_reading
 @gqa_layout
 @reading
@@ -329,6 +339,7 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
         raise UsageError(
             "--with-optimizer is for Megatron", "`convert zero2universal` takes the optimizer of GPT-NeoX along"
         )
+    _require_optimizer(options)
     require_effect(options, source, known=SHARDS)
     request = request_of(out, options, source)
     planned = _reshard_neox if source.format == "neox" else _reshard_megatron
@@ -350,7 +361,7 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     if options["dtype"] != "keep":
         what = f"--dtype {options['dtype']}"
         raise UsageError(f"an optimizer cannot go on with {what}", "reshard the weights without --with-optimizer")
-    return plan_run(source, request, wanted, iteration)
+    return plan_run(source, request, wanted, iteration, options["optimizer"])
 
 
 def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:

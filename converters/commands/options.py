@@ -147,6 +147,10 @@ true_vocab_size = click.option(
     "--true-vocab-size", "tokens", type=click.IntRange(1), metavar="N",
     help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
 )  # fmt: skip
+optimizer_kind = click.option(
+    "--optimizer", type=click.Choice(["plain", "distributed"]),
+    help="Megatron: the optimizer of the training that goes on.  [default: as in SRC, else plain]",
+)  # fmt: skip
 at_iteration = click.option(
     "--iteration", type=click.IntRange(1), metavar="N", help="The iteration of the run.  [default: the last one]"
 )
@@ -208,7 +212,9 @@ READERS = {
 
 def flag_of(name: str) -> str:
     """What an option is called on the command line."""
-    return {"settings": "set", "kind": "format", "tokens": "true-vocab-size"}.get(name, name.replace("_", "-"))
+    return {"settings": "set", "kind": "format", "tokens": "true-vocab-size", "samples": "consumed-samples"}.get(
+        name, name.replace("_", "-")
+    )
 
 
 def _is_yml(config: Path) -> bool:

@@ -12,12 +12,15 @@ JOBS.json is a list of trainings, done one after another in one start of the fra
                                               one training; ranks beyond tp * pp are data parallel
     {..., "vpp": 2}                           virtual chunks of each stage
     {..., "multiple": 1}                      of what the rows of the vocabulary are one, else 16
+    {..., "ep": 2, "etp": 1}                  experts on several ranks
+    {..., "experts": "te" | "grouped"}        in the module for grouped layers of Transformer Engine, which are ours
+                                              here; or in two matrices, which begin at random
     {..., "bucket": 20000}                    elements of a bucket of the distributed optimizer, else there is one
     {..., "weights": RUN}                     it begins with the weights of a run, trains, saves, trains on
     {..., "resume": RUN}                      it loads all of a run, saves, and trains on with the losses of the other
     {..., "resume": RUN, "foreign": true}     the same, of a run that began in another framework, which rounds otherwise
     {..., "damaged": true}                    the losses must differ
-    {..., "save": {RUN: "torch" | "torch_dist" | "dp_reshardable"}}
+    {..., "save": {RUN: "torch" | "torch_dist" | "dp_reshardable" | "prefixed"}}
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ import json
 import os
 import sys
 from argparse import Namespace
-from copy import deepcopy
+from copy import copy, deepcopy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import megatron.core.transformer.moe.experts as megatron_experts
 import megatron_dist_judge as dist_judge
 import megatron_judge as judge
 import torch
@@ -43,6 +47,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from transformers import AutoConfig
 from transformers.utils import logging
 
@@ -61,15 +69,19 @@ class Training:
         self.c = AutoConfig.from_pretrained(job["hf"])
         self.half = job["dtype"] == "bfloat16"
         dtype, distributed = getattr(torch, job["dtype"]), job["distributed"]
-        topology = judge.Topology(job["tp"], job["pp"], job.get("vpp"), {})
+        topology = judge.Topology(job["tp"], job["pp"], job.get("vpp"), {}, job.get("ep", 1), job.get("etp"))
         self.topology = topology
         config = judge.transformer_config(self.c, topology, dtype)
         config.pipeline_dtype = dtype
         config.bf16 = self.half
-        rows = judge.padded_vocabulary(
-            self.c, topology, Namespace(make_vocab_size_divisible_by=job.get("multiple", 16))
-        )
+        config.sequence_parallel = config.num_moe_experts is not None and topology.tp > 1
+        padding = Namespace(make_vocab_size_divisible_by=job.get("multiple", 16))
+        rows = judge.padded_vocabulary(self.c, topology, padding)
+        config.moe_grouped_gemm = job.get("experts") == "grouped"
+        torch.manual_seed(0)
         self.chunks = judge.build_chunks(self.c, config, rows)
+        if job.get("experts") == "te":
+            group_experts(self.chunks)
         for chunk in self.chunks:
             if chunk.post_process:
                 chunk.parallel_output, chunk.output_layer.gather_output = True, False
@@ -146,6 +158,58 @@ class Training:
         return loss
 
 
+class GroupedLinear(torch.nn.Module):
+    """A matrix for each expert, as in Transformer Engine, which is not here.
+
+    It registers `weight0`, `weight1`, ... in this order (its pytorch/module/grouped_linear.py at 0069563f).
+    """
+
+    def __init__(self, experts: int, inputs: int, outputs: int, *, config: Any, **_: Any) -> None:
+        super().__init__()
+        for number in range(experts):
+            weight = torch.nn.Parameter(torch.zeros(outputs, inputs, dtype=config.params_dtype))
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, None]:
+        parts = zip(x.split(tokens), self.parameters(), strict=True)
+        return torch.cat([torch.nn.functional.linear(part, weight) for part, weight in parts]), None
+
+
+def group_experts(chunks: list[Any]) -> None:
+    """Put megatron-core's module for grouped layers in the place of that with a module for each expert."""
+    layers = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            count, config = layer.mlp.num_local_experts, chunk.config
+            layer.mlp.experts = TEGroupedMLP(count, config, layers, get_default_pg_collection())
+
+
+def grouped_gemm(x: torch.Tensor, weights: torch.Tensor, tokens: torch.Tensor, trans_b: bool) -> torch.Tensor:
+    """The kernel of `GroupedMLP`, which is for GPUs only: the rows of each expert times its matrix."""
+    assert not trans_b
+    return torch.cat([part @ weight for part, weight in zip(x.split(tokens.tolist()), weights, strict=True)])
+
+
+def norm_some_rows() -> None:
+    """Let torch's norms stand where sequences are cut, as they have to be to train experts on tensor ranks.
+
+    megatron-core refuses them there (transformer/torch_norm.py:32): their gradients are those of some rows. It adds
+    them up where a weight says so (distributed/finalize_model_grads.py).
+    """
+    build = WrappedTorchNorm.__new__
+
+    def marked(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy(config)
+        alone.sequence_parallel = False
+        norm = build(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = marked
+
+
 def give_steps() -> None:
     """Let the distributed optimizer load without Transformer Engine, whose Adam has no step in each parameter's state.
 
@@ -164,7 +228,9 @@ def give_steps() -> None:
 
 
 def begin(training: Training, run: Path) -> None:
-    """The weights of a run that was converted, and nothing else of it."""
+    """The weights of a run that was converted, and nothing else of it; two matrices of all experts are not written."""
+    if training.job.get("experts") == "grouped":
+        return
     stored = torch.load(place(training, run) / judge.FILE, weights_only=False)
     judge.agree(judge.load_chunks(training.chunks, stored, training.topology.chunks(), "local"))
     training.optimizer.reload_model_params()
@@ -172,8 +238,7 @@ def begin(training: Training, run: Path) -> None:
 
 def place(training: Training, run: Path) -> Path:
     """This rank's folder in a classic run."""
-    ranks = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
-    return judge.iteration_folder(run) / training.topology.folder(*ranks)
+    return judge.iteration_folder(run) / training.topology.folder(*judge.my_ranks())
 
 
 def claims_of(training: Training, run: Path) -> Namespace:
@@ -191,7 +256,7 @@ def metadata(how: str, training: Training) -> dict[str, Any]:
     """What `_build_sharded_state_dict_metadata` makes of the arguments."""
     kind = {"torch_dist": "fully_reshardable"}.get(how, how)
     about: dict[str, Any] = {"distrib_optim_sharding_type": kind} if training.job["distributed"] else {}
-    return about | {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return about | {"singleton_local_shards": False, "chained_optim_avoid_prefix": how != "prefixed"}
 
 
 def save(training: Training, out: Path, how: str, claims: Namespace) -> None:
@@ -201,15 +266,13 @@ def save(training: Training, out: Path, how: str, claims: Namespace) -> None:
     state["num_floating_point_operations_so_far"] = 1e9
     folder, names = out / f"iter_{training.iteration:07d}", training.topology.chunks()
     if how == "torch":
-        path = folder / training.topology.folder(
-            ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
-        )
+        path = folder / training.topology.folder(*judge.my_ranks())
         path.mkdir(parents=True, exist_ok=True)
         if training.job["distributed"]:
             training.optimizer.save_parameter_state(str(path / "distrib_optim.pt"))
         state |= {name: one.state_dict_for_save_checkpoint() for name, one in zip(names, training.chunks, strict=True)}
         state["optimizer"] = training.optimizer.state_dict()
-        if ps.get_data_parallel_rank() == 0:
+        if ps.get_expert_data_parallel_rank() == 0:
             torch.save(state, path / judge.FILE)
     else:
         folder.mkdir(parents=True, exist_ok=True)
@@ -284,9 +347,14 @@ def train_all(jobs: Path, rank: int) -> int:
     dist.init_process_group("gloo", f"file://{jobs}.meeting", timedelta(seconds=60), world_size=RANKS, rank=rank)
     groups = None
     for job in json.loads(jobs.read_text()):
-        if groups != (groups := (job["tp"], job["pp"], job.get("vpp"))):
+        if groups != (groups := tuple(job.get(name) for name in ("tp", "pp", "vpp", "ep", "etp"))):
             ps.destroy_model_parallel()
-            ps.initialize_model_parallel(*groups, distributed_timeout_minutes=1)
+            ps.initialize_model_parallel(
+                *groups[:3],
+                expert_model_parallel_size=groups[3] or 1,
+                expert_tensor_parallel_size=groups[4],
+                distributed_timeout_minutes=1,
+            )
         try:
             do(job)
         except judge.JudgementError as error:
@@ -303,6 +371,9 @@ def main() -> int:
     logging.disable_progress_bar()
     judge.patch_for_cpu()
     give_steps()
+    norm_some_rows()
+    megatron_experts.gg.assert_grouped_gemm_is_available = lambda: None
+    megatron_experts.gg.ops = Namespace(gmm=grouped_gemm)
     torch.cuda.synchronize = lambda *args, **kwargs: None
     Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
     gc.freeze()  # a distributed optimizer collects garbage at each save (distrib_optimizer.py:1278)

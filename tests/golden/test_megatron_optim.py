@@ -31,13 +31,20 @@ class Topology(NamedTuple):
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def flags(self) -> list[str]:
-        return ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp)]
+        words = ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp)]
+        words += ["--ep", str(self.ep)] if self.ep > 1 else []
+        return words + (["--etp", str(self.etp)] if self.etp else [])
 
 
-ONE, TP2, PP2, VPP2 = Topology(), Topology(2), Topology(pp=2), Topology(pp=2, vpp=2)
+ONE, TP2, PP2, VPP2, EP2 = Topology(), Topology(2), Topology(pp=2), Topology(pp=2, vpp=2), Topology(ep=2)
+SPREAD = Topology(2, ep=2, etp=1)
+Target = tuple[str, Topology] | tuple[str, Topology, str]
+"""Format, topology, and the optimizer, where it is not that of the source."""
 
 
 class Run(NamedTuple):
@@ -47,28 +54,61 @@ class Run(NamedTuple):
     dtype: str
     distributed: bool
     topology: Topology
-    resharded: dict[str, list[tuple[str, Topology]]]
+    resharded: dict[str, list[Target]]
     bucket: int | None = None
+    experts: str = "local"
+
+    @property
+    def names(self) -> str:
+        """What is written: two matrices of all experts are only read."""
+        return "local" if self.experts == "grouped" else self.experts
 
     @property
     def job(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "distributed": self.distributed} | ({"bucket": self.bucket} if self.bucket else {})
+        kept = {"dtype": self.dtype, "distributed": self.distributed, "experts": self.experts}
+        return kept | ({"bucket": self.bucket} if self.bucket else {})
 
 
 RUNS = (
     Run("llama", "float32", False, TP2, {"torch": [("torch", PP2)], "torch_dist": [("torch", ONE)]}),
     Run("starcoder2", "float32", False, PP2, {"torch": [("torch", TP2)]}),
     Run("qwen3", "float32", False, ONE, {"torch_dist": [("torch", VPP2)]}),
-    Run("llama-tied", "bfloat16", False, PP2, {"torch": [("torch_dist", ONE)], "torch_dist": [("torch", TP2)]}),
-    Run("llama", "float32", True, ONE, {"torch": [("torch", VPP2)], "dp_reshardable": [("torch_dist", TP2)]}, 20_000),
+    Run(
+        "llama-tied",
+        "bfloat16",
+        False,
+        PP2,
+        {"torch": [("torch_dist", ONE)], "torch_dist": [("torch", TP2), ("torch", ONE, "distributed")]},
+    ),
+    Run(
+        "llama",
+        "float32",
+        True,
+        ONE,
+        {"torch": [("torch", VPP2), ("torch", ONE, "plain")], "dp_reshardable": [("torch_dist", TP2)]},
+        20_000,
+    ),
     Run("llama-tied", "bfloat16", True, PP2, {"dp_reshardable": [("torch_dist", ONE)]}, 20_000),
     Run("mistral", "bfloat16", True, TP2, {"torch_dist": [("torch", ONE), ("torch_dist", PP2)]}),
+    Run("mixtral", "float32", False, EP2, {"torch": [("torch", ONE, "distributed")], "prefixed": [("torch", PP2)]}),
+    Run(
+        "qwen2_moe",
+        "bfloat16",
+        True,
+        SPREAD,
+        {"torch": [("torch", ONE, "plain")], "torch_dist": [("torch", EP2)], "dp_reshardable": [("torch_dist", TP2)]},
+    ),
+    Run("dots1", "float32", False, ONE, {"torch": [("torch", SPREAD)], "torch_dist": [("torch_dist", EP2)]}),
+    Run("mixtral", "float32", False, EP2, {"torch": [("torch", ONE)]}, experts="te"),
+    Run("qwen2_moe", "bfloat16", True, ONE, {"torch": [("torch", EP2)]}, experts="te"),
+    Run("mixtral", "bfloat16", False, ONE, {"torch": [("torch", EP2)]}, experts="grouped"),
+    Run("qwen2_moe", "bfloat16", True, EP2, {"torch": [("torch", ONE)]}, experts="grouped"),
 )
 
 
 def train(jobs: list[dict[str, Any]], folder: Path, seconds: int = 280) -> None:
     """Run the trainings, those of one topology together."""
-    jobs = sorted(jobs, key=lambda job: (job["tp"], job["pp"], job.get("vpp", 1)))
+    jobs = sorted(jobs, key=lambda job: [job[name] or 1 for name in Topology._fields])
     (folder / "jobs.json").write_text(json.dumps(jobs))
     call = "import sys, megatron_train; sys.exit(megatron_train.main())"
     command = [sys.executable, "-c", call, str(folder / "jobs.json")]
@@ -78,9 +118,9 @@ def train(jobs: list[dict[str, Any]], folder: Path, seconds: int = 280) -> None:
     assert ran.stdout.count("largest relative loss difference") == sum("resume" in job for job in jobs)
 
 
-def at(topology: Topology) -> dict[str, int]:
-    """The entries of a job."""
-    return topology._asdict() if topology.vpp > 1 else {"tp": topology.tp, "pp": topology.pp}
+def at(topology: Topology) -> dict[str, int | None]:
+    """The entries of a job; without virtual chunks megatron-core wants None."""
+    return topology._asdict() | ({} if topology.vpp > 1 else {"vpp": None})
 
 
 def states(run: Path, vocab: int) -> dict[str, str]:
@@ -106,6 +146,7 @@ def test_a_training_goes_on(model, convert, tmp_path):
     for number, run in enumerate(RUNS):
         source, begun = model(run.model, run.dtype), tmp_path / f"begun{number}"
         words = [*run.topology.flags, "--norm", "local", "--make-vocab-size-divisible-by", 16]
+        words += ["--experts", run.names]
         assert convert("hf2megatron", source, begun, *words).code == 0
         saves = {str(tmp_path / f"{how}{number}"): how for how in run.resharded}
         rest = {"hf": str(source), "losses": str(tmp_path / f"losses{number}"), "save": saves, "weights": str(begun)}
@@ -116,13 +157,15 @@ def test_a_training_goes_on(model, convert, tmp_path):
     resumed: list[dict[str, Any]] = []
     for number, run in enumerate(RUNS):
         for how, targets in run.resharded.items():
-            for kind, topology in targets:
-                out = tmp_path / f"{number}-{how}-{kind}-{'-'.join(map(str, topology))}"
+            for kind, topology, *optimizer in targets:
+                out = tmp_path / f"{number}-{how}-{kind}-{'-'.join(map(str, [*topology, *optimizer]))}"
                 words = [*topology.flags, "--format", kind, "--norm", "local", "--with-optimizer", "--vocab-size", 211]
+                words += ["--experts", run.names, *(["--optimizer", optimizer[0]] if optimizer else [])]
                 ran = convert("reshard", tmp_path / f"{how}{number}", out, *words)
                 assert ran.code == 0, ran.err
                 assert convert("verify", out).code == 0
-                job = {key: value for key, value in jobs[number].items() if key not in ("weights", "tp", "pp", "vpp")}
+                job = {key: value for key, value in jobs[number].items() if key != "weights"}
+                job |= {"experts": run.names} | ({"distributed": optimizer[0] == "distributed"} if optimizer else {})
                 job |= at(topology) | {"resume": str(out), "save": {f"{out}-again": "torch"}}
                 resumed.append(job)
     damaged = {**resumed[0], "resume": str(tmp_path / "damaged"), "save": {}, "damaged": True}

@@ -212,9 +212,8 @@ READERS = {
 
 def flag_of(name: str) -> str:
     """What an option is called on the command line."""
-    return {"settings": "set", "kind": "format", "tokens": "true-vocab-size", "samples": "consumed-samples"}.get(
-        name, name.replace("_", "-")
-    )
+    spelled = {"settings": "set", "kind": "format", "tokens": "true-vocab-size", "samples": "consumed-samples"}
+    return spelled.get(name, name.replace("_", "-"))
 
 
 def _is_yml(config: Path) -> bool:

@@ -1,15 +1,17 @@
-"""Judge: does a training go on in torch's FSDP2 where Megatron's stopped, and the other way round?
+"""Judge: does a training go on in FSDP2 or DeepSpeed where Megatron's stopped, and the other way round?
 
-Two ranks on gloo hold the Hugging Face model, cut by `fully_shard`, and AdamW with the groups, the rates, the batches
-and the clipping of megatron_train.py: what remains between the two is the order of some sums.
+Two ranks on gloo hold the Hugging Face model, cut by `fully_shard` or by ZeRO, and AdamW with the groups, the rates,
+the batches and the clipping of megatron_train.py: what remains between them is the order of some sums.
 
     python torch_train.py JOBS.json
 
 JOBS.json is a list of trainings, done one after another in one start:
 
     {"hf": FOLDER, "resume": DCP_FOLDER, "step": 3, "losses": FILE, "save": DCP_FOLDER}
+    {"hf": FOLDER, "resume": UNIVERSAL_FOLDER, "step": 3, "losses": FILE, "save": RUN, "stage": 2}
 
-Each loads a checkpoint as `dcp.load` and `set_state_dict` do, saves it at once, and trains on with the losses of FILE.
+Each loads a checkpoint as `dcp.load` and `set_state_dict` do, or as DeepSpeed does with `load_universal`, saves it at
+once, and trains on with the losses of FILE.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import faulthandler
 import json
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 
 import torch
 import torch.distributed as dist
@@ -40,23 +44,71 @@ TOLERANCE = 1e-5
 """Largest relative difference of a loss: two frameworks compute it, in float32."""
 
 
-def build(folder: str) -> tuple[Any, torch.optim.Optimizer]:
-    """A model with weights of its own, and an optimizer that never made a step."""
+def blank(folder: str) -> Any:
+    """A model with weights of its own."""
     torch.manual_seed(dist.get_rank() + 17)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    """An optimizer that never made a step."""
+    vectors = {name for name, one in model.named_parameters() if one.ndim == 1 or name.endswith(".bias")}
+    named = [(name in vectors, one) for name, one in model.named_parameters()]
+    groups: list[dict[str, Any]] = [{"params": [one for vector, one in named if not vector]}]
+    groups.append({"params": [one for vector, one in named if vector], "weight_decay": 0.0})
+    return torch.optim.AdamW(groups, lr=RATE, weight_decay=0.1)
+
+
+def fsdp(job: dict[str, Any]) -> tuple[Any, Any, Callable[[torch.Tensor], None]]:
+    """Model, optimizer and the end of a step of FSDP2, loaded and saved."""
+    model, mesh = blank(job["hf"]), init_device_mesh("cpu", (RANKS,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    named = [(name, one) for name, one in model.named_parameters()]
-    matrices = [one for name, one in named if one.ndim > 1 and not name.endswith(".bias")]
-    vectors = [one for name, one in named if one.ndim == 1 or name.endswith(".bias")]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=RATE, weight_decay=0.1)
+    optimizer = adam(model)
+    weights, states = get_state_dict(model, optimizer)
+    held = {"model": weights, "optim": states}
+    dcp.load(held, checkpoint_id=job["resume"])
+    set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"])
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=job["save"])
+
+    def update(loss: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return model, optimizer, update
 
 
-def schedule(optimizer: torch.optim.Optimizer, step: int) -> OptimizerParamScheduler:
+def zero(job: dict[str, Any]) -> tuple[Any, Any, Callable[[torch.Tensor], None]]:
+    """The same of DeepSpeed."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    model = blank(job["hf"])
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // RANKS, "gradient_clipping": 1.0, "steps_per_print": 10**9,
+        "zero_optimization": {"stage": job["stage"]}, "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": True},
+    }  # fmt: skip
+    engine = deepspeed.initialize(model=model, optimizer=adam(model), config=config)[0]
+    path, _ = engine.load_checkpoint(job["resume"])
+    assert path, "DeepSpeed found nothing to load"
+    engine.save_checkpoint(job["save"])
+
+    def update(loss: torch.Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return engine, engine.optimizer, update
+
+
+def schedule(optimizer: Any, step: int) -> OptimizerParamScheduler:
     """The rates of megatron_train.py, from a step on."""
+    for group in optimizer.param_groups:
+        group["wd_mult"] = 1.0 if group["weight_decay"] else 0.0  # for Megatron's schedule
     made = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=RATE, min_lr=RATE / 10, lr_warmup_steps=2, lr_decay_steps=20,
         lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=20, wd_incr_style="constant",
@@ -65,38 +117,27 @@ def schedule(optimizer: torch.optim.Optimizer, step: int) -> OptimizerParamSched
     return made
 
 
-def one_step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
-    """One step on the batch of an iteration, of which each rank takes its share."""
+def loss_of(model: Any, vocabulary: int, number: int) -> torch.Tensor:
+    """The loss on the batch of an iteration, of which each rank takes its share."""
     generator = torch.Generator().manual_seed(number)
-    ids = torch.randint(0, model.config.vocab_size, (BATCH, 17), generator=generator)
+    ids = torch.randint(0, vocabulary, (BATCH, 17), generator=generator)
     ids = ids[dist.get_rank() * BATCH // RANKS : (dist.get_rank() + 1) * BATCH // RANKS]
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    loss = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    return mean.item() / RANKS
+    return cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def do(job: dict[str, Any]) -> bool:
     """One training; whether its losses are those that were wanted."""
-    model, optimizer = build(job["hf"])
-    weights, states = get_state_dict(model, optimizer)
-    held = {"model": weights, "optim": states}
-    dcp.load(held, checkpoint_id=job["resume"])
-    set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"])
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=job["save"])
-    for group in optimizer.param_groups:
-        group["wd_mult"] = 1.0 if group["weight_decay"] else 0.0  # for Megatron's schedule
-    rates = schedule(optimizer, job["step"])
+    model, optimizer, update = (zero if "stage" in job else fsdp)(job)
+    rates, vocabulary = schedule(optimizer, job["step"]), AutoConfig.from_pretrained(job["hf"]).vocab_size
     losses = []
     for number in range(job["step"], job["step"] + STEPS):
-        losses.append(one_step(model, optimizer, number))
+        loss = loss_of(model, vocabulary, number)
+        update(loss)
         rates.step(increment=1)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / RANKS)
     wanted = json.loads(Path(job["losses"]).read_text())
     apart = max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
     if dist.get_rank() == 0:
@@ -108,6 +149,7 @@ def do(job: dict[str, Any]) -> bool:
 def train_all(jobs: Path, rank: int) -> int:
     """All trainings, on one rank."""
     faulthandler.dump_traceback_later(200.0, exit=True)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     dist.init_process_group("gloo", f"file://{jobs}.meeting", timedelta(seconds=60), world_size=RANKS, rank=rank)
     right = [do(job) for job in json.loads(jobs.read_text())]
     dist.destroy_process_group()

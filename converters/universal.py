@@ -1,18 +1,24 @@
-"""Plans of DeepSpeed's universal checkpoints: masters and moments, each a conversion of its own into one folder."""
+"""Plans of DeepSpeed's universal checkpoints: masters and moments, each a conversion of its own into one folder.
+
+Of DeepSpeed's own partitions every parameter keeps the name that the training gave it; of any other optimizer it has
+that of transformers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from converters import assets
 from converters.convert import Request
 from converters.plan import Job, Plan, make_plan
-from formats import deepspeed, neox, universal, verbatim, zero, zero_partitions
+from formats import deepspeed, huggingface, neox, universal, verbatim, zero, zero_partitions
 from formats.checkpoint import Checkpoint, Settings, Target
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import RefusedError, UnsupportedError
 from formats.layout import Slot, match
+from formats.optimizer import STATES, Group, Optimizer
 from formats.pickles import Opaque
 from formats.scattered import Scattered, spread
 from formats.spec import ModelSpec, Verbatim
@@ -22,16 +28,17 @@ from formats.universal import Parameter, States
 WHY = "DeepSpeed's own names"
 
 
+def is_partitioned(path: Path, tag: str | None) -> bool:
+    """Whether a folder is DeepSpeed's, and no universal checkpoint."""
+    return path.is_dir() and deepspeed.detect(path) and not universal.is_universal(deepspeed.locate(path, tag)[1])
+
+
 def open_states(path: Path, settings: Settings) -> States:
-    """Open the optimizer states of a checkpoint, each file once.
+    """Open the optimizer states of a checkpoint whose ranks keep a part each, each file once.
 
     Raises:
         UnsupportedError: the checkpoint is of stage 0, which keeps no names.
     """
-    if not path.is_dir() or not deepspeed.detect(path):
-        raise SourceError(f"{path} is no checkpoint of DeepSpeed", "name the folder with `latest`, or a global_stepN")
-    if universal.is_universal(deepspeed.locate(path, settings.tag)[1]):
-        raise UnsupportedError(f"{path} is a universal checkpoint already")
     return neox.read_states(path, settings) if neox.detect(path) else _plain(path, settings)
 
 
@@ -48,19 +55,9 @@ def plan_universal(states: States, request: Request) -> Plan:
     opened, model, partitions = states
     tag = opened[0].home
     parameters = list(_parameters(opened[0], zero_partitions.step_of(partitions)))
-    place = request.root / tag.name
-    plans = [
-        make_plan(one, Target(universal.files(place, parameters, state), {}, {}))
-        for one, state in zip(opened, zero_partitions.STATES, strict=True)
-    ]
     ranks = len([path for path in tag.iterdir() if deepspeed.MODEL.fullmatch(path.name)]) or 1
     frozen = _frozen(model, {one.name for one in parameters})
     small = universal.texts(parameters, partitions[0].settings, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
-    texts = {f"{tag.name}/{name}": content for name, content in small.items()}
-    texts[universal.LATEST] = tag.name.encode()
-    files = tuple(file for plan in plans if plan.target for file in plan.target.files)
-    named = zip(plans, zero_partitions.STATES, strict=True)
-    jobs = tuple(_named(job, state) for plan, state in named for job in plan.jobs)
     lost = universal.left_out(model)
     notes = [f"what is no plain data stays behind: {', '.join(lost)}"] if lost else []
     if frozen:
@@ -68,7 +65,89 @@ def plan_universal(states: States, request: Request) -> Plan:
             f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores "
             "none from a universal checkpoint"
         )
-    return Plan(opened[0], opened[0].spec, jobs, Target(files, texts, {}, tag.name), tuple(notes), read_back)
+    target = _target(request.root, tag.name, parameters, small)
+    jobs = _jobs(dict(zip(STATES, opened, strict=True)), target, STATES[1:])
+    return Plan(opened[0], opened[0].spec, jobs, target, tuple(notes), read_back)
+
+
+def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request) -> Plan:
+    """A plan that writes a universal checkpoint for a training of the model as transformers has it.
+
+    Args:
+        source: the opened checkpoint, of any format.
+        optimizer: what was trained with it.
+        request: what the user asked for.
+
+    Raises:
+        RefusedError: the vocabulary is unknown.
+        UnsupportedError: what is one parameter in transformers was trained in several groups.
+    """
+    if source.spec.vocab is None and isinstance(source.spec, ModelSpec):
+        raise RefusedError(f"the true vocabulary of {source.root} is unknown", "add --vocab-size N, or --config MODEL")
+    groups: dict[Group, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
+    for slot in huggingface.model_slots(source.spec, memory=True):
+        treated = {optimizer.groups[name, slot.layer] for name in slot.rule.pattern.tensors}
+        if len(treated) > 1:
+            raise UnsupportedError(f"{slot.keys[0]} is one parameter here, and was trained in {len(treated)} groups")
+        if not slot.replica:
+            groups[treated.pop()].append(Parameter(slot.keys[0], slot, {}, optimizer.step))
+    parameters = [one for group in groups.values() for one in group]
+    listed = [*groups] * (1 if len(groups) > 1 else 2)  # the loader passes over what it has no group for
+    settings = [{**group._asdict(), "amsgrad": False, "params": [number]} for number, group in enumerate(listed)]
+    small = universal.texts(parameters, settings, _model(optimizer, groups.values()), 1)
+    target = _target(request.root, f"global_step{optimizer.step}", parameters, small)
+    opened = {state: optimizer.states.get(state, source) for state in STATES}
+    jobs = _jobs(opened, target, optimizer.states)
+    copies = assets.own_family(source.spec)
+    if source.assets:
+        target = replace(target, texts={**target.texts, "config.json": assets.config_text(source, None)})
+        copies |= {name: path for name, path in assets.files(source.assets) if name != "config.json"}
+    files = tuple(dict.fromkeys(path for one in (source, *opened.values()) for path in one.files))
+    told = "; ".join(f"{_told(group)} ({len(held)} parameters)" for group, held in groups.items())
+    notes = (f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {told}",)
+    return Plan(replace(source, files=files), source.spec, jobs, replace(target, copies=copies), notes, read_back)
+
+
+def _told(group: Group) -> str:
+    """A parameter group, for a person."""
+    return ", ".join(f"{name} {value}" for name, value in group._asdict().items())
+
+
+def _model(optimizer: Optimizer, groups: Iterable[Sequence[Parameter]]) -> dict[str, Any]:
+    """What a model file says of a training. Its scheduler's words are those of torch's, and of DeepSpeed's own."""
+    step = optimizer.step
+    said = {
+        "param_shapes": [{one.name: one.slot.shape for one in group} for group in groups],
+        "global_steps": step,
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "lr_scheduler": {
+            "last_epoch": step,
+            "_step_count": step + 1,
+            "lr_lambdas": [],
+            "last_batch_iteration": step - 1,
+        },
+        deepspeed.OURS: {"frozen": []},
+    }
+    return said if optimizer.samples is None else said | {"global_samples": optimizer.samples}
+
+
+def _target(root: Path, tag: str, parameters: Sequence[Parameter], small: Mapping[str, bytes]) -> Target:
+    """The files of every state, and those that are no tensors."""
+    files = tuple(file for state in STATES for file in universal.files(root / tag, parameters, state))
+    texts = {f"{tag}/{name}": content for name, content in small.items()}
+    return Target(files, {**texts, universal.LATEST: tag.encode()}, {}, tag)
+
+
+def _jobs(opened: Mapping[str, Checkpoint], target: Target, named: Collection[str]) -> tuple[Job, ...]:
+    """The jobs of each state; those that are named are none of the weights."""
+    found = list[Job]()
+    for state, one in opened.items():
+        files = tuple(file for file in target.files if file.path.stem == state)
+        jobs = make_plan(one, replace(target, files=files), "fp32").jobs
+        found += (replace(job, state=state if state in named else "") for job in jobs)
+    return tuple(found)
 
 
 def _frozen(model: Mapping[str, Any], trained: set[str]) -> list[str]:
@@ -76,10 +155,6 @@ def _frozen(model: Mapping[str, Any], trained: set[str]) -> list[str]:
     module = model.get("module")
     others = {*trained, *(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
     return [str(name) for name in module if name not in others] if isinstance(module, Mapping) and module else []
-
-
-def _named(job: Job, state: str) -> Job:
-    return job if state == "fp32" else replace(job, tensor=f"{state}.{job.tensor}")
 
 
 def read_back(plan: Plan) -> Plan:

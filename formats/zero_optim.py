@@ -112,7 +112,7 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
         raise UnsupportedError(f"{path}: its optimizer keeps {', '.join(others[:4])}, and only Adam's is carried")
     found: dict[int, Group] = {}
     for group in settings:
-        other = next((name for key, name in OTHERS.items() if key in group), "another")
+        other = next((name for key, name in OTHERS.items() if key in group), "of an unknown kind")
         if not ADAM & group.keys() or OTHERS.keys() & group.keys():
             raise UnsupportedError(f"{path}: its optimizer is {other}, and only Adam's is carried")
         try:

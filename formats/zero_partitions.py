@@ -155,7 +155,7 @@ def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> P
     gaps = tuple(tuple(group) for group in held.get("param_alignment_paddings") or ())
     inner = [one for _, one in sorted(moments["state"].items()) if isinstance(one, Mapping)]
     steps = tuple(number(file, one["step"]) for one in inner if "step" in one)
-    settings = tuple(map(dict, moments.get("param_groups", ())))
+    settings = tuple(map(dict, moments["param_groups"]))
     kept = frozenset(str(name) for one in inner for name in one)
     return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept)
 

@@ -63,16 +63,24 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
 @reading
 @writing
 def zero2universal(src: Path, out: Path, **options: Any) -> None:
-    """DeepSpeed ZeRO checkpoint to a universal one, which any number of ranks and any stage loads.
+    """Checkpoint of a training to a universal one of DeepSpeed, which any number of ranks and any stage loads.
 
-    Masters, both moments and the step of every parameter that is trained, of plain models and of GPT-NeoX. Train on
-    with `checkpoint: {load_universal: true}`.
+    Masters, both moments and the step of every parameter that is trained. Train on with `checkpoint: {load_universal:
+    true}`. Of DeepSpeed ZeRO and GPT-NeoX, parameters keep the names of the training. Of any other checkpoint whose
+    optimizer is read, they have those of transformers.
     """
-    from converters.universal import open_states, plan_universal
+    from converters.optimizer import optimizer_of
+    from converters.universal import is_partitioned, open_states, plan_of_optimizer, plan_universal
 
     if options["dtype"] != "keep":
         raise UsageError("a universal checkpoint holds float32 alone", "leave --dtype out")
-    states = open_states(src, settings_of(options))
-    require_effect(options, states.opened[0], known=KNOWN)
-    request = request_of(out, options, states.opened[0])
-    carry_out(plan_universal(states, request), request, options)
+    if is_partitioned(src, options["tag"]):
+        states = open_states(src, settings_of(options))
+        require_effect(options, states.opened[0], known=KNOWN)
+        request = request_of(out, options, states.opened[0])
+        plan = plan_universal(states, request)
+    else:
+        source = opened(src, options)
+        request = request_of(out, options, source)
+        plan = plan_of_optimizer(source, optimizer_of(source), request)
+    carry_out(plan, request, options)

@@ -83,6 +83,10 @@ def test_what_deepspeed_makes_is_read(made, convert, tmp_path, kind):
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert convert("zero2hf", tmp_path / "theirs", tmp_path / "out", "--config", made(TWO) / "hf").code == 0
     assert differences(tmp_path / "out", made(TWO) / f"{kind}.truth.safetensors", "fp32") == []
+    ran = convert("zero2universal", tmp_path / "theirs", tmp_path / "ours", "--config", made(TWO) / "hf")
+    assert ran.code == 0, ran.err
+    assert convert("zero2hf", tmp_path / "ours", tmp_path / "moments", "--weights", "exp_avg").code == 0
+    assert differences(tmp_path / "moments", made(TWO) / f"{kind}.truth.safetensors", "exp_avg") == []
 
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "pp2-tp2"])

@@ -4,6 +4,7 @@
     python zero_world.py load CHECKPOINT_DIR MODEL_DIR WORLD STAGE TRUTH
     python zero_world.py load-universal UNIVERSAL_DIR MODEL_DIR WORLD STAGE TRUTH
     python zero_world.py load-neox RUN_DIR OUT_FILE PP TP
+    python zero_world.py go-on UNIVERSAL_DIR MODEL_DIR WORLD STAGE [STAGE ...]
 
 The first writes OUT_DIR/KIND for every kind of the table KINDS, and OUT_DIR/KIND.truth.safetensors next to it: what the
 engine held in memory when it saved. Every kind runs in WORLD processes of its own, forked when all is imported, for
@@ -24,6 +25,10 @@ a stage are. Layouts that differ could not agree if an address were wrong.
 pp2 kinds ask for an even WORLD, pp2-tp2 for a multiple of 4, tp2 kinds for an even one; what is left is data parallel.
 load-neox starts PP x TP processes (PP 0: no pipeline) with models of the names of GPT-NeoX, lets DeepSpeed load the
 module alone and strictly, as NeoX does with `finetune: true`, and writes what each mp rank holds to OUT_FILE.
+
+go-on trains 2 * STEPS steps, of stage 1, with a learning rate that falls in the second half, and once more for each
+STAGE the second half alone: after a universal checkpoint, which finds another model and another learning rate. A line
+of JSON each: the losses of the second half by rank.
 
 STAGE is 0 to 3 or bf16-optimizer; options of zero_optimization may follow, `3,sub_group_size=5000`. `load` needs WORLD
 and options as they were. DeepSpeed checks that, but not round_robin_gradients, without which it loads nonsense.
@@ -68,6 +73,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
@@ -126,11 +132,20 @@ def tokens(rank: int, step: int, vocabulary: int) -> torch.Tensor:
 
 def train(world: World, engine: Any) -> Any:
     """Real steps; the same data whatever the sharding."""
-    for step in range(STEPS):
-        ids = tokens(world.rank, step, world.model.config.vocab_size)
-        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
-        engine.step()
+    steps(world, engine, range(STEPS))
     return engine
+
+
+def steps(world: World, engine: Any, numbers: range) -> list[float]:
+    """Steps with those numbers, and the loss before each."""
+    losses = []
+    for step in numbers:
+        ids = tokens(world.rank, step, world.model.config.vocab_size)
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses
 
 
 def gathered(value: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -463,6 +478,37 @@ def load(world: World, folder: Path, stage: str, expected: StateDict, *, univers
         sys.exit(1)
 
 
+def falling(step: int) -> float:
+    """What the learning rate is multiplied with."""
+    return 0.5 ** max(0, step - STEPS)
+
+
+def go_on(world: World, folder: Path | None, stage: str) -> None:
+    """The second half of a training, after its first half or a universal checkpoint of it."""
+    extra: Config = {"checkpoint": {"load_universal": True}} if folder else {}
+    extra |= ACCUMULATE["more"] if stage == "bf16-optimizer" else {}
+    model = world.copy().float()
+    if folder:
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            parameter.data.normal_(generator=generator)
+    config = settings(int(stage) if stage.isdigit() else 1) | extra
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine = engine_of(model, config, lr_scheduler=functools.partial(LambdaLR, lr_lambda=falling))
+        if folder:
+            for group in engine.optimizer.param_groups:
+                group["lr"] *= 7
+            assert engine.load_checkpoint(str(folder))[0], "DeepSpeed found nothing to load"
+            for state in engine.optimizer.optimizer.state.values():
+                state["step"] = state["step"].clone()  # in stage 3 all groups have one, which each of them moves on
+        else:
+            train(world, engine)
+    everybody: list[Any] = [None] * world.size
+    dist.all_gather_object(everybody, steps(world, engine, range(STEPS, 2 * STEPS)))
+    if world.rank == 0:
+        print(json.dumps(everybody), flush=True)
+
+
 def load_neox(world: World, folder: Path, out: Path, pp: int, tp: int) -> None:
     """Let DeepSpeed load the module of a checkpoint with NeoX's names into a model of other weights."""
     if pp:
@@ -539,6 +585,10 @@ def main(words: list[str]) -> int:
         job = functools.partial(load_neox, folder=Path(words[1]), out=Path(words[2]), pp=pp, tp=tp)
         quiet()
         return launch(max(1, pp) * tp, nn.Identity(), job)
+    if len(words) > 4 and words[0] == "go-on":
+        model, size = load_model(words[2]), int(words[3])
+        whole = [(None, "1"), *((Path(words[1]), stage) for stage in words[4:])]
+        return max(launch(size, model, functools.partial(go_on, folder=folder, stage=stage)) for folder, stage in whole)
     if len(words) < 4:
         print(__doc__, file=sys.stderr)
         return 2

@@ -1,0 +1,236 @@
+"""The optimizer of DeepSpeed and GPT-NeoX in no framework's terms is the one in the engine's memory, and trains on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from converters.convert import Request, plan_huggingface, run
+from converters.optimizer import optimizer_of
+from formats.checkpoint import Settings
+from formats.errors import SourceError, UnsupportedError
+from formats.optimizer import Group, Optimizer
+from formats.registry import open_checkpoint
+from tests.faults.dcp_tools import refused
+from tests.golden.test_zero import ALONE, FOUR, ODD, TIED, TWO, differences, name
+from tests.golden.zero_worlds import PARALLEL, SCRIPT, World, checkpoint, make
+
+pytestmark = pytest.mark.distributed
+NEOX = Path(__file__).parent / "neox"
+DECAY, NONE = (Group(0.01, (0.9, 0.999), 1e-8, decay) for decay in (0.1, 0.0))
+CASES = (
+    (ALONE, "zero2"), (TWO, "zero1"), (TWO, "zero1-fp32"), (TWO, "bf16-optimizer"), (TWO, "zero3-sub-groups"),
+    (TIED, "zero3"), (ODD, "zero3"), (ODD, "zero1"), (FOUR, "zero2-round-robin"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Callable[[World], Path]:
+    return lambda world: make(world, tmp_path_factory)
+
+
+def optimizer(path: Path, **settings: Any) -> Optimizer:
+    return optimizer_of(open_checkpoint(path, Settings(**settings)))
+
+
+@pytest.mark.parametrize(("world", "kind"), CASES, ids=name)
+def test_states_are_those_of_the_engine(made, tmp_path, world, kind):
+    """Every master and both moments, bit for bit; and how each parameter is treated."""
+    source = open_checkpoint(checkpoint(made(world), kind), Settings(config=made(world) / "hf"))
+    held = optimizer_of(source)
+    assert (held.step, held.samples) == (3, 3 * world.ranks)
+    assert ("fp32" in held.states) is (set(source.dtypes().values()) == {"BF16"})
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        request = Request(tmp_path / state, quiet=True)
+        run(plan_huggingface(held.states.get(state, source), request, 10**9), request)
+        assert differences(tmp_path / state, made(world) / f"{kind}.truth.safetensors", state) == []
+    vectors = {key for key in held.groups if "norm" in key[0]}
+    assert held.groups == {key: NONE if key in vectors else DECAY for key in source.dtypes()}
+    assert list(dict.fromkeys(held.groups.values())) == [DECAY, NONE]  # as the training has them
+
+
+@pytest.mark.parametrize(
+    ("source", "gqa"),
+    [
+        ("tp2", "blocked"),
+        ("pp2-tp2", "blocked"),
+        ("pp2-tied", "blocked"),
+        ("llama-grouped-tp2", "grouped"),
+        ("llama-tp2-dp2", "blocked"),
+    ],
+)
+def test_states_of_neox(made, source, gqa, tmp_path):
+    """They lie where `--weights` finds them, which test_universal.py compares with the engine's memory."""
+    real = (NEOX / source).is_dir()
+    path, settings = NEOX / source, {"gqa_layout": gqa, "vocab_size": 101 if real else 96}
+    if not real:
+        from tests.golden.test_universal import YML
+
+        path, settings["config"] = made(PARALLEL) / source, tmp_path / "run.yml"
+        settings["config"].write_text(json.dumps(YML | {"no_weight_tying": "tied" not in source}))
+    held = optimizer(path, **settings)
+    for state, weights in (("fp32", "fp32-master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        assert held.states[state].tensors == open_checkpoint(path, Settings(**settings, weights=weights)).tensors
+    assert held.step == (6 if real else 3)
+    decay = {key[0] for key, group in held.groups.items() if group.weight_decay}
+    assert {key for key, _ in held.groups} - decay == {"input_norm", "post_norm", "final_norm"}
+    assert decay
+
+
+def test_a_universal_checkpoint_of_any_optimizer(made, convert, tmp_path):
+    """What is made of the optimizer alone holds the very files that real DeepSpeed loads at every stage."""
+    first, second, third = (tmp_path / number for number in ("first", "second", "third"))
+    assert convert("zero2universal", made(TWO) / "zero1", first).code == 0
+    ran = convert("zero2universal", first, second, "--config", made(TWO) / "hf")
+    assert ran.code == 0, ran.err
+    assert "weight_decay 0.1 (30 parameters); lr 0.01, betas (0.9, 0.999), eps 1e-08, weight_decay 0.0 (9 " in ran.err
+    assert convert("zero2universal", second, third).code == 0  # the model's config lies beside it
+    for other in (first, third):
+        files = {path.relative_to(other): path for path in other.rglob("zero/*/*.pt")}
+        assert len(files) == 39 * 4
+        assert all((second / name).read_bytes() == path.read_bytes() for name, path in files.items())
+    told = [optimizer(folder, config=made(TWO) / "hf") for folder in (first, second, third)]
+    assert [one.groups for one in told] == [optimizer(made(TWO) / "zero1", config=made(TWO) / "hf").groups] * 3
+    assert [(one.step, one.samples) for one in told] == [(3, 6)] * 3
+    assert convert("verify", second, first, "--config", made(TWO) / "hf", "--weights", "exp_avg").code == 0
+
+
+def test_the_training_goes_on_as_if_it_had_not_stopped(made, convert, tmp_path):
+    """Real DeepSpeed, three steps more in each stage: every loss is that of the training that never stopped."""
+    assert convert("zero2universal", made(TWO) / "zero1", tmp_path / "one").code == 0
+    ran = convert("zero2universal", tmp_path / "one", tmp_path / "universal", "--config", made(TWO) / "hf")
+    assert ran.code == 0, ran.err
+    command = [sys.executable, SCRIPT, "go-on", tmp_path / "universal", made(TWO) / "hf", 2, 1, 2, 3, "bf16-optimizer"]
+    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=250, check=False)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    whole, *parts = map(json.loads, ended.stdout.splitlines())
+    assert len(whole) == 2
+    assert len({loss for rank in whole for loss in rank}) == 6
+    assert parts == [whole] * 4
+
+
+def test_a_scheduler_goes_on_too(made, convert, tmp_path):
+    """DeepSpeed hands it what the model file says, torch's or its own."""
+    import torch
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+    from torch.optim.lr_scheduler import CosineAnnealingLR
+
+    assert convert("zero2universal", made(TWO) / "zero1", tmp_path / "one").code == 0
+    assert convert("zero2universal", tmp_path / "one", tmp_path / "two", "--config", made(TWO) / "hf").code == 0
+    (path,) = tmp_path.glob("two/*/mp_rank_00_model_states.pt")
+    said = torch.load(path, weights_only=False)["lr_scheduler"]
+    for make_one in (lambda adam: CosineAnnealingLR(adam, 10), lambda adam: WarmupDecayLR(adam, 10, 0, 0.01, 2)):
+        rates = []
+        for stopped in (False, True):
+            adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.01)
+            one = make_one(adam)
+            for number in range(6):
+                if stopped and number == 3:
+                    rate, one = adam.param_groups[0]["lr"], make_one(adam)
+                    one.load_state_dict(said)
+                    adam.param_groups[0]["lr"] = rate
+                adam.step()
+                one.step()
+            rates.append(adam.param_groups[0]["lr"])
+        assert rates[0] == rates[1] != 0.01
+
+
+def test_parameter_groups_that_are_alike_are_written_as_often_as_trainings_have_them(made, convert, tmp_path):
+    """The loader passes over the parameters of a group that it is not told of."""
+    import torch
+
+    ran = convert("zero2universal", checkpoint(made(TWO), "trainer3"), tmp_path / "one")
+    assert ran.code == 0, ran.err
+    ran = convert("zero2universal", tmp_path / "one", tmp_path / "two", "--config", made(TWO) / "hf")
+    assert ran.code == 0, ran.err
+    said = torch.load(next(tmp_path.glob("two/*/zero/optimizer_state.pt")), weights_only=False)
+    assert [group["weight_decay"] for group in said["param_groups"]] == [0.0, 0.0]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("zero1-frozen", r"of 3 tensors, such as model\.embed_tokens\.weight: they were not trained"),
+        ("zero0", "no names"),
+    ],
+)
+def test_what_is_not_whole_is_refused(made, kind, says):
+    with pytest.raises(UnsupportedError, match=says):
+        optimizer(made(TWO) / kind, config=made(TWO) / "hf")
+
+
+def test_a_sum_over_ranks_has_no_moments():
+    with pytest.raises(UnsupportedError, match=r"dense\.bias is a sum over tensor parallel ranks"):
+        optimizer(NEOX / "neox-parallel-tp2", vocab_size=101)
+
+
+def inner(stored: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = stored["optimizer_state_dict"]["base_optimizer_state"]
+    return found
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
+    "amsgrad": (lambda s: inner(s)["state"][0].update(max_exp_avg_sq=1.0), UnsupportedError, "keeps max_exp_avg_sq"),
+    "lamb": (lambda s: inner(s)["param_groups"][1].update(max_coeff=10.0), UnsupportedError, "is LAMB"),
+    "radam": (lambda s: inner(s)["param_groups"][0].pop("amsgrad"), UnsupportedError, "of an unknown kind"),
+    "a group's parameters": (lambda s: inner(s)["param_groups"][1].update(params=[]), SourceError, "of group 1"),
+    "no rate": (lambda s: inner(s)["param_groups"][0].pop("lr"), SourceError, "in no form that is known"),
+    "steps": (lambda s: inner(s)["state"][1].update(step=4.0), UnsupportedError, r"have made \[3.0, 4.0\] steps"),
+    "no step": (lambda s: inner(s)["state"][1].pop("step"), SourceError, "how many steps"),
+    "no groups": (lambda s: inner(s).pop("param_groups"), SourceError, "of a version that is known"),
+    "lion": (lambda s: inner(s)["state"][0].pop("exp_avg_sq"), SourceError, "holds no exp_avg_sq"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_adam_or_damaged_is_refused(made, tmp_path, fault):
+    import shutil
+
+    import torch
+
+    change, error, says = FAULTS[fault]
+    shutil.copytree(made(ALONE) / "zero1", tmp_path / "run")
+    (path,) = tmp_path.glob("run/*/*optim_states.pt")
+    stored = torch.load(path, weights_only=False)
+    change(stored)
+    torch.save(stored, path)
+    with pytest.raises(error, match=says):
+        optimizer(tmp_path / "run", config=made(ALONE) / "hf")
+
+
+def test_what_is_wrong_with_a_universal_checkpoint(made, convert, tmp_path):
+    """Exit codes and names."""
+    import torch
+
+    assert convert("zero2universal", made(ALONE) / "zero1", tmp_path / "run").code == 0
+    config = ["--config", made(ALONE) / "hf"]
+    folder = tmp_path / "run" / "global_step3" / "zero" / "model.norm.weight"
+
+    def says(code: int, *words: str) -> None:
+        refused(convert("zero2universal", tmp_path / "run", tmp_path / "out", *config), code, *words)
+
+    step = (folder / "step.pt").read_bytes()
+    torch.save(torch.tensor(5.0), folder / "step.pt")
+    says(4, "different numbers of steps", "model.norm.weight 5")
+    torch.save("five", folder / "step.pt")
+    says(3, f"{folder / 'step.pt'} holds no number of steps")
+    (folder / "step.pt").write_bytes(step)
+    torch.save(torch.zeros(64), folder / "max_exp_avg_sq.pt")
+    says(4, f"{folder}: its optimizer keeps max_exp_avg_sq")
+    (folder / "max_exp_avg_sq.pt").unlink()
+    moment = (folder / "exp_avg.pt").read_bytes()
+    (folder / "exp_avg.pt").write_bytes(moment[:-200])
+    says(3, str(folder / "exp_avg.pt"))
+    (folder / "exp_avg.pt").unlink()
+    says(3, str(folder / "exp_avg.pt"))
+    refused(convert("zero2universal", made(ALONE) / "hf", tmp_path / "out"), 4, "of which no optimizer is read")
+    assert not (tmp_path / "out").exists()

@@ -86,6 +86,7 @@ def zero(job: dict[str, Any]) -> tuple[Any, Any, Callable[[torch.Tensor], None]]
     """The same of DeepSpeed."""
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # C++ to compile, for inference alone
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     model = blank(job["hf"])
     config = {
@@ -97,6 +98,8 @@ def zero(job: dict[str, Any]) -> tuple[Any, Any, Callable[[torch.Tensor], None]]
     path, _ = engine.load_checkpoint(job["resume"])
     assert path, "DeepSpeed found nothing to load"
     engine.save_checkpoint(job["save"])
+    for held in engine.optimizer.optimizer.state.values():
+        held["step"] = held["step"].clone()  # stage 3 lets all groups share one, which each counts up (stage3.py:3681)
 
     def update(loss: torch.Tensor) -> None:
         engine.backward(loss)

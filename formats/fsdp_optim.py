@@ -220,9 +220,11 @@ def _groups(held: Held, keys: Mapping[str, Placed]) -> dict[str, Group]:
             settings |= {str(number): dict(one) for number, one in enumerate(value) if isinstance(one, Mapping)}
         elif parts := re.fullmatch(r"(.+)\.(\w+)", name.removeprefix(f"{prefix}.")):
             settings.setdefault(parts[1], {})[parts[2]] = value
+    order = {key: number for number, key in enumerate(keys)}
     found: dict[str, Group] = {}
-    for name, about in sorted(settings.items(), key=lambda one: int(one[0]) if one[0].isdecimal() else 0):
-        group = _group(about, f"{listing.where}: group {name} of its optimizer")
+    for name in sorted(settings, key=lambda one: int(one) if one.isdecimal() else order.get(fsdp.unwrapped(one), -1)):
+        about, where = settings[name], f"{listing.where}: group {name} of its optimizer"
+        group = _group(about, where)
         members = about["params"] if isinstance(about.get("params"), list) else [name]
         found |= {key: group for one in members if (key := fsdp.unwrapped(str(one))) in keys}
     if settings and (lost := [key for key in keys if key not in found]):

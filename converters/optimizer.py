@@ -52,11 +52,14 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     moments = replace(found, states={state: one for state, one in found.states.items() if state != "fp32"})
     held = (placed.fragment.path for one in found.states.values() for placed in one.tensors)
     weights = source if masters is None else replace(source, tensors=masters.tensors, twins=source.tensors)
-    weights = replace(weights, files=tuple(dict.fromkeys([*source.files, *held])), dropped=())
+    files = tuple(dict.fromkeys([*source.files, *held]))
+    weights = replace(weights, files=files, dropped=(), extra={**source.extra, "state": ()})
     asked = request if masters is None else replace(request, cast="fp32")
     plan = plan_fsdp(weights, asked, ranks, moments)
     jobs = (*plan.jobs, *state_jobs(source, moments, target=plan.target))
-    notes = ["FSDP trains the weights themselves: they are written from the float32 masters"] if masters else []
+    notes = ["the schedule of the rate, random states and the place in the data stay behind"]
+    if masters:
+        notes.append("FSDP trains the weights themselves: they are written from the float32 masters")
     if not found.groups:
         notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
 

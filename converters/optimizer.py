@@ -63,7 +63,9 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     asked = request if masters is None else replace(request, cast="fp32")
     plan = plan_fsdp(weights, asked, ranks, moments)
     jobs = (*plan.jobs, *state_jobs(source, moments, target=plan.target))
-    notes = ["FSDP trains the weights themselves: they are written from the float32 masters"] if masters else []
+    notes = ["the schedule of the rate, random states and the place in the data stay behind"]
+    if masters:
+        notes.append("FSDP trains the weights themselves: they are written from the float32 masters")
     if not found.groups:
         notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
 

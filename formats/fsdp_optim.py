@@ -3,7 +3,7 @@
     optim.state.{key}.{step|exp_avg|exp_avg_sq}         torch's get_optimizer_state_dict, in a container of any name
     optim.param_groups.{number}.{lr|betas|…|params}     its settings; up to torch 2.3 those of all groups in one object
     optimizer.param_groups.{key}.{lr|betas|…}           the same flattened, as torchtitan has it
-    optim.{key}.{step|exp_avg|exp_avg_sq}               `train run`, which has its settings elsewhere
+    optim.{key}.{step|exp_avg|exp_avg_sq}               `train run` before it took torch's names; without settings
     optimizer_0/, optimizer.bin, optimizer_0_rank0.bin  accelerate's, beside the model's
 
 Keys are those of the model. What FSDP trains is the model itself: where it is float32, its weights are Adam's masters.
@@ -30,7 +30,7 @@ from formats.huggingface import BUFFERS
 from formats.layout import Placed, match
 from formats.optimizer import Group, Optimizer
 from formats.scattered import Scattered, spread
-from formats.storage import read_into
+from formats.storage import Fragment, read_into
 from formats.streams import Reader
 from formats.torchfile import TorchFile, read_torch
 
@@ -99,11 +99,17 @@ def _dcp(folder: Path, wanted: set[str] | None = None) -> Listing:
 
 def _files(folder: Path, files: Mapping[int, TorchFile]) -> Listing:
     paths = list(dict.fromkeys(path for file in files.values() for path, _ in dumps.leaves(file.value)))
-    first = next(iter(files.values()))
 
     def objects(prefix: str) -> Mapping[str, Any]:
-        held = first.value if isinstance(first.value, Mapping) else {}
-        return {name: plain(first, held[name], name) for name in held if str(name).startswith(prefix)}
+        found = []
+        for file in files.values():
+            held = file.value if isinstance(file.value, Mapping) else {}
+            found.append({name: plain(file, held[name], name) for name in held if str(name).startswith(prefix)})
+            if found[-1] != found[0]:
+                raise SourceError(
+                    f"{file.path} and {next(iter(files.values())).path} have optimizers of other settings"
+                )
+        return found[0]
 
     names = [".".join(path) for path in paths]
     return Listing(folder, names, lambda some: dumps.load(files, [paths[i] for i in some]), objects)
@@ -167,7 +173,7 @@ def read(source: Checkpoint) -> Optimizer:
 def _require_adam(source: Checkpoint, held: Held) -> None:
     where = held.listing.where
     if all(key.isdecimal() for keys in held.states.values() for key in keys):
-        raise UnsupportedError(f"{where}: its optimizer numbers parameters, of which model's is not recorded")
+        raise UnsupportedError(f"{where}: its optimizer numbers its parameters, and does not say which is which")
     others = sorted(set(held.states) - {*MOMENTS, "step"})
     if others:
         raise UnsupportedError(f"{where}: its optimizer is not Adam's or AdamW's, it keeps {', '.join(others)}")
@@ -220,9 +226,11 @@ def _groups(held: Held, keys: Mapping[str, Placed]) -> dict[str, Group]:
             settings |= {str(number): dict(one) for number, one in enumerate(value) if isinstance(one, Mapping)}
         elif parts := re.fullmatch(r"(.+)\.(\w+)", name.removeprefix(f"{prefix}.")):
             settings.setdefault(parts[1], {})[parts[2]] = value
+    order = {key: number for number, key in enumerate(keys)}
     found: dict[str, Group] = {}
-    for name, about in sorted(settings.items(), key=lambda one: int(one[0]) if one[0].isdecimal() else 0):
-        group = _group(about, f"{listing.where}: group {name} of its optimizer")
+    for name in sorted(settings, key=lambda one: int(one) if one.isdecimal() else order.get(fsdp.unwrapped(one), -1)):
+        about, where = settings[name], f"{listing.where}: group {name} of its optimizer"
+        group = _group(about, where)
         members = about["params"] if isinstance(about.get("params"), list) else [name]
         found |= {key: group for one in members if (key := fsdp.unwrapped(str(one))) in keys}
     if settings and (lost := [key for key in keys if key not in found]):
@@ -249,18 +257,24 @@ def _group(about: Mapping[str, Any], where: str) -> Group:
 
 
 def _small(tensor: Scattered) -> Small:
-    """A tensor of one number, read."""
-    (piece, *_), *_ = tensor.copies
-    fragment = piece.fragment
-    if prod(tensor.shape) != 1 or fragment.dtype not in NUMBERS:
-        raise UnsupportedError(f"{fragment.path} holds {fragment.dtype}{list(tensor.shape)} where a number should be")
+    """A tensor of one number, read; the same on all ranks that have it."""
+    if prod(tensor.shape) != 1 or tensor.dtype not in NUMBERS:
+        where = tensor.whole.path
+        raise UnsupportedError(f"{where} holds {tensor.dtype}{list(tensor.shape)} where a number should be")
+    first, *others = (_bytes(piece.fragment) for copy in tensor.copies for piece in copy)
+    if any(one != first for one in others):
+        raise SourceError(f"{tensor.whole.path} and the files of other ranks hold optimizers of different steps")
+    return Small(tensor.dtype, tensor.shape, first)
+
+
+def _bytes(fragment: Fragment) -> bytes:
     raw = bytearray(fragment.nbytes)
     with fragment.path.open("rb") as file:
         if fragment.stream is None:
             read_into(file.fileno(), memoryview(raw), fragment.offset, fragment.path)
         else:
             Reader(file.fileno(), fragment.path, fragment.stream).read_into(memoryview(raw), fragment.offset)
-    return Small(fragment.dtype, tensor.shape, bytes(raw))
+    return bytes(raw)
 
 
 def _number(value: Any, what: str) -> float:

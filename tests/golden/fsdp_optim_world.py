@@ -28,6 +28,7 @@ from fsdp_world import (
     World,
     accelerator,
     differences,
+    dump_verl,
     fsdp1_model,
     fsdp2_model,
     launch,
@@ -124,6 +125,12 @@ def accelerated(world: World, model: nn.Module, optimizer: torch.optim.Optimizer
     save_fsdp_optimizer(settings, us, optimizer, model, str(folder), **options)
 
 
+def dumped(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """As verl's FSDPCheckpointManager has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dump_verl(world, folder, 2, model=model.state_dict(), optim=optimizer.state_dict())
+
+
 FORMS: dict[str, Callable[..., None]] = {
     "plain": plain,
     "app": app,
@@ -131,6 +138,7 @@ FORMS: dict[str, Callable[..., None]] = {
     "accelerate": accelerated,
     "accelerate-full": functools.partial(accelerated, kind="FULL_STATE_DICT"),
     "accelerate-dumps": functools.partial(accelerated, use_dcp=False),
+    "verl": dumped,
 }
 
 

@@ -20,7 +20,7 @@ from converters.digest import remembered_states
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 HERE = Path(__file__).parent
 TRAININGS = {
-    "fsdp2": (2, ("plain", "app", "flattened", "accelerate", "accelerate-full", "accelerate-dumps")),
+    "fsdp2": (2, ("plain", "app", "flattened", "accelerate", "accelerate-full", "accelerate-dumps", "verl")),
     "fsdp1": (2, ("plain", "accelerate")),
     "tp": (4, ("plain",)),
 }
@@ -62,6 +62,9 @@ def test_a_training_goes_on(made, convert, tmp_path):
             out = tmp_path / f"{name}-{form}"
             words = ("--ranks", 3, "--with-optimizer", "--config", source)
             ran = convert("hf2fsdp", folder / name / form / "checkpoint-3", out, *words)
+            if form == "verl":
+                assert (ran.code, "numbers its parameters" in ran.err) == (4, True), ran.err
+                continue
             assert ran.code == 0, ran.err
             assert convert("verify", out).out.startswith(f"{out} equals vitruvian.json: 60 tensors")
             found[name].add(json.dumps(remembered_states(out)))

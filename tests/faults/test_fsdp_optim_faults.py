@@ -1,0 +1,238 @@
+"""Optimizers of FSDP trainings that are damaged, incomplete, or not Adam's: each is refused, and named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.dcp_tools import edit, refused, save, weights
+
+UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+State = dict[str, Any]
+
+
+@pytest.fixture
+def trained(model: Callable[..., Path]) -> tuple[Path, State]:
+    """A model, and what a training of it saves."""
+    import torch
+
+    source = model("llama", num_hidden_layers=1)
+    held = weights(source)
+    state = {key: {"step": torch.tensor(3.0), "exp_avg": one / 2, "exp_avg_sq": one * one} for key, one in held.items()}
+    about = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "decoupled_weight_decay": True}
+    groups = [
+        {**about, "weight_decay": decay, "params": [key for key in held if ("norm" in key) == norm]}
+        for decay, norm in ((0.1, False), (0.0, True))
+    ]
+    return source, {"model": held, "optim": {"state": state, "param_groups": groups}}
+
+
+def of(key: str) -> Callable[[State], State]:
+    """The states of a parameter."""
+    return lambda saved: saved["optim"]["state"][key]
+
+
+def flat(saved: State) -> State:
+    """The same optimizer, flattened."""
+    held = saved.pop("optim")
+    found = {f"state.{key}.{name}": one for key, about in held["state"].items() for name, one in about.items()}
+    for group in held["param_groups"]:
+        found |= {
+            f"param_groups.{key}.{name}": one
+            for key in group["params"]
+            for name, one in group.items()
+            if name != "params"
+        }
+    return found
+
+
+def every(saved: State, change: Callable[[State], object]) -> None:
+    """Change the states of all parameters."""
+    for about in saved["optim"]["state"].values():
+        change(about)
+
+
+UP_LOST = (f"{UP} [96, 64]", "is it frozen, or has it made no step yet?")
+REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
+    "no first moment": (lambda s: of(UP)(s).pop("exp_avg"), 3, ("exp_avg of its optimizer", *UP_LOST)),
+    "no second moment": (lambda s: of(UP)(s).pop("exp_avg_sq"), 3, ("exp_avg_sq of its optimizer", *UP_LOST)),
+    "no second moments": (lambda s: every(s, lambda one: one.pop("exp_avg_sq")), 3, ("holds no exp_avg_sq",)),
+    "no step of one": (lambda s: of(UP)(s).pop("step"), 3, (f"holds no step of {UP}",)),
+    "no step yet": (lambda s: of(UP)(s)["step"].zero_(), 3, (f"{UP} has made 0 steps",)),
+    "steps differ": (lambda s: of(UP)(s)["step"].add_(1), 4, ("different numbers of steps", f"{UP} 4")),
+    "a strange step": (lambda s: of(UP)(s).update(step="three"), 3, (f"the step of {UP} is 'three'",)),
+    "a large step": (lambda s: of(UP)(s).update(step=of(UP)(s)["exp_avg"]), 4, ("where a number should be",)),
+    "frozen": (lambda s: s["optim"]["state"].pop(UP), 3, UP_LOST),
+    "of a larger model": (
+        lambda s: s["optim"]["state"].update(more=of(UP)(s)), 3, ("exp_avg of its optimizer", "more in"),
+    ),
+    "another shape": (
+        lambda s: of(UP)(s).update(exp_avg=of(UP)(s)["exp_avg"][:-1].clone()), 3, (UP, "[95, 64]", "[96, 64]"),
+    ),
+    "amsgrad": (lambda s: of(UP)(s).update(max_exp_avg_sq=of(UP)(s)["exp_avg"]), 4, ("it keeps max_exp_avg_sq",)),
+    "set to amsgrad": (lambda s: s["optim"]["param_groups"][1].update(amsgrad=True), 4, ("says amsgrad",)),
+    "maximize": (lambda s: s["optim"]["param_groups"][0].update(maximize=True), 4, ("says maximize",)),
+    "not AdamW": (
+        lambda s: s["optim"]["param_groups"][0].update(decoupled_weight_decay=False), 4,
+        ("a weight decay of 0.1 in its gradients, not AdamW's",),
+    ),
+    "momentum": (
+        lambda s: every(s, lambda one: one.update(momentum_buffer=one.pop("exp_avg"))), 4,
+        ("is not Adam's or AdamW's, it keeps momentum_buffer",),
+    ),
+    "numbered": (
+        lambda s: s["optim"].update(state=dict(enumerate(s["optim"]["state"].values()))), 4,
+        ("numbers its parameters",),
+    ),
+    "two optimizers": (lambda s: s.update(critic=s["optim"]), 4, ("several optimizers: critic, optim",)),
+    "in no group": (lambda s: s["optim"]["param_groups"][1]["params"].pop(), 3, (f"{NORM} is in no group",)),
+    "no rate": (lambda s: s["optim"]["param_groups"][0].pop("lr"), 3, ("group 0", "its lr is None")),
+    "no betas": (lambda s: s["optim"]["param_groups"][0].update(betas=0.9), 3, ("group 0", "the betas 0.9")),
+    "none": (lambda s: s.pop("optim"), 3, ("holds no optimizer", "without --with-optimizer")),
+    "flat, no moment": (
+        lambda s: s.update(optimizer={k: v for k, v in flat(s).items() if k != f"state.{UP}.exp_avg"}), 3, UP_LOST,
+    ),
+    "flat, in no group": (
+        lambda s: s.update(optimizer={k: v for k, v in flat(s).items() if not k.startswith(f"param_groups.{UP}.")}),
+        3, (f"{UP} is in no group",),
+    ),
+    "key twice": (
+        lambda s: s["optim"]["state"].update({f"_orig_mod.{UP}": of(UP)(s)}), 3, (f"of {UP} twice",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_optimizer_is_whole_or_refused(trained, convert, tmp_path, what):
+    (source, saved), (change, code, words) = trained, REFUSED[what]
+    change(saved)
+    folder = save(tmp_path / "c", saved)
+    ran = convert("hf2fsdp", folder, tmp_path / "out", "--with-optimizer", "--config", source)
+    refused(ran, code, folder, *words)
+    assert not (tmp_path / "out").exists()
+    told = convert("inspect", folder, "--config", source).out
+    assert ("cannot be taken along" in told) == (what != "none")
+    assert convert("hf2fsdp", folder, tmp_path / "out", "--config", source, "-q").code == 0, "the weights alone"
+
+
+def groups(saved: State) -> list[State]:
+    """The parameter groups."""
+    return saved["optim"]["param_groups"]
+
+
+def as_tensor(rate: float) -> Any:
+    """As a training on a GPU keeps it that records graphs."""
+    import torch
+
+    return torch.tensor(rate, dtype=torch.float64)
+
+
+ACCEPTED: dict[str, Callable[[State], object]] = {
+    "as it is": lambda s: None,
+    "steps as numbers": lambda s: every(s, lambda one: one.update(step=3)),
+    "whole steps": lambda s: every(s, lambda one: one.update(step=one["step"].long())),
+    "a rate as a tensor": lambda s: [one.update(lr=as_tensor(one["lr"])) for one in groups(s)],
+    "compiled": lambda s: s["optim"].update(
+        state={f"_orig_mod.{key}": one for key, one in s["optim"]["state"].items()}
+    ),
+    "flat": lambda s: s.update(optimizer=flat(s)),
+    "as torch 2.3 did": lambda s: None,
+    "of `train run` once": lambda s: s.update(optim=s["optim"]["state"]),
+}
+
+
+@pytest.mark.parametrize("what", ACCEPTED)
+def test_an_optimizer_is_the_same_however_it_was_saved(trained, convert, tmp_path, monkeypatch, what):
+    """torch's own dcp.load finds each moment beside its weight, and the groups where they were known."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import _version
+
+    source, saved = trained
+    expected = {key: dict(about) for key, about in saved["optim"]["state"].items()}
+    ACCEPTED[what](saved)
+    with monkeypatch.context() as patch:
+        if "2.3" in what:  # torch remembers how it once took dictionaries apart
+            patch.setattr(_version, "_derived_version", "2_3")
+        folder = save(tmp_path / "c", saved, single_file_per_rank=what != "flat")
+    ran = convert("hf2fsdp", folder, tmp_path / "out", "--with-optimizer", "--ranks", 3, "--config", source)
+    assert ran.code == 0, ran.err
+    known = "once" not in what
+    assert ("no rate, betas and weight decay" in ran.err) == (not known)
+    nothing = {key: {name: torch.zeros_like(one) for name, one in about.items()} for key, about in expected.items()}
+    held: State = {"optim": {"state": nothing}}
+    if known:
+        held["optim"]["param_groups"] = [{"lr": 0, "params": 0}, {"lr": 0, "params": 0}]
+    dcp.load(held, checkpoint_id=tmp_path / "out", no_dist=True)
+    for key, about in expected.items():
+        assert all(torch.equal(nothing[key][name], one) for name, one in about.items()), key
+    if known:
+        members = [{key for key in expected if ("norm" in key) == norm} for norm in (False, True)]
+        assert [(one["lr"], set(one["params"])) for one in groups(held)] == [(0.01, keys) for keys in members]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda held: None, ()),
+        (lambda held: held["state"][UP]["step"].add_(1), ("different steps",)),
+        (lambda held: held["param_groups"][1].update(lr=0.02), ("other settings", "optimizer_0_rank1.bin")),
+        (lambda held: held["state"][UP]["exp_avg"].mul_(2), ("differs between its copies",)),
+    ],
+    ids=["sound", "another step", "another rate", "another moment"],
+)
+def test_dumps_of_ranks_agree(trained, convert, tmp_path, change, words):
+    """Copies of replicas, of which those of one rank are of another save."""
+    import torch
+
+    (source, saved), folder = trained, tmp_path / "c"
+    folder.mkdir()
+    for rank in (0, 1):
+        torch.save(saved["model"], folder / f"pytorch_model_fsdp_0_rank{rank}.bin")
+        torch.save(saved["optim"], folder / f"optimizer_0_rank{rank}.bin")
+        change(saved["optim"])
+    ran = convert("hf2fsdp", folder, tmp_path / "out", "--with-optimizer", "--config", source)
+    if words:
+        refused(ran, 6 if "copies" in words[0] else 3, *words)
+    else:
+        assert ran.code == 0, ran.err
+
+
+def test_a_truncated_file_is_noticed(trained, convert, tmp_path):
+    source, saved = trained
+    folder = save(tmp_path / "c/optimizer_0", {"optimizer": saved.pop("optim")})
+    save(tmp_path / "c/pytorch_model_fsdp_0", saved)
+    words = (tmp_path / "c", tmp_path / "out", "--with-optimizer", "--config", source)
+    assert convert("hf2fsdp", *words, "-n").code == 0
+    file = folder / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size // 2)
+    refused(convert("hf2fsdp", *words), 3, file, "cut off")
+    file.unlink()
+    refused(convert("hf2fsdp", *words), 3, folder, "lacks 1 of 1 files")
+
+
+def test_a_moment_that_is_damaged_is_noticed(trained, convert, tmp_path):
+    """Of what we wrote: the manifest knows every moment, and step and groups are read back."""
+    source, saved = trained
+    out = tmp_path / "out"
+    words = ("--with-optimizer", "--config", source)
+    assert convert("hf2fsdp", save(tmp_path / "c", saved), out, *words).code == 0
+    places: dict[str, Any] = {}
+    edit(out, lambda metadata: places.update({index.fqn: info for index, info in metadata.storage_data.items()}))
+    for name in (f"optim.state.{UP}.exp_avg", f"model.{UP}"):
+        info = places[name]
+        with (out / info.relative_path).open("r+b") as file:
+            file.seek(info.offset + info.length // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+            file.flush()
+            refused(convert("verify", out), 6, "differ from vitruvian.json")
+            refused(convert("hf2fsdp", out, tmp_path / "two", *words), 6, "is damaged")
+            file.seek(-1, 1)
+            file.write(bytes([byte]))
+    assert convert("verify", out).code == 0

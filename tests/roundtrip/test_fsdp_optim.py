@@ -1,0 +1,153 @@
+"""Masters become the weights of an FSDP training; and an optimizer through every family and a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from converters import optimizer
+from formats import megatron_resume
+from formats.checkpoint import Checkpoint
+from formats.optimizer import Group, Optimizer
+from tests.faults.dcp_tools import save, weights
+from tests.models import files
+from tests.optimizers import add_optimizer, of
+
+GROUP = Group(0.01, (0.9, 0.95), 1e-8, 0.1)
+
+
+def read(source: Checkpoint) -> Optimizer:
+    """A run of Megatron whose parameters are all in one group."""
+    return Optimizer(megatron_resume.read(source).states, 3, dict.fromkeys(source.dtypes(), GROUP))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "starcoder2"])
+def test_masters_become_the_weights(model, convert, tmp_path, monkeypatch, name):
+    """The bits of each state are those of its weight, wherever Megatron had it; and the config says float32."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    monkeypatch.setitem(optimizer.READERS, "megatron", read)
+    source, run, out = model(name, "bfloat16"), tmp_path / "run", tmp_path / "out"
+    assert convert("hf2megatron", source, run, "--tp", 2, "--pp", 2, "--norm", "local", "--iteration", 3).code == 0
+    add_optimizer(run, "plain")
+    ran = convert("hf2fsdp", run, out, "--ranks", 3, "--with-optimizer")
+    assert ran.code == 0, ran.err
+    assert "they are written from the float32 masters" in ran.err
+    assert "only weights" not in ran.err
+    assert convert("verify", out).code == 0
+    found = dcp.FileSystemReader(out).read_metadata().state_dict_metadata
+    held = {
+        key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in found.items() if hasattr(one, "size")
+    }
+    dcp.load(held, checkpoint_id=out, no_dist=True)
+    for key, weight in weights(source).items():
+        assert torch.equal(held[f"model.{key}"], of(weight, "master")), key
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(held[f"optim.state.{key}.{state}"], of(weight, state)), key
+        assert held[f"optim.state.{key}.step"] == 3
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_master_that_does_not_round_to_its_weight_is_noticed(model, convert, tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setitem(optimizer.READERS, "megatron", read)
+    run = tmp_path / "run"
+    assert convert("hf2megatron", model("llama", "bfloat16"), run, "--norm", "local", "--iteration", 3).code == 0
+    add_optimizer(run, "plain")
+    path = run / "iter_0000003/mp_rank_00/model_optim_rng.pt"
+    stored = torch.load(path, weights_only=False)
+    stored["optimizer"]["fp32_from_fp16_params"][0][2].mul_(1.5)
+    torch.save(stored, path)
+    ran = convert("hf2fsdp", run, tmp_path / "out", "--with-optimizer")
+    assert (ran.code, "rounded float32 masters" in ran.err) == (6, True), ran.err
+
+
+def trained(source: Path, folder: Path) -> Path:
+    """What a training of FSDP2 in float32 saves of a model whose weights are in a DCP folder."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    metadata = dcp.FileSystemReader(source).read_metadata()
+    held = {key: torch.empty(one.size) for key, one in metadata.state_dict_metadata.items()}
+    dcp.load(held, checkpoint_id=source, no_dist=True)
+    model = {metadata.planner_data[key][1]: one for key, one in held.items()}
+    state = {
+        key: {"step": torch.tensor(3.0), **{name: of(one, name) for name in ("exp_avg", "exp_avg_sq")}}
+        for key, one in model.items()
+        if key != "lm_head.weight" or not any(torch.equal(one, other) for name, other in model.items() if name != key)
+    }
+    groups = [{**GROUP._asdict(), "params": [*state]}]
+    return save(folder, {"model": model, "optim": {"state": state, "param_groups": groups}})
+
+
+@pytest.mark.parametrize("name", ["mixtral-tied", "gpt2", "phi3-tied", "llama4_text"])
+def test_states_stay_with_their_weights(model, convert, tmp_path, name):
+    """Experts that are fused, matrices that lie the other way round, gate and up in one, layers of two kinds."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    source = model(name)
+    assert convert("hf2fsdp", source, tmp_path / "weights").code == 0
+    begun, out = trained(tmp_path / "weights", tmp_path / "begun"), tmp_path / "out"
+    ran = convert("hf2fsdp", begun, out, "--ranks", 3, "--with-optimizer", "--config", source)
+    assert ran.code == 0, ran.err
+    assert convert("verify", out).code == 0
+    found = dcp.FileSystemReader(begun).read_metadata()
+    tensors = {name for name, one in found.state_dict_metadata.items() if hasattr(one, "size")}
+    read = [{name: torch.zeros(found.state_dict_metadata[name].size) for name in tensors} for _ in (begun, out)]
+    for held, folder in zip(read, (begun, out), strict=True):
+        dcp.load(held, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(one, read[1][name]) for name, one in read[0].items())
+
+
+def test_buffers_of_a_model_have_no_moments(model, convert, tmp_path):
+    source = model("dots1")
+    assert convert("hf2fsdp", source, tmp_path / "weights").code == 0
+    begun = trained(tmp_path / "weights", tmp_path / "begun")
+    ran = convert("hf2fsdp", begun, tmp_path / "out", "--with-optimizer", "--config", source)
+    assert (ran.code, "router_bias, which no optimizer trains" in ran.err) == (4, True), ran.err
+
+
+KILLED = """
+import os, signal, sys
+from converters import cli
+left, write = int(sys.argv.pop(1)), os.pwrite
+def pwrite(*args):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(*args)
+os.pwrite = pwrite
+cli.main()
+"""
+
+
+def test_killed_or_split_it_goes_on_to_the_same_bytes(model, convert, tmp_path):
+    source = model("llama")
+    assert convert("hf2fsdp", source, tmp_path / "weights").code == 0
+    begun = trained(tmp_path / "weights", tmp_path / "begun")
+    words = ["--ranks", "3", "--with-optimizer", "--config", str(source), "-q"]
+    assert convert("hf2fsdp", begun, tmp_path / "whole", *words).code == 0
+    for part in ("2/2", "1/2"):
+        assert convert("hf2fsdp", begun, tmp_path / "split", *words, "--part", part).code == 0
+    assert convert("hf2fsdp", begun, tmp_path / "split", *words).code == 0
+    assert files(tmp_path / "split") == files(tmp_path / "whole")
+    for left in (40, 150):
+        command = [sys.executable, "-c", KILLED, str(left), "hf2fsdp", str(begun), str(tmp_path / "killed"), *words]
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+        assert ran.returncode == -signal.SIGKILL, ran.stderr
+        assert not (tmp_path / "killed").exists()
+    ran = convert("hf2fsdp", begun, tmp_path / "killed", "--ranks", "3", "--config", source)
+    assert (ran.code, "another conversion" in ran.err) == (7, True), ran.err
+    assert convert("hf2fsdp", begun, tmp_path / "killed", *words).code == 0
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")

@@ -84,16 +84,10 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     """
     if source.spec.vocab is None and isinstance(source.spec, ModelSpec):
         raise RefusedError(f"the true vocabulary of {source.root} is unknown", "add --vocab-size N, or --config MODEL")
-    groups: dict[Group, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
-    for slot in huggingface.model_slots(source.spec, memory=True):
-        treated = {optimizer.groups[name, slot.layer] for name in slot.rule.pattern.tensors}
-        if len(treated) > 1:
-            raise UnsupportedError(f"{slot.keys[0]} is one parameter here, and was trained in {len(treated)} groups")
-        if not slot.replica:
-            groups[treated.pop()].append(Parameter(slot.keys[0], slot, {}, optimizer.step))
+    groups = _grouped(source, optimizer)
     parameters = [one for group in groups.values() for one in group]
     listed = [*groups] * (1 if len(groups) > 1 else 2)  # the loader passes over what it has no group for
-    settings = [{**group._asdict(), "amsgrad": False, "params": [number]} for number, group in enumerate(listed)]
+    settings = [{**_settings(group), "params": [number]} for number, group in enumerate(listed)]
     small = universal.texts(parameters, settings, _model(optimizer, groups.values()), 1)
     target = _target(request.root, f"global_step{optimizer.step}", parameters, small)
     opened = {state: optimizer.states.get(state, source) for state in STATES}
@@ -108,9 +102,32 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     return Plan(replace(source, files=files), source.spec, jobs, replace(target, copies=copies), notes, read_back)
 
 
-def _told(group: Group) -> str:
+def _grouped(source: Checkpoint, optimizer: Optimizer) -> dict[Group | None, list[Parameter]]:
+    """The parameters of each group, in the order of the groups; None stands for one of which nothing is known.
+
+    Raises:
+        UnsupportedError: what is one parameter in transformers was trained in several groups.
+    """
+    found: dict[Group | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
+    for slot in huggingface.model_slots(source.spec, memory=True):
+        treated = {optimizer.groups.get((name, slot.layer)) for name in slot.rule.pattern.tensors}
+        if len(treated) > 1:
+            raise UnsupportedError(f"{slot.keys[0]} is one parameter here, and was trained in {len(treated)} groups")
+        if not slot.replica:
+            found.setdefault(treated.pop(), []).append(Parameter(slot.keys[0], slot, {}, optimizer.step))
+    return found
+
+
+def _settings(group: Group | None) -> dict[str, Any]:
+    """What a file says of a parameter group. What it leaves out stays as the training has it."""
+    return {**group._asdict(), "amsgrad": False} if group else {}
+
+
+def _told(group: Group | None) -> str:
     """A parameter group, for a person."""
-    return ", ".join(f"{name} {value}" for name, value in group._asdict().items())
+    return (
+        ", ".join(f"{name} {value}" for name, value in group._asdict().items()) if group else "as the training has it"
+    )
 
 
 def _model(optimizer: Optimizer, groups: Iterable[Sequence[Parameter]]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,8 @@ def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
 
 
 def of_weights(plan: Plan, digests: Mapping[str, str]) -> dict[str, str]:
-    """The digests of the weights alone; where only an optimizer is written, of their masters."""
-    kept = "" if any(not job.state for job in plan.jobs) else STATES[0]
-    return {replace(job, state="").name: digests[job.name] for job in plan.jobs if job.state == kept}
+    """The digests of the weights alone."""
+    return {job.name: digests[job.name] for job in plan.jobs if not job.state}
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
@@ -110,16 +108,15 @@ def is_verbatim(folder: Path) -> bool:
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     """Compare what was read with the manifest that travels with the source, if there is one.
 
+    Masters that are written as the weights are not: they were compared with those that the manifest is of.
+
     Raises:
         VerificationError: the source is not what it was when its manifest was written.
     """
     _, remembered = read_manifest(plan.source.home) or ({}, {})
     remembered = {**remembered, **remembered_states(plan.source.home)}
-    wrong = [
-        job.name
-        for job in plan.jobs
-        if not job.edges and remembered.get(job.name, digests[job.name]) != digests[job.name]
-    ]
+    kept = [job.name for job in plan.jobs if not (job.edges or (job.twins and not job.state))]
+    wrong = [name for name in kept if remembered.get(name, digests[name]) != digests[name]]
     if wrong:
         raise VerificationError(
             f"{plan.source.home} is damaged: {len(wrong)} tensors differ from its {MANIFEST}, such as {wrong[0]}",

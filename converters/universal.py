@@ -6,7 +6,7 @@ that of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def plan_universal(states: States, request: Request) -> Plan:
             "none from a universal checkpoint"
         )
     target = _target(request.root, tag.name, parameters, small)
-    jobs = _jobs(dict(zip(STATES, opened, strict=True)), target, STATES[1:])
+    jobs = _jobs(opened, target)
     return Plan(opened[0], opened[0].spec, jobs, target, tuple(notes), read_back)
 
 
@@ -90,13 +90,13 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     settings = [{**_settings(group), "params": [number]} for number, group in enumerate(listed)]
     small = universal.texts(parameters, settings, _model(optimizer, groups.values()), 1)
     target = _target(request.root, f"global_step{optimizer.step}", parameters, small)
-    opened = {state: optimizer.states.get(state, source) for state in STATES}
-    jobs = _jobs(opened, target, optimizer.states)
+    opened = [optimizer.states.get(state, source) for state in STATES]
+    jobs = _jobs(opened, target)
     copies = assets.own_family(source.spec)
     if source.assets:
         target = replace(target, texts={**target.texts, "config.json": assets.config_text(source, None)})
         copies |= {name: path for name, path in assets.files(source.assets) if name != "config.json"}
-    files = tuple(dict.fromkeys(path for one in (source, *opened.values()) for path in one.files))
+    files = tuple(dict.fromkeys(path for one in (source, *opened) for path in one.files))
     told = "; ".join(f"{_told(group)} ({len(held)} parameters)" for group, held in groups.items())
     notes = (f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {told}",)
     return Plan(replace(source, files=files), source.spec, jobs, replace(target, copies=copies), notes, read_back)
@@ -157,13 +157,13 @@ def _target(root: Path, tag: str, parameters: Sequence[Parameter], small: Mappin
     return Target(files, {**texts, universal.LATEST: tag.encode()}, {}, tag)
 
 
-def _jobs(opened: Mapping[str, Checkpoint], target: Target, named: Collection[str]) -> tuple[Job, ...]:
-    """The jobs of each state; those that are named are none of the weights."""
+def _jobs(opened: Sequence[Checkpoint], target: Target) -> tuple[Job, ...]:
+    """The jobs of each state. The masters are the weights."""
     found = list[Job]()
-    for state, one in opened.items():
+    for state, one in zip(STATES, opened, strict=True):
         files = tuple(file for file in target.files if file.path.stem == state)
         jobs = make_plan(one, replace(target, files=files), "fp32").jobs
-        found += (replace(job, state=state if state in named else "") for job in jobs)
+        found += (replace(job, state="" if state == "fp32" else state) for job in jobs)
     return tuple(found)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from formats import neox, universal, zero
-from formats.checkpoint import Checkpoint
-from formats.errors import SourceError, UnsupportedError, short
+from formats.checkpoint import Checkpoint, Settings
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.optimizer import STATES, Group, Optimizer
 from formats.zero_partitions import Partition, step_of
 
@@ -33,13 +33,19 @@ def read(source: Checkpoint) -> Optimizer:
     """The optimizer of an opened checkpoint of DeepSpeed or GPT-NeoX.
 
     Raises:
+        RefusedError: the checkpoint was opened for its moments.
         SourceError: there is none, or it is damaged or incomplete.
         UnsupportedError: it is not Adam's, of stage 0, or not all of the model was trained, and equally often.
     """
     model: Mapping[str, Any]
+    settings: Settings = source.extra["settings"]
+    if settings.weights in STATES[1:]:
+        raise RefusedError(
+            f"--weights {settings.weights} takes moments of {source.root} for its weights", "leave --weights out"
+        )
     if source.format == neox.NAME:
         _require_no_sums(source)
-        opened, model, partitions = neox.read_states(source.home, replace(source.extra["settings"], tag=None))
+        opened, model, partitions = neox.read_states(source.home, replace(settings, tag=None))
         states = dict(zip(STATES, opened, strict=True))
     else:
         held = zero.trained(source.home)

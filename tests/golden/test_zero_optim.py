@@ -14,7 +14,7 @@ import pytest
 from converters.convert import Request, plan_huggingface, run
 from converters.optimizer import optimizer_of
 from formats.checkpoint import Settings
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.optimizer import Group, Optimizer
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import refused
@@ -167,6 +167,11 @@ def test_parameter_groups_that_are_alike_are_written_as_often_as_trainings_have_
 def test_what_is_not_whole_is_refused(made, kind, says):
     with pytest.raises(UnsupportedError, match=says):
         optimizer(made(TWO) / kind, config=made(TWO) / "hf")
+
+
+def test_moments_are_no_weights(made):
+    with pytest.raises(RefusedError, match="--weights exp_avg takes moments"):
+        optimizer(made(TWO) / "zero1", config=made(TWO) / "hf", weights="exp_avg")
 
 
 def test_a_sum_over_ranks_has_no_moments():

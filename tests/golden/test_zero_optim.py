@@ -215,6 +215,8 @@ def test_what_is_not_adam_or_damaged_is_refused(made, tmp_path, fault):
 
 def test_what_is_wrong_with_a_universal_checkpoint(made, convert, tmp_path):
     """Exit codes and names."""
+    import shutil
+
     import torch
 
     assert convert("zero2universal", made(ALONE) / "zero1", tmp_path / "run").code == 0
@@ -238,5 +240,9 @@ def test_what_is_wrong_with_a_universal_checkpoint(made, convert, tmp_path):
     says(3, str(folder / "exp_avg.pt"))
     (folder / "exp_avg.pt").unlink()
     says(3, str(folder / "exp_avg.pt"))
+    (folder / "exp_avg.pt").write_bytes(moment)
+    shutil.copytree(folder, folder.with_name("rotary.scale"))
+    config.append("--verbatim")
+    says(3, "1 parameters, such as rotary.scale, are in its model file or in zero/, not in both")
     refused(convert("zero2universal", made(ALONE) / "hf", tmp_path / "out"), 4, "of which no optimizer is read")
     assert not (tmp_path / "out").exists()

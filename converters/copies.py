@@ -41,7 +41,7 @@ class Copies:
         self.replicas = {name: Nearby(one, axes) for name, one in job.replicas.items()} if heeded or job.partial else {}
         self.twins = Nearby(job.twins, axes) if job.twins and heeded else None
         self.mean = policy in ("mean", "drift") and job.source_dtype in FLOATS
-        self.plausible = policy == "drift" and not job.tensor.startswith("exp_avg")  # moments may be far apart
+        self.plausible = policy == "drift" and not job.name.startswith("exp_avg")  # moments may be far apart
         self.worst: dict[str, float] = {}
         self.drift, self.unequal = 0.0, 0
 

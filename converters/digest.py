@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,8 @@ def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
 
 
 def of_weights(plan: Plan, digests: Mapping[str, str]) -> dict[str, str]:
-    """The digests of the weights alone; where only an optimizer is written, of their masters."""
-    kept = "" if any(not job.state for job in plan.jobs) else STATES[0]
-    return {replace(job, state="").name: digests[job.name] for job in plan.jobs if job.state == kept}
+    """The digests of the weights alone."""
+    return {job.name: digests[job.name] for job in plan.jobs if not job.state}
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:

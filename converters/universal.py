@@ -6,7 +6,7 @@ that of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def plan_universal(states: States, request: Request) -> Plan:
             "none from a universal checkpoint"
         )
     target = _target(request.root, tag.name, parameters, small)
-    jobs = _jobs(dict(zip(STATES, opened, strict=True)), target, STATES[1:])
+    jobs = _jobs(opened, target)
     return Plan(opened[0], opened[0].spec, jobs, target, tuple(notes), read_back)
 
 
@@ -84,33 +84,50 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     """
     if source.spec.vocab is None and isinstance(source.spec, ModelSpec):
         raise RefusedError(f"the true vocabulary of {source.root} is unknown", "add --vocab-size N, or --config MODEL")
-    groups: dict[Group, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
-    for slot in huggingface.model_slots(source.spec, memory=True):
-        treated = {optimizer.groups[name, slot.layer] for name in slot.rule.pattern.tensors}
-        if len(treated) > 1:
-            raise UnsupportedError(f"{slot.keys[0]} is one parameter here, and was trained in {len(treated)} groups")
-        if not slot.replica:
-            groups[treated.pop()].append(Parameter(slot.keys[0], slot, {}, optimizer.step))
+    groups = _grouped(source, optimizer)
     parameters = [one for group in groups.values() for one in group]
     listed = [*groups] * (1 if len(groups) > 1 else 2)  # the loader passes over what it has no group for
-    settings = [{**group._asdict(), "amsgrad": False, "params": [number]} for number, group in enumerate(listed)]
+    settings = [{**_settings(group), "params": [number]} for number, group in enumerate(listed)]
     small = universal.texts(parameters, settings, _model(optimizer, groups.values()), 1)
     target = _target(request.root, f"global_step{optimizer.step}", parameters, small)
-    opened = {state: optimizer.states.get(state, source) for state in STATES}
-    jobs = _jobs(opened, target, optimizer.states)
+    opened = [optimizer.states.get(state, source) for state in STATES]
+    jobs = _jobs(opened, target)
     copies = assets.own_family(source.spec)
     if source.assets:
         target = replace(target, texts={**target.texts, "config.json": assets.config_text(source, None)})
         copies |= {name: path for name, path in assets.files(source.assets) if name != "config.json"}
-    files = tuple(dict.fromkeys(path for one in (source, *opened.values()) for path in one.files))
+    files = tuple(dict.fromkeys(path for one in (source, *opened) for path in one.files))
     told = "; ".join(f"{_told(group)} ({len(held)} parameters)" for group, held in groups.items())
     notes = (f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {told}",)
     return Plan(replace(source, files=files), source.spec, jobs, replace(target, copies=copies), notes, read_back)
 
 
-def _told(group: Group) -> str:
+def _grouped(source: Checkpoint, optimizer: Optimizer) -> dict[Group | None, list[Parameter]]:
+    """The parameters of each group, in the order of the groups; None stands for one of which nothing is known.
+
+    Raises:
+        UnsupportedError: what is one parameter in transformers was trained in several groups.
+    """
+    found: dict[Group | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
+    for slot in huggingface.model_slots(source.spec, memory=True):
+        treated = {optimizer.groups.get((name, slot.layer)) for name in slot.rule.pattern.tensors}
+        if len(treated) > 1:
+            raise UnsupportedError(f"{slot.keys[0]} is one parameter here, and was trained in {len(treated)} groups")
+        if not slot.replica:
+            found.setdefault(treated.pop(), []).append(Parameter(slot.keys[0], slot, {}, optimizer.step))
+    return found
+
+
+def _settings(group: Group | None) -> dict[str, Any]:
+    """What a file says of a parameter group. What it leaves out stays as the training has it."""
+    return {**group._asdict(), "amsgrad": False} if group else {}
+
+
+def _told(group: Group | None) -> str:
     """A parameter group, for a person."""
-    return ", ".join(f"{name} {value}" for name, value in group._asdict().items())
+    return (
+        ", ".join(f"{name} {value}" for name, value in group._asdict().items()) if group else "as the training has it"
+    )
 
 
 def _model(optimizer: Optimizer, groups: Iterable[Sequence[Parameter]]) -> dict[str, Any]:
@@ -140,13 +157,13 @@ def _target(root: Path, tag: str, parameters: Sequence[Parameter], small: Mappin
     return Target(files, {**texts, universal.LATEST: tag.encode()}, {}, tag)
 
 
-def _jobs(opened: Mapping[str, Checkpoint], target: Target, named: Collection[str]) -> tuple[Job, ...]:
-    """The jobs of each state; those that are named are none of the weights."""
+def _jobs(opened: Sequence[Checkpoint], target: Target) -> tuple[Job, ...]:
+    """The jobs of each state. The masters are the weights."""
     found = list[Job]()
-    for state, one in opened.items():
+    for state, one in zip(STATES, opened, strict=True):
         files = tuple(file for file in target.files if file.path.stem == state)
         jobs = make_plan(one, replace(target, files=files), "fp32").jobs
-        found += (replace(job, state=state if state in named else "") for job in jobs)
+        found += (replace(job, state="" if state == "fp32" else state) for job in jobs)
     return tuple(found)
 
 

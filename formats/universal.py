@@ -10,8 +10,8 @@
 Facts: deepspeed/checkpoint/universal_checkpoint.py and runtime/engine.py at 0.19.8, and what a real load was seen to
 need (tests/golden/test_universal.py): one folder serves every stage. The loader of stage 3 gives every parameter group
 what the first one of `optimizer_state_dict` says (runtime/zero/stage3.py:3692), so what they differ in is not there,
-and stays as the training has it. Frozen parameters have no states, and DeepSpeed
-restores none: they stay what the model was made with.
+and stays as the training has it. Frozen parameters have no states, and DeepSpeed restores none: they stay what the
+model was made with.
 """
 
 from __future__ import annotations
@@ -143,30 +143,35 @@ def tensors(tag: Path, state: str) -> Iterator[tuple[str, TorchFile, TensorRef]]
         yield folder.name, file, ref
 
 
-def settings(tag: Path) -> tuple[Mapping[str, Any], ...]:
-    """The parameter groups.
+def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
+    """The parameter groups; and Adam's step, which DeepSpeed's own checkpoints of stage 3 say nowhere else.
 
     Raises:
         SourceError: they are not there.
     """
     file = read_torch(tag / "zero" / "optimizer_state.pt")
     try:
-        return tuple(map(dict, file.value["param_groups"]))
-    except (KeyError, TypeError, ValueError):
-        raise SourceError(f"{file.path} holds no parameter groups of an optimizer") from None
+        inner = file.value.get("optimizer_state_dict", {}).get("state", {})
+        step = number(file, inner[0]["step"]) if inner else None
+        return tuple(map(dict, file.value["param_groups"])), step
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise SourceError(f"{file.path} holds no parameter groups of an optimizer in a form that is known") from None
 
 
-def step(tag: Path, name: str) -> float:
-    """How many steps Adam has made with a parameter.
+def step(tag: Path, name: str) -> float | None:
+    """How many steps Adam has made with a parameter; None without a file that says it.
 
     Raises:
-        SourceError: the checkpoint does not say.
+        SourceError: the file says something else.
     """
-    file = read_torch(tag / "zero" / name / "step.pt")
+    path = tag / "zero" / name / "step.pt"
+    if not path.is_file():
+        return None
+    file = read_torch(path)
     try:
         return number(file, file.value)
-    except (KeyError, TypeError, ValueError):
-        raise SourceError(f"{file.path} holds no number of steps") from None
+    except (TypeError, ValueError):
+        raise SourceError(f"{path} holds no number of steps") from None
 
 
 def unchanged(file: OutputFile) -> tuple[Placed, ...]:

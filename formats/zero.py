@@ -79,7 +79,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
     held = models[0].value
     topology = {"dp": held.get("dp_world_size", 1)}
-    extra = {"folder": tag.name, "iteration": held.get("global_steps")}
+    extra = {"folder": tag.name, "iteration": held.get("global_steps"), "settings": settings}
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     proof = None
     if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not (third or whole):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from formats import neox, universal, zero
-from formats.checkpoint import Checkpoint
-from formats.errors import SourceError, UnsupportedError, short
+from formats.checkpoint import Checkpoint, Settings
+from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.optimizer import STATES, Group, Optimizer
 from formats.zero_partitions import Partition, step_of
 
@@ -33,13 +33,19 @@ def read(source: Checkpoint) -> Optimizer:
     """The optimizer of an opened checkpoint of DeepSpeed or GPT-NeoX.
 
     Raises:
+        RefusedError: the checkpoint was opened for its moments.
         SourceError: there is none, or it is damaged or incomplete.
         UnsupportedError: it is not Adam's, of stage 0, or not all of the model was trained, and equally often.
     """
     model: Mapping[str, Any]
+    settings: Settings = source.extra["settings"]
+    if settings.weights in STATES[1:]:
+        raise RefusedError(
+            f"--weights {settings.weights} takes moments of {source.root} for its weights", "leave --weights out"
+        )
     if source.format == neox.NAME:
         _require_no_sums(source)
-        opened, model, partitions = neox.read_states(source.home, replace(source.extra["settings"], tag=None))
+        opened, model, partitions = neox.read_states(source.home, replace(settings, tag=None))
         states = dict(zip(STATES, opened, strict=True))
     else:
         held = zero.trained(source.home)
@@ -47,7 +53,7 @@ def read(source: Checkpoint) -> Optimizer:
     if partitions:
         step, owners = step_of(partitions), _owners(partitions)
     else:
-        step, owners = _universal(source.home, held.shapes)
+        step, owners = _universal(source.home, held)
     if set(source.dtypes().values()) == {"F32"}:
         states.pop("fp32")  # the weights are the masters
     samples = model.get("global_samples")
@@ -82,18 +88,27 @@ def _owners(partitions: Iterable[Partition]) -> Owners:
     return found
 
 
-def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]]) -> tuple[float, Owners]:
+def _universal(tag: Path, held: zero.Training) -> tuple[float, Owners]:
     """The step of a universal checkpoint, and how each of its parameters is treated."""
-    settings, steps = universal.settings(tag), dict[float, str]()
+    odd = sorted({name for group in held.shapes for name in group} ^ held.states["exp_avg"].keys())
+    if odd:
+        raise SourceError(
+            f"{tag}: {len(odd)} parameters, such as {odd[0]}, are in its model file or in zero/, not in both"
+        )
+    (settings, common), steps = universal.settings(tag), dict[float, str]()
     found: dict[Path, Sequence[tuple[int, Group]]] = {}
-    for number, group in enumerate(shapes):
+    for number, group in enumerate(held.shapes):
         for name in group:
             folder = tag / "zero" / name
             groups = _by_number(folder, settings, (path.stem for path in folder.iterdir()))
             if number not in groups:
                 raise SourceError(f"{tag}: no group of its optimizer holds the parameters of group {number}")
             found[folder / "exp_avg.pt"] = [(0, groups[number])]
-            steps[universal.step(tag, name)] = name
+            own = universal.step(tag, name)
+            step = common if own is None else own
+            if step is None:
+                raise SourceError(f"{folder} does not say how many steps its optimizer has made")
+            steps[step] = name
     if len(steps) > 1:
         told = ", ".join(f"{name} {int(step)}" for step, name in sorted(steps.items())[:4])
         raise UnsupportedError(f"{tag}: its parameters have made different numbers of steps, such as {told}")
@@ -120,7 +135,7 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
             lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
             found |= dict.fromkeys(group["params"], Group(lr, (float(low), float(high)), eps, decay))
         except (KeyError, TypeError, ValueError):
-            raise SourceError(f"{path} holds a parameter group in no form that is known: {short(group)}") from None
+            raise SourceError(f"{path} holds a parameter group in no form that is known") from None
     return found
 
 

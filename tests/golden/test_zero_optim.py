@@ -14,7 +14,7 @@ import pytest
 from converters.convert import Request, plan_huggingface, run
 from converters.optimizer import optimizer_of
 from formats.checkpoint import Settings
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.optimizer import Group, Optimizer
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import refused
@@ -90,7 +90,8 @@ def test_a_universal_checkpoint_of_any_optimizer(made, convert, tmp_path):
     ran = convert("zero2universal", first, second, "--config", made(TWO) / "hf")
     assert ran.code == 0, ran.err
     assert "weight_decay 0.1 (30 parameters); lr 0.01, betas (0.9, 0.999), eps 1e-08, weight_decay 0.0 (9 " in ran.err
-    assert convert("zero2universal", second, third).code == 0  # the model's config lies beside it
+    assert convert("digest", second).out.split()[0] in ran.out  # the model's config lies beside it
+    assert convert("zero2universal", second, third).code == 0
     for other in (first, third):
         files = {path.relative_to(other): path for path in other.rglob("zero/*/*.pt")}
         assert len(files) == 39 * 4
@@ -168,6 +169,11 @@ def test_what_is_not_whole_is_refused(made, kind, says):
         optimizer(made(TWO) / kind, config=made(TWO) / "hf")
 
 
+def test_moments_are_no_weights(made):
+    with pytest.raises(RefusedError, match="--weights exp_avg takes moments"):
+        optimizer(made(TWO) / "zero1", config=made(TWO) / "hf", weights="exp_avg")
+
+
 def test_a_sum_over_ranks_has_no_moments():
     with pytest.raises(UnsupportedError, match=r"dense\.bias is a sum over tensor parallel ranks"):
         optimizer(NEOX / "neox-parallel-tp2", vocab_size=101)
@@ -209,6 +215,8 @@ def test_what_is_not_adam_or_damaged_is_refused(made, tmp_path, fault):
 
 def test_what_is_wrong_with_a_universal_checkpoint(made, convert, tmp_path):
     """Exit codes and names."""
+    import shutil
+
     import torch
 
     assert convert("zero2universal", made(ALONE) / "zero1", tmp_path / "run").code == 0
@@ -232,5 +240,9 @@ def test_what_is_wrong_with_a_universal_checkpoint(made, convert, tmp_path):
     says(3, str(folder / "exp_avg.pt"))
     (folder / "exp_avg.pt").unlink()
     says(3, str(folder / "exp_avg.pt"))
+    (folder / "exp_avg.pt").write_bytes(moment)
+    shutil.copytree(folder, folder.with_name("rotary.scale"))
+    config.append("--verbatim")
+    says(3, "1 parameters, such as rotary.scale, are in its model file or in zero/, not in both")
     refused(convert("zero2universal", made(ALONE) / "hf", tmp_path / "out"), 4, "of which no optimizer is read")
     assert not (tmp_path / "out").exists()

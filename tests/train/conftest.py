@@ -139,19 +139,24 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def tree_of(path: Path, data: Path, save: Path) -> dict[str, Any]:
+    """Settings for a training of 8 steps of 8 rows."""
+    return {
+        "model": {"path": str(path), "dtype": "fp32"},
+        "data": {"train": [str(data)], "seq_length": 64},
+        "batch": {"size": 8, "micro": 2},
+        "optim": {"lr": 1e-3},
+        "steps": {"train_iters": 8, "iteration_offset": 100},
+        "save": {"path": str(save), "every": 4},
+    }
+
+
 @pytest.fixture
 def settings(model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable[..., Path]:
-    """`settings(name, **sections)`: a file for a training of 8 steps of 8 rows."""
+    """`settings(name, **sections)`: a file with those of `tree_of`, and others."""
 
     def write(family: str = "llama", **sections: Any) -> Path:
-        tree: dict[str, Any] = {
-            "model": {"path": str(model(family, vocab_size=253)), "dtype": "fp32"},
-            "data": {"train": [str(data)], "seq_length": 64},
-            "batch": {"size": 8, "micro": 2},
-            "optim": {"lr": 1e-3},
-            "steps": {"train_iters": 8, "iteration_offset": 100},
-            "save": {"path": str(tmp_path / "save"), "every": 4},
-        }
+        tree = tree_of(model(family, vocab_size=253), data, tmp_path / "save")
         for name, held in sections.items():
             tree[name] = tree.get(name, {}) | held if isinstance(held, dict) else held
         path = tmp_path / "config.yml"

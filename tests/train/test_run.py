@@ -10,18 +10,21 @@ import signal
 import time
 
 import pytest
+import yaml
 
-from tests.train.conftest import spawn
+from tests.train.conftest import Trained, spawn, tree_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 NEAR = 2e-6
 """Of losses around 5 and norms around 3: sums in another order."""
 
 
-@pytest.fixture
-def whole(settings, run):
+@pytest.fixture(scope="module")
+def whole(model, data, forks, tmp_path_factory):
     """The training that nothing interrupts, on one rank."""
-    found = run(settings(), save="whole")
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "config.yml").write_text(yaml.safe_dump(tree_of(model("llama", vocab_size=253), data, folder / "save")))
+    found = Trained(*forks(["run", str(folder / "config.yml")], 1), folder / "save")
     assert found.code == 0, found.out
     return found
 

@@ -97,7 +97,7 @@ class Forks:
         """Exit code and output."""
         out = self.folder / "out"
         asked = {"words": words, "env": environment(), "out": str(out), "script": script and str(script)}
-        return self.ask({**asked, "ranks": ranks, "seconds": 120}), out.read_text()
+        return self.ask({**asked, "ranks": ranks, "seconds": 240}), out.read_text()
 
     def start(self, words: list[str]) -> Fork:
         """Start `train` on one rank."""

@@ -264,11 +264,13 @@ def _describe(
     notes = neox_checks.require_same_topology(models, config, where, tp, layered=_is_layered(found))
     qkv = "mha"
     if spec.kv_heads != spec.heads:
-        said = "blocked" if known.get("gqa_layout") == "blocked" else settings.gqa_layout
-        qkv, remarks = neox_gqa.choose(spec, found, tp, said, old)
-        notes += remarks
-        if settings.gqa_layout not in ("auto", said):
-            notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: the files say that they are {said}")
+        if known.get("gqa_layout") == "blocked":
+            qkv = "gqa"
+            if settings.gqa_layout == "grouped":
+                notes.append("--gqa-layout grouped has no effect: the files say that they are blocked")
+        else:
+            qkv, remarks = neox_gqa.choose(spec, found, tp, settings.gqa_layout, old)
+            notes += remarks
     elif settings.gqa_layout != "auto":
         notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: no heads share keys")
     return _Model(spec, config, assets, padded, qkv, "separate" if old else "fused", notes)

@@ -40,11 +40,12 @@ def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tu
         RefusedError: names and weights do not tell, or contradict each other.
     """
     said = {"blocked": "gqa", "grouped": "grouped"}
-    if layout != "auto":
-        return said[layout], []
-    if spec.head_dim * spec.kv_heads % spec.heads:
-        return said["blocked"], []  # no head could have its share: the older code did not run with such sizes
+    if spec.head_dim * spec.kv_heads % spec.heads:  # no head could have its share: the older code did not run so
+        return said["blocked" if layout == "auto" else layout], []
     seen = _seen(spec, found, tp)
+    if layout != "auto":
+        doubt = f"query, key and value are read as {layout}, as was said, though their rows look {seen}"
+        return said[layout], [] if seen in (None, layout) else [doubt]
     if old and seen != "blocked":
         return said["grouped"], ["query, key and value are read as grouped: w1, w2, w3 are from before September 2024"]
     if seen is None or old:

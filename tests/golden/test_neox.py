@@ -114,6 +114,31 @@ def test_the_two_orders_of_query_key_and_value_are_never_guessed(convert, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_an_order_that_the_rows_contradict_is_told(convert, tmp_path):
+    """Queries, keys and values of lengths of their own, as in a trained model."""
+    import shutil
+
+    import torch
+
+    run = shutil.copytree(HERE / "llama-gqa-tp2", tmp_path / "run")
+    for path in run.glob("*/mp_rank_0*_model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        for key in [key for key in state["module"] if key.endswith("query_key_value.weight")]:
+            third = len(state["module"][key]) // 4
+            state["module"][key][2 * third : 3 * third] *= 10
+            state["module"][key][3 * third :] *= 100
+        torch.save(state, path)
+    for layout, told in (
+        ("auto", "read as blocked, which is what their rows look like"),
+        ("grouped", "read as grouped, as was said, though their rows look blocked"),
+        ("blocked", ""),
+    ):
+        ran = convert("neox2hf", run, tmp_path / layout, "--vocab-size", 101, "--gqa-layout", layout)
+        assert ran.code == 0, ran.err
+        assert told in ran.err
+        assert told or "rows look" not in ran.err
+
+
 @pytest.mark.parametrize("name", ["llama-grouped-tp2", "llama-gqa-tp2"])
 def test_masters_are_compared_in_either_order(convert, tmp_path, name):
     """One bit of a key in the module, which its master does not have."""

@@ -49,10 +49,25 @@ def test_a_broken_connection_is_taken_up_again(checkpoint, tmp_path, home):
     assert not list(out.rglob(".rsync-partial"))
 
 
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+@pytest.mark.parametrize("home", [True, False], ids=["home", "away"])
+def test_a_key_that_is_refused_is_told_at_once(checkpoint, tmp_path, home):
+    refusing = tmp_path / "ssh"
+    refusing.write_text("#!/bin/sh\necho 'Permission denied (publickey).' >&2\nexit 255\n")
+    refusing.chmod(0o755)
+    places = (f"host:{checkpoint}", tmp_path / "out") if home else (checkpoint, f"host:{tmp_path}/out")
+    ran = copy(*places, RSYNC_RSH=str(refusing))
+    assert (ran.returncode, ran.stderr.count("Permission denied (publickey).")) == (255, 1), ran.stderr
+    assert ran.stderr.endswith("error: ssh found no way there; why, it says above\n")
+
+
 def test_what_it_would_do_is_printed(checkpoint):
-    ran = copy("-n", checkpoint, "me@host:/scratch/x/", RSYNC_FLAGS="--bwlimit=50m")
+    ran = copy("-n", checkpoint, "me@host:/scratch/x/", RSYNC_FLAGS="--bwlimit=50m  --exclude='a *' -e \"ssh -p 22\"")
     words = shlex.split(ran.stdout)
-    assert (words[0], words[-3:]) == ("rsync", ["--bwlimit=50m", f"{checkpoint}/", "me@host:/scratch/x/"])
+    assert (words[0], words[-2:]) == ("rsync", [f"{checkpoint}/", "me@host:/scratch/x/"])
+    assert words[-6:-2] == ["--bwlimit=50m", "--exclude=a *", "-e", "ssh -p 22"]
+    open_quote = copy("-n", checkpoint, "host:/x", RSYNC_FLAGS="--exclude 'a")
+    assert (open_quote.returncode, "cannot be split into words: --exclude 'a" in open_quote.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(("words", "reason"), [((), "two folders"), (("nowhere", "x"), "nowhere is no folder")])

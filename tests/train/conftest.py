@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,35 +44,77 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
-def spawn(words: list[str], ranks: int, script: Path | None = None) -> subprocess.Popen[str]:
-    """Start `train` on some ranks, as users do, or a script that calls it."""
+def spawn(words: list[str], ranks: int) -> subprocess.Popen[str]:
+    """Start `train` on some ranks, as users do."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    program = [str(script)] if script else ["-m", "train"] if ranks > 1 else ["-c", PROGRAM]
+    program = ["-m", "train"] if ranks > 1 else ["-c", PROGRAM]
     command = [sys.executable, *(launcher if ranks > 1 else []), *program, *words]
     return subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     )
 
 
+class Fork:
+    """A rank that runs, or has ended."""
+
+    def __init__(self, ask: Callable[[dict[str, Any]], Any], pid: int, out: Path) -> None:
+        self.ask, self.pid, self.out = ask, pid, out
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        if self.code is None:
+            self.code = self.ask({"pid": self.pid})
+        return self.code
+
+    def wait(self, seconds: float) -> int | None:
+        """Likewise, when it has ended or so much time has passed."""
+        limit = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < limit:
+            time.sleep(0.01)
+        return self.code
+
+    def send(self, number: int) -> None:
+        """Signal it."""
+        os.kill(self.pid, number)
+
+
+class Forks:
+    """`forks(words, ranks)`: run `train`, or a script, to its end as forks of a process that has imported it."""
+
+    def __init__(self, mother: subprocess.Popen[str], folder: Path) -> None:
+        self.mother, self.folder = mother, folder
+
+    def ask(self, what: dict[str, Any]) -> Any:
+        """What the mother answers."""
+        assert self.mother.stdin is not None
+        assert self.mother.stdout is not None
+        self.mother.stdin.write(json.dumps(what) + "\n")
+        self.mother.stdin.flush()
+        return json.loads(self.mother.stdout.readline())
+
+    def __call__(self, words: list[str], ranks: int, script: Path | None = None) -> tuple[int, str]:
+        """Exit code and output."""
+        out = self.folder / "out"
+        asked = {"words": words, "env": environment(), "out": str(out), "script": script and str(script)}
+        return self.ask({**asked, "ranks": ranks, "seconds": 240}), out.read_text()
+
+    def start(self, words: list[str]) -> Fork:
+        """Start `train` on one rank."""
+        out = self.folder / "started"
+        asked = {"words": words, "env": environment(), "out": str(out), "script": None}
+        return Fork(self.ask, self.ask(asked), out)
+
+
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[str], int], tuple[int, str]]]:
-    """`forks(words, ranks)`: run `train` to its end as forks of a process that has imported it: code and output."""
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """The process that has imported torch and transformers, and what it is asked for."""
     command = [sys.executable, str(Path(__file__).with_name("forks.py"))]
     untouched = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # else whoever asks for a GPU in it takes it from its forks
     mother = subprocess.Popen(
         command, env=environment() | untouched, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
-    out = tmp_path_factory.mktemp("forks") / "out"
-
-    def run(words: list[str], ranks: int) -> tuple[int, str]:
-        asked = {"words": words, "ranks": ranks, "env": environment(), "out": str(out), "seconds": 120}
-        assert mother.stdin is not None
-        assert mother.stdout is not None
-        mother.stdin.write(json.dumps(asked) + "\n")
-        mother.stdin.flush()
-        return int(mother.stdout.readline()), out.read_text()
-
-    yield run
+    yield Forks(mother, tmp_path_factory.mktemp("forks"))
     mother.stdin.close()  # type: ignore[union-attr]
     mother.wait(timeout=60)
 
@@ -96,19 +139,24 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def tree_of(path: Path, data: Path, save: Path) -> dict[str, Any]:
+    """Settings for a training of 8 steps of 8 rows."""
+    return {
+        "model": {"path": str(path), "dtype": "fp32"},
+        "data": {"train": [str(data)], "seq_length": 64},
+        "batch": {"size": 8, "micro": 2},
+        "optim": {"lr": 1e-3},
+        "steps": {"train_iters": 8, "iteration_offset": 100},
+        "save": {"path": str(save), "every": 4},
+    }
+
+
 @pytest.fixture
 def settings(model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable[..., Path]:
-    """`settings(name, **sections)`: a file for a training of 8 steps of 8 rows."""
+    """`settings(name, **sections)`: a file with those of `tree_of`, and others."""
 
     def write(family: str = "llama", **sections: Any) -> Path:
-        tree: dict[str, Any] = {
-            "model": {"path": str(model(family, vocab_size=253)), "dtype": "fp32"},
-            "data": {"train": [str(data)], "seq_length": 64},
-            "batch": {"size": 8, "micro": 2},
-            "optim": {"lr": 1e-3},
-            "steps": {"train_iters": 8, "iteration_offset": 100},
-            "save": {"path": str(tmp_path / "save"), "every": 4},
-        }
+        tree = tree_of(model(family, vocab_size=253), data, tmp_path / "save")
         for name, held in sections.items():
             tree[name] = tree.get(name, {}) | held if isinstance(held, dict) else held
         path = tmp_path / "config.yml"
@@ -119,7 +167,7 @@ def settings(model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable
 
 
 @pytest.fixture
-def run(tmp_path: Path, forks: Callable[[list[str], int], tuple[int, str]]) -> Callable[..., Trained]:
+def run(tmp_path: Path, forks: Forks) -> Callable[..., Trained]:
     """`run(config, words, ranks=2)`: train to the end, or whatever end it finds."""
 
     def train(config: Path, *words: object, ranks: int = 1, save: str = "save") -> Trained:

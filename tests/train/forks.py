@@ -1,13 +1,16 @@
 """Trainings as forks of one process that has imported torch and transformers already: seconds less for each.
 
-Reads a line of JSON for each training, {words, ranks, env, out, seconds}, and answers with the exit code of the first
-rank that failed, or 0. A rank is a process of its own, with the variables that torchrun sets.
+Reads a line of JSON for each training, {words, ranks, env, out, script, seconds}, and answers with the exit code of the
+first rank that failed, or 0. A rank is a process of its own, with the variables that torchrun sets; `script`, if it is
+there, is what it runs instead of `train`. Without `seconds` it starts one rank and answers with its process id; {pid}
+asks whether that has ended, and the answer is null or its exit code.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -16,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 
-def rank_main(words: list[str], settings: dict[str, str], out: str) -> None:
-    """Be a rank: the command line, as `python -m train` runs it."""
+def rank_main(words: list[str], settings: dict[str, str], out: str, script: str | None) -> None:
+    """Be a rank: the command line, as `python -m train` runs it, or a script."""
     handle = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -25,11 +28,9 @@ def rank_main(words: list[str], settings: dict[str, str], out: str) -> None:
     os.environ.clear()
     os.environ.update(settings)
     sys.argv = ["train", *words]
-    from train.cli import main
-
     code: Any = 0
     try:
-        main()
+        runpy.run_path(script or str(Path(__file__).parents[2] / "train/__main__.py"), run_name="__main__")
     except SystemExit as done:
         code = done.code
     finally:
@@ -46,16 +47,27 @@ def free_port() -> int:
     return port
 
 
-def run(words: list[str], ranks: int, env: dict[str, str], out: str, seconds: float) -> int:
+def start(words: list[str], env: dict[str, str], out: str, script: str | None) -> int:
+    """Start a rank: its process id."""
+    pid = os.fork()
+    if not pid:
+        rank_main(words, env, out, script)
+    return pid
+
+
+def ended(pid: int) -> int | None:
+    """The exit code of a rank, None if it still runs; the number of the signal that ended it, below zero."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def run(words: list[str], ranks: int, env: dict[str, str], out: str, script: str | None, seconds: float) -> int:
     """Run a training; when a rank fails, the others are ended, as torchrun does."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     running = set()
     for rank in range(ranks):
         more = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        pid = os.fork()
-        if not pid:
-            rank_main(words, env | more, out)
-        running.add(pid)
+        running.add(start(words, env | more, out, script))
     limit, failed = time.monotonic() + seconds, 0
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -93,8 +105,10 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
-        Path(asked["out"]).write_text("")
-        print(json.dumps(run(**asked)), flush=True)
+        if "out" in asked:
+            Path(asked["out"]).write_text("")
+        found = ended(**asked) if "pid" in asked else run(**asked) if "seconds" in asked else start(**asked)
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

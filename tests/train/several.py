@@ -1,6 +1,6 @@
-"""Trainings behind each other, in the same ranks: `several.py CONFIG.yml`, with a JSON list of lists of words on stdin.
+"""Trainings behind each other, in the same ranks: `several.py CONFIG.yml LIST`, a JSON list of lists of words.
 
-Torch and transformers are imported once for all of them. Logits are computed in small chunks, of which the ranks have
+DeepSpeed is imported once for all of them. Logits are computed in small chunks, of which the ranks have
 different numbers.
 """
 
@@ -20,6 +20,6 @@ from train.loop import train
 if __name__ == "__main__":
     model.CHUNK = 48
     with world(1, 2) as ranks:
-        for words in ranks.told(lambda: json.load(sys.stdin)):
+        for words in json.loads(sys.argv[2]):
             with contextlib.suppress(Interrupted):
                 train(load_config(Path(sys.argv[1]), words)[0], ranks, print)

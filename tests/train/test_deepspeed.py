@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -33,7 +31,7 @@ def zero(stage, *words):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, model, data):
+def trained(tmp_path_factory, model, data, forks):
     """Trainings on two ranks by name: `fsdp`; `zero1` to `zero3`; `chain1` to `chain3`, which are stopped, go on with
     their stage, are stopped again and go on with the next; and two with noise.
     """
@@ -55,14 +53,9 @@ def trained(tmp_path_factory, model, data):
         runs += [(f"zero{stage}", words), (f"chain{stage}", stopped), (f"chain{stage}", stopped)]
         runs += [(f"chain{stage}", zero(stage % 3 + 1, "--batch.micro", micro, "--optim.clip", "0.5"))]
     told = json.dumps([["--save.path", str(folder / name), *words] for name, words in runs])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    ran = subprocess.run(
-        [*command, str(ROOT / "tests/train/several.py"), str(folder / "config.yml")],
-        input=told, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout
-    return {name: Trained(0, ran.stdout, folder / name) for name, _ in runs}
+    code, out = forks([str(folder / "config.yml"), told], 2, ROOT / "tests/train/several.py")
+    assert code == 0, out
+    return {name: Trained(0, out, folder / name) for name, _ in runs}
 
 
 def require_same(found, whole, near=NEAR, steps=STEPS):

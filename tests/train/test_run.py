@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
+import yaml
 
-from tests.train.conftest import spawn
+from tests.train.conftest import Trained, spawn, tree_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 NEAR = 2e-6
 """Of losses around 5 and norms around 3: sums in another order."""
 
 
-@pytest.fixture
-def whole(settings, run):
+@pytest.fixture(scope="module")
+def whole(model, data, forks, tmp_path_factory):
     """The training that nothing interrupts, on one rank."""
-    found = run(settings(), save="whole")
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "config.yml").write_text(yaml.safe_dump(tree_of(model("llama", vocab_size=253), data, folder / "save")))
+    found = Trained(*forks(["run", str(folder / "config.yml")], 1), folder / "save")
     assert found.code == 0, found.out
     return found
 
@@ -88,20 +89,18 @@ def test_it_goes_on_with_other_ranks(settings, run, whole):
     require_same(run(config, ranks=4, save="save"), whole)
 
 
-def test_killed_at_any_moment(settings, run, whole, convert, tmp_path):
+def test_killed_at_any_moment(settings, run, forks, whole, convert, tmp_path):
     """kill -9, again and again: the series and the weights are those of the unbroken run, on other ranks nearly so."""
     config, chosen, killed = settings(save={"every": 1}), random.Random(3), 0
     log = tmp_path / "save/log.jsonl"
     for _ in range(5):
         before = log.read_text() if log.is_file() else ""
-        ran = spawn(["run", str(config), "--save.path", str(tmp_path / "save")], 1)
+        ran = forks.start(["run", str(config), "--save.path", str(tmp_path / "save")])
         while ran.poll() is None and (not log.is_file() or log.read_text() == before):
             time.sleep(0.02)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            ran.wait(timeout=chosen.uniform(0, 0.6))
-        if ran.returncode is None:
-            ran.kill()
-            ran.wait()
+        if ran.wait(chosen.uniform(0, 0.6)) is None:
+            ran.send(signal.SIGKILL)
+            assert ran.wait(60) == -signal.SIGKILL
             killed += 1
     assert killed
     shutil.copytree(tmp_path / "save", tmp_path / "other")
@@ -114,17 +113,17 @@ def test_killed_at_any_moment(settings, run, whole, convert, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "transformers"])
-def test_sigterm_saves_and_ends_with_75(settings, tmp_path, engine):
+def test_sigterm_saves_and_ends_with_75(settings, forks, tmp_path, engine):
     config = settings(engine=engine, steps={"train_iters": 400}, save={"every": 1000})
-    ran = spawn(["run", str(config), "--save.path", str(tmp_path / "save")], 1)
+    ran = forks.start(["run", str(config), "--save.path", str(tmp_path / "save")])
     log = tmp_path / "save/log.jsonl"
     for _ in range(2400):
         if log.is_file() and log.read_text().count("\n") > 2:
             break
         time.sleep(0.05)
-    ran.send_signal(signal.SIGTERM)
-    out, _ = ran.communicate(timeout=60)
-    assert ran.returncode == 75, out
+    ran.send(signal.SIGTERM)
+    code, out = ran.wait(60), ran.out.read_text()
+    assert code == 75, out
     done = json.loads((tmp_path / "save" / (tmp_path / "save/latest").read_text() / ".progress").read_text())["step"]
     assert done == len(log.read_text().splitlines())
     assert f"stopped behind step {done} of 400" in out

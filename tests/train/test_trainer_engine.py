@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from formats.errors import UsageError
-from tests.train.conftest import spawn
 from tests.train.test_run import NEAR, require_same
 from train.config import load_config
 
@@ -37,7 +36,7 @@ def config(settings, data):
     return settings(engine="transformers", evaluate={"every": 2}, data={"validation": {"one": str(data)}})
 
 
-def test_numbers_and_weights_are_those_of_our_own_loop(config, run, tmp_path):
+def test_numbers_and_weights_are_those_of_our_own_loop(config, run, forks, tmp_path):
     """Sharded as on GPUs, on two ranks, on one, and at last by our own loop: each goes on where the other ended."""
     ours = run(config, "--engine", "fsdp", "--export", tmp_path / "ours", save="native")
     assert ours.code == 0, ours.out
@@ -45,8 +44,7 @@ def test_numbers_and_weights_are_those_of_our_own_loop(config, run, tmp_path):
     script.write_text(SHARDS)
     words = ("--steps.exit_interval", 2, "--export", tmp_path / "theirs")
     save = tmp_path / "save"
-    sharded = spawn(["run", str(config), "--save.path", str(save), *map(str, words)], 2, script)
-    out, _ = sharded.communicate(timeout=120)
+    _, out = forks(["run", str(config), "--save.path", str(save), *map(str, words)], 2, script)
     assert "stopped behind step 2 of 8, saved as global_step102" in out, out
     written = FileSystemReader(save / "global_step102").read_metadata().state_dict_metadata
     assert len(written["model.model.norm.weight"].chunks) == 2

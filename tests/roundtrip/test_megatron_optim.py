@@ -15,6 +15,21 @@ CASES = {
     "tied": ("llama-tied", "bfloat16", "plain", "--pp 4", ["--tp 2", "--pp 2 --norm te", "--format torch_dist"]),
     "distributed": ("mistral", "bfloat16", "distributed", "--tp 2", ["--pp 2", "--format torch_dist --pp 2"]),
     "chunks": ("llama-tied", "float32", "distributed", "--pp 2 --vpp 2", ["--tp 2", "--format torch_dist"]),
+    "experts": ("mixtral", "float32", "plain", "--ep 2", ["--pp 2", "--format torch_dist --ep 4", "--tp 2 --ep 2"]),
+    "apart": ("dots1", "bfloat16", "plain", "--tp 2 --ep 2 --etp 1", ["--ep 4 --experts te", "--format torch_dist"]),
+    "mixed": ("qwen3_moe-tied", "bfloat16", "plain", "--pp 4 --ep 2", ["--tp 2", "--format torch_dist --tp 4 --ep 2"]),
+    "chained": (
+        "qwen2_moe",
+        "bfloat16",
+        "distributed",
+        "--tp 2 --ep 2",
+        ["--pp 2", "--format torch_dist --ep 4", "--tp 2 --ep 2 --etp 1 --pp 2 --vpp 2 --experts te"],
+    ),
+}
+KINDS = {
+    "fp32": ("llama", "float32", "--tp 2", "--pp 2"),
+    "masters": ("llama-tied", "bfloat16", "--pp 2", "--format torch_dist --tp 2"),
+    "experts": ("mixtral", "float32", "--ep 2", "--format torch_dist --ep 4"),
 }
 
 
@@ -42,6 +57,24 @@ def test_states_stay_with_their_weights(model, convert, tmp_path, name):
         flags = (out / "megatron_flags.txt").read_text()
         assert ("--no-load-optim" in flags, "--no-load-rng" in flags) == (False, True)
         assert ("--use-distributed-optimizer" in flags) == (how == "distributed")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_plain_optimizer_becomes_a_distributed_one_and_back(model, convert, tmp_path, name):
+    family, dtype, begun, target = KINDS[name]
+    run, out, back = tmp_path / "run", tmp_path / "out", tmp_path / "back"
+    words = ["--norm", "local", "--experts", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16]
+    assert convert("hf2megatron", model(family, dtype), run, *begun.split(), *words).code == 0
+    add_optimizer(run, "plain")
+    ran = convert("reshard", run, out, *target.split(), "--with-optimizer", "--optimizer", "distributed")
+    assert ran.code == 0, ran.err
+    check(out, "distributed", 13)
+    assert "--use-distributed-optimizer" in (out / "megatron_flags.txt").read_text()
+    words = ["--format", "torch", *begun.split(), "--with-optimizer", "--optimizer", "plain"]
+    ran = convert("reshard", out, back, *words)
+    assert ran.code == 0, ran.err
+    check(back, "plain", 13)
+    assert "--use-distributed-optimizer" not in (back / "megatron_flags.txt").read_text()
 
 
 def test_inspect_names_the_states(model, convert, tmp_path):

@@ -152,5 +152,6 @@ def same_scaler(every: Sequence[tuple[TorchFile | None, Any]]) -> Any:
     """
     first, *others = (plain(file, held, "grad_scaler") if file else None for file, held in every)
     if any(other != first for other in others):
-        raise SourceError("the optimizers of experts and of all else scale losses otherwise")
+        where = next(file.path for file, _ in every if file)
+        raise SourceError(f"{where}: the optimizers of experts and of all else scale losses otherwise")
     return first

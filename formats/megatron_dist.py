@@ -225,7 +225,8 @@ def write(
 ) -> Target:
     """Lay out a run folder with one checkpoint, whose layers are stacked, or numbered where some have experts.
 
-    It loads in any topology. It is cut for the one that was asked for, whose ranks read nothing but their own parts.
+    It loads in any topology; with an optimizer at ep = 1, or at any other, for there experts have their own. It is cut
+    for the one that was asked for, whose ranks read nothing but their own parts.
     The arguments are those of `megatron.write`.
     """
     pipeline, padded = topology_of(spec, options)

@@ -132,6 +132,8 @@ EXPERTS = {
     "one for all": (lambda s: s.update(optimizer=s["optimizer"][0]), 4, "holds one optimizer"),
     "three": (lambda s: s["optimizer"].append(s["optimizer"][0]), 4, "holds several optimizers"),
     "the wrong way round": (lambda s: s["optimizer"].reverse(), 4, "groups of parameters, not one with"),
+    "no groups": (lambda s: s["optimizer"][0]["optimizer"]["param_groups"].clear(), 4, "0 groups of parameters"),
+    "no entries": (lambda s: s.update(optimizer=[1, 2]), 4, "holds several optimizers"),
     "another scaler": (lambda s: s["optimizer"][1].update(grad_scaler={"growth": 7}), 3, "scale losses otherwise"),
     "no moment": (lambda s: of_experts(s)["state"][3].pop("exp_avg"), 3, "holds no exp_avg of decoder.layers."),
     "copies differ": (lambda s: s["optimizer"][0]["optimizer"]["state"][1]["exp_avg"].add_(1), 6, "between its copies"),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 
+from formats.megatron_chained import Parameter
+from formats.megatron_optim import in_order
 from tests.optimizers import add_optimizer, check
 
 CASES = {
@@ -75,6 +79,21 @@ def test_a_plain_optimizer_becomes_a_distributed_one_and_back(model, convert, tm
     assert ran.code == 0, ran.err
     check(back, "plain", 13)
     assert "--use-distributed-optimizer" not in (back / "megatron_flags.txt").read_text()
+
+
+def test_experts_are_numbered_as_their_modules_hold_them():
+    """A parameter's number in a plain optimizer, and its place in a distributed one, follow from this."""
+    slot: Any = None
+    local = [
+        f"local_experts.{n}.linear_fc{m}.{what}" for n in (0, 1, 10) for m in (1, 2) for what in ("weight", "bias")
+    ]
+    te = [f"linear_fc{m}.{what}{n}" for m in (1, 2) for n in (0, 1, 10) for what in ("weight", "bias")]
+    for names in (local, te):
+        keys = [f"decoder.layers.0.mlp.{name}" for name in ("router.weight", *(f"experts.{one}" for one in names))]
+        keys += ["decoder.layers.0.mlp.shared_experts.linear_fc1.weight"]
+        by_rule = sorted(keys, key=lambda key: re.sub(r"\d+(?=\.linear|$)", "", key).replace("weight", "a"))
+        assert by_rule != keys
+        assert [one.key for one in in_order(Parameter("model", key, slot) for key in by_rule)] == keys
 
 
 def test_inspect_names_the_states(model, convert, tmp_path):

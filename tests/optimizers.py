@@ -13,7 +13,7 @@ VOCABULARY, PADDED = 211, 0.25
 """Of the tiny models; what rows of padding hold."""
 STATE = {"exp_avg": 0.5, "exp_avg_sq": 2.0, "master": 1 + 2**-12}
 """What each state is of a weight; a master rounds to it."""
-GROUP = {"lr_mult": 1.0, "is_decoupled_lr": False, "lr": 0.01, "betas": (0.9, 0.999)}
+GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "lr": 0.01, "betas": (0.9, 0.999)}
 SCHEDULER = {"num_steps": 3, "max_lr": 0.01, "lr_decay_style": "cosine"}
 
 

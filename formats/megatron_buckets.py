@@ -120,7 +120,7 @@ def _settings(source: Checkpoint, ranks: Sequence[int]) -> Settings:
             [objects.get(OBJECT.format(one, name)) for one in held] for name in ("optimizer", "grad_scaler")
         )
         try:
-            groups = joined([(one, one.value[0]["param_groups"]) for one in kept if one])
+            groups = joined([(one, one.value[0]["param_groups"]) for one in kept if one]) if all(kept) else []
             found.append((groups, same_scaler([(one, one.value[0] if one else None) for one in scalers])))
         except _DAMAGE:
             what = f"{source.home} holds no settings of the optimizer on rank {rank} that are known"

@@ -41,6 +41,11 @@ def decays(key: str, shape: Sequence[int]) -> bool:
     return len(shape) > 1 and not key.endswith(".bias")
 
 
+def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Those of them that an optimizer moves."""
+    return [one for one in parameters if not BUFFER.fullmatch(one.key)]
+
+
 def repeated(slot: Slot) -> bool:
     """Whether a data rank other than the first holds this dense tensor, for the experts beside it."""
     return not slot.rule.splits & {"ep", "etp"} and any(rank for axis, (rank, _) in slot.mesh if axis in ("ep", "copy"))
@@ -60,10 +65,10 @@ def spread(wanted: Iterable[Slot], ep: int) -> frozenset[bool]:
 
 def shares(parameters: Sequence[Parameter], kinds: Collection[bool]) -> list[list[Parameter]]:
     """The parameters of each optimizer of a rank, given the groups of the experts."""
-    moved = [one for one in parameters if not BUFFER.fullmatch(one.key)]
+    found = trained(parameters)
     if not kinds:
-        return [moved]
-    return [[one for one in moved if (EXPERTS in one.key) == experts] for experts in (False, True)]
+        return [found]
+    return [[one for one in found if (EXPERTS in one.key) == experts] for experts in (False, True)]
 
 
 def groups(every: Sequence[Mapping[str, Any]], kinds: Collection[bool]) -> list[list[dict[str, Any]]]:
@@ -83,12 +88,12 @@ def entries(file: TorchFile, args: Mapping[str, Any]) -> list[Mapping[Any, Any]]
     Raises:
         UnsupportedError: there are others.
     """
-    held, several = file.value["optimizer"], is_spread(args)
+    held, several = file.value.get("optimizer", {}), is_spread(args)
     if isinstance(held, Mapping) and set(held) == {0, 1}:
         held = [held[0], held[1]]
     if isinstance(held, Mapping) and not several:
         return [held]
-    if not isinstance(held, list) or not several or len(held) != 2:
+    if not isinstance(held, list) or not several or [isinstance(one, Mapping) for one in held] != [True, True]:
         raise UnsupportedError(
             f"{file.path} holds {'several optimizers' if isinstance(held, list) else 'one optimizer'}: supported is "
             "one, and where experts are on several ranks one more for these"
@@ -125,23 +130,29 @@ def joined(every: Sequence[tuple[TorchFile, Any]]) -> list[dict[str, Any]]:
         UnsupportedError: more than weight decay tells two of them apart, or experts are trained otherwise.
     """
     found = [_groups(file, held, experts=number > 0) for number, (file, held) in enumerate(every)]
+    if len(found[0]) != 2:
+        raise _unknown(every[0][0], found[0])
     dense = {bool(group["wd_mult"]): group for groups in found[:1] for group in groups}
     for group in (group for groups in found[1:] for group in groups):
-        same = dense.get(bool(group["wd_mult"]), {})
+        same = dense[bool(group["wd_mult"])]
         step = {"step": same["step"]} if "step" in same else {}  # Transformer Engine does not count in empty groups
         if {**step, **group} != same:
             raise UnsupportedError(f"{every[0][0].path}: experts are trained with other settings than all else")
-    return [dense[kind] for kind in (True, False) if kind in dense]
+    return [dense[True], dense[False]]
 
 
 def _groups(file: TorchFile, held: Any, *, experts: bool) -> list[dict[str, Any]]:
     found = [plain(file, {name: one for name, one in group.items() if name != "params"}, "a group") for group in held]
     kinds = {bool(group["wd_mult"]) for group in found}
     if len(kinds) < len(found) or any(bool(group["is_expert_parallel"]) != experts for group in found):
-        raise UnsupportedError(
-            f"{file.path} holds {len(found)} groups of parameters, not one with weight decay and one without"
-        )
+        raise _unknown(file, found)
     return [{**group, "is_expert_parallel": False} for group in found]
+
+
+def _unknown(file: TorchFile, groups: Sequence[Any]) -> UnsupportedError:
+    return UnsupportedError(
+        f"{file.path} holds {len(groups)} groups of parameters, not one with weight decay and one without"
+    )
 
 
 def same_scaler(every: Sequence[tuple[TorchFile | None, Any]]) -> Any:
@@ -152,5 +163,6 @@ def same_scaler(every: Sequence[tuple[TorchFile | None, Any]]) -> Any:
     """
     first, *others = (plain(file, held, "grad_scaler") if file else None for file, held in every)
     if any(other != first for other in others):
-        raise SourceError("the optimizers of experts and of all else scale losses otherwise")
+        where = next(file.path for file, _ in every if file)
+        raise SourceError(f"{where}: the optimizers of experts and of all else scale losses otherwise")
     return first

@@ -230,7 +230,8 @@ def write(
 ) -> Target:
     """Lay out a run folder with one checkpoint, whose layers are stacked, or numbered where some have experts.
 
-    It loads in any topology. It is cut for the one that was asked for, whose ranks read nothing but their own parts.
+    It loads in any topology; with an optimizer at ep = 1, or at any other, for there experts have their own. It is cut
+    for the one that was asked for, whose ranks read nothing but their own parts.
     The arguments are those of `megatron.write`.
     """
     pipeline, padded = topology_of(spec, options)
@@ -249,6 +250,8 @@ def write(
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
     merged |= optimizer.args() if optimizer else {}
     kinds = spread(wanted, options.mesh.ep)
+    if optimizer and kinds:
+        _require_experts(optimizer, spec, parts)
     kept, about = megatron_optim.common(optimizer, kinds) if optimizer else ({}, {"singleton_local_shards": False})
     common = {
         "args": Namespace({**merged, "rank": 0}),
@@ -265,6 +268,21 @@ def write(
         FLAGS: flags(merged).encode(),
     }
     return Target(tuple(files), texts, {}, folder)
+
+
+def _require_experts(optimizer: Optimizer, spec: ModelSpec, parts: Sequence[Chunk]) -> None:
+    """Each stage has experts, where they have a plain optimizer with masters.
+
+    Raises:
+        RefusedError: one has none, and megatron-core looks there for the list of their masters (optimizer.py:884).
+    """
+    holding = {chunk.stage for chunk in parts if not spec.sparse_layers.isdisjoint(chunk.layers)}
+    without = sorted({chunk.stage for chunk in parts} - holding)
+    if without and not optimizer.distributed and "fp32" in optimizer.states:
+        raise RefusedError(
+            f"stage {without[0]} has no experts: megatron-core cannot load their plain optimizer there out of torch_dist",
+            "--format torch, or --optimizer distributed",
+        )
 
 
 def _stage(slot: Slot, parts: Sequence[Chunk]) -> int:

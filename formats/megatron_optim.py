@@ -50,8 +50,9 @@ MODULES = (
     "mlp.router", "mlp.experts", "mlp.shared_experts",
 )  # fmt: skip
 """Of a layer, in the order in which the model has them (transformer_layer.py, attention.py, mlp.py, moe_layer.py)."""
-LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
-"""A module for each expert; Transformer Engine's have the first matrices of all before the second ones."""
+EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc([12])\.\w+?(\d+)$)")
+"""A module for each expert, or one for the first matrices (and biases) of all and one for the second ones: there each
+expert's come together (transformer_engine/pytorch/module/grouped_linear.py, `weight0`, `bias0`, `weight1`, ...)."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,13 @@ def stored_name(state: str, distributed: bool) -> str:
 def in_order(parameters: Iterable[Parameter]) -> list[Parameter]:
     """The parameters of a file in the order in which the model has them."""
 
-    def place(one: Parameter) -> tuple[int, int, int, int]:
-        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", one.key)
+    def place(one: Parameter) -> tuple[int, ...]:
+        chunk, found = int(one.chunk[5:] or 0), re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", one.key)
         if found is None:
-            return int(one.chunk[5:] or 0), -1 if "first" in one.slot.rule.conditions else 1_000_000, 0, 0
+            return chunk, -1 if "first" in one.slot.rule.conditions else 1_000_000
         rank = next((n for n, module in enumerate(MODULES) if found[2].startswith(module)), len(MODULES))
-        expert = LOCAL_EXPERT.match(found[2])
-        return int(one.chunk[5:] or 0), int(found[1]), rank, int(expert[1]) if expert else 0
+        expert = EXPERT.match(found[2])
+        return chunk, int(found[1]), rank, *(int(number or 0) for number in (expert.groups() if expert else ()))
 
     return sorted(parameters, key=place)
 
@@ -157,8 +158,7 @@ def held(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, lis
     for state, dtypes in optimizer.dtypes.items():
         found[state] = [
             (f"{state} {one.chunk} {one.key}", one.slot, one.slot.shape, slot_dtype(one.slot, dtypes))
-            for share in chained.shares(parameters, ())
-            for one in share
+            for one in chained.trained(parameters)
         ]
     return found
 

@@ -127,9 +127,12 @@ def _dist(source: Checkpoint) -> Optimizer:
         inners = [outer.get("optimizer", outer) for outer in outers]
         groups = joined([(file, inner["param_groups"]) for inner in inners])
         scaler = same_scaler([(file, outer.get("grad_scaler")) for outer in outers])
-        step = inners[0].get("state", {}).get("common_step")
+        held = [inner.get("state", {}).get("common_step") for inner in inners]
+        steps = {plain(file, step, "the step") for step in held if step is not None}
     except _DAMAGE:
         raise SourceError(f"{file.path} holds no optimizer of a kind that is known") from None
+    if len(steps) > 1:
+        raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
     listed: dict[str, list[dcp.Entry]] = {}
     for one in dcp.entries(source.home):
         if found := re.fullmatch(rf"{CHAINED}{re.escape(PREFIX)}(\w+)\.(.+)", one.name):
@@ -138,8 +141,8 @@ def _dist(source: Checkpoint) -> Optimizer:
     if set(listed) - set(names):
         raise UnsupportedError(f"{source.home}: the optimizer keeps {', '.join(sorted(set(listed) - set(names)))}")
     states = {}
-    for name, held in listed.items():
-        tensors = megatron_dist.tensors_in(source.home, held)
+    for name, pieces_of in listed.items():
+        tensors = megatron_dist.tensors_in(source.home, pieces_of)
         placed = _matched(source, {"": {key: one.whole for key, one in tensors.items()}}, names[name])
         pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
         states[names[name]] = replace(source, tensors=pieces)
@@ -147,7 +150,7 @@ def _dist(source: Checkpoint) -> Optimizer:
         _as_checkpoints(source, {state: states[state] for state in STATES if state in states}),
         groups,
         kind is not None,
-        None if step is None else plain(file, step, "the step"),
+        next(iter(steps), None),
         scaler,
         head,
         grads,

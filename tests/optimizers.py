@@ -5,7 +5,7 @@ So they are right wherever an element lies, and `check` needs no layout to see w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +40,61 @@ def add_optimizer(run: Path, how: str) -> Path:
         stored |= {"opt_param_scheduler": SCHEDULER, "num_floating_point_operations_so_far": 12.0}
         stored["rng_state"] = [{"torch_rng_state": torch.zeros(8, dtype=torch.uint8)}]
         stored["args"].use_distributed_optimizer, stored["args"].no_save_optim = how == "distributed", False
-        stored["optimizer"] = plain(stored) if how == "plain" else {"optimizer": {"param_groups": groups(step=3)}}
+        stored["optimizer"] = plain(stored) if how == "plain" else settings(stored)
         if how == "distributed":
-            torch.save(buffers(stored), path.with_name("distrib_optim.pt"))
+            torch.save(buffers(stored, path.parent.name), path.with_name("distrib_optim.pt"))
         torch.save(stored, path)
     return run
 
 
-def parameters(stored: dict[str, Any]) -> list[tuple[str, str, Any]]:
-    """Chunk, key and weight of each parameter of a file, in its order."""
+Parameters = list[tuple[str, str, Any]]
+"""Chunk, key and weight of each."""
+
+
+def parameters(stored: dict[str, Any]) -> Parameters:
+    """The parameters of a file, in its order; what corrects a router is none."""
     chunks = sorted(name for name in stored if name.startswith("model"))
-    return [(name, key, weight) for name in chunks for key, weight in stored[name].items()]
+    every = [(name, key, weight) for name in chunks for key, weight in stored[name].items()]
+    return [one for one in every if not one[1].endswith("expert_bias")]
 
 
-def groups(**more: Any) -> list[dict[str, Any]]:
-    """The parameter groups of an optimizer: with weight decay and without."""
-    return [{**GROUP, "wd_mult": one, **more} for one in (1.0, 0.0)]
+def shares(stored: dict[str, Any]) -> list[Parameters]:
+    """The parameters of each optimizer of a file: with experts on several ranks these have their own."""
+    every = parameters(stored)
+    if stored["args"].expert_model_parallel_size == 1:
+        return [every]
+    return [[one for one in every if (".experts." in one[1]) == experts] for experts in (False, True)]
 
 
-def grouped(stored: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """Each group, and its weights."""
-    every = [(weight.ndim == 1 or key.endswith(".bias"), weight) for _, key, weight in parameters(stored)]
-    for group in groups():
-        yield group, [weight for vector, weight in every if vector == (not group["wd_mult"])]
+def chained(stored: dict[str, Any], of: Callable[[Parameters, bool], Any]) -> Any:
+    """What a file holds of its one optimizer, or a list of both."""
+    found = [of(share, bool(number)) for number, share in enumerate(shares(stored))]
+    return found if len(found) > 1 else found[0]
 
 
-def plain(stored: dict[str, Any]) -> dict[str, Any]:
+def settings(stored: dict[str, Any]) -> Any:
+    """What a distributed optimizer saves of itself beside the weights, with the step of torch's Adam."""
+    return chained(stored, lambda _, experts: {"optimizer": {"param_groups": groups(experts=experts, step=3.0)}})
+
+
+def groups(*, experts: bool = False, **more: Any) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer: with weight decay and, for all but experts, without."""
+    every = [{**GROUP, "is_expert_parallel": experts, "wd_mult": one, **more} for one in (1.0, 0.0)]
+    return every[:1] if experts else every
+
+
+def plain(stored: dict[str, Any]) -> Any:
     """What megatron-core's optimizer saves of itself: of a model in half precision with masters."""
+    return chained(stored, lambda share, experts: _plain(share, experts, half(stored)))
+
+
+def _plain(share: Parameters, experts: bool, half: bool) -> dict[str, Any]:
     import torch
 
-    half = parameters(stored)[0][2].dtype != torch.float32
+    every = [(weight.ndim == 1 or key.endswith(".bias"), weight) for _, key, weight in share]
     states, found, masters = [], [], []
-    for group, weights in grouped(stored):
+    for group in groups(experts=experts):
+        weights = [weight for vector, weight in every if vector == (not group["wd_mult"])]
         found.append({**group, "params": [*range(len(states), len(states) + len(weights))]})
         states += [{name: of(weight, name) for name in ("exp_avg", "exp_avg_sq")} for weight in weights]
         masters.append([of(weight, "master") for weight in weights])
@@ -81,14 +104,31 @@ def plain(stored: dict[str, Any]) -> dict[str, Any]:
     return {"optimizer": inner, "fp32_from_fp16_params": masters} if half else inner
 
 
-def buffers(stored: dict[str, Any]) -> dict[Any, Any]:
-    """The content of distrib_optim.pt: the parameters of each chunk end to end, the last one first."""
+def half(stored: dict[str, Any]) -> bool:
+    """Whether there are masters beside the weights."""
+    import torch
+
+    return any(weight.dtype != torch.float32 for _, _, weight in parameters(stored))
+
+
+def buffers(stored: dict[str, Any], folder: str) -> Any:
+    """The content of distrib_optim.pt in a rank's folder; dense parameters are on the first data rank alone."""
+    args = stored["args"]
+    tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    of_stage = 0
+    if ep > 1:
+        etp, ranks = args.expert_tensor_parallel_size, (int(folder[8:10]), int(folder[-3:]))
+        of_stage = next(rank for rank in range(ep * etp) if (rank % tp, rank // etp % ep) == ranks)
+    return chained(stored, lambda share, experts: _buffers(share, half(stored)) if experts or of_stage < tp else None)
+
+
+def _buffers(share: Parameters, half: bool) -> dict[Any, Any]:
+    """The parameters of each chunk end to end, the last one first."""
     import torch
 
     found: dict[Any, Any] = {"buckets_coalesced": True}
-    for number, chunk in enumerate(dict.fromkeys(name for name, _, _ in parameters(stored))):
-        weights = [weight for name, _, weight in parameters(stored) if name == chunk][::-1]
-        half = weights[0].dtype != torch.float32
+    for number, chunk in enumerate(dict.fromkeys(name for name, _, _ in share)):
+        weights = [weight for name, _, weight in share if name == chunk][::-1]
         flat = {
             name: torch.cat(
                 [(of(weight, state) if half or name != "param" else weight).flatten() for weight in weights]
@@ -114,8 +154,8 @@ def check(run: Path, how: str, padding: int) -> None:
         assert "rng_state" not in stored
         assert stored["args"].no_save_optim is False
         if how == "distributed":
-            same(torch.load(path.with_name("distrib_optim.pt"), weights_only=False), buffers(stored))
-            assert stored["optimizer"]["optimizer"]["param_groups"] == groups(step=3)
+            same(torch.load(path.with_name("distrib_optim.pt"), weights_only=False), buffers(stored, path.parent.name))
+            assert stored["optimizer"] == settings(stored)
         else:
             same(stored["optimizer"], plain(stored))
         for _, key, weight in parameters(stored):
@@ -138,19 +178,25 @@ def _check_dist(folder: Path, how: str) -> None:
     }
     dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     weights = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
+    weights = {key: weight for key, weight in weights.items() if not key.endswith("expert_bias")}
     half = next(iter(weights.values())).dtype != torch.float32
     names = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
     if half or how == "distributed":
         names["param" if how == "distributed" else "fp32_param"] = "master"
-    assert len(tensors) == (1 + len(names)) * len(weights)
+    assert sum(key.startswith("optimizer.") for key in tensors) == len(names) * len(weights)
     for key, weight in weights.items():
         for name, state in names.items():
             wanted = of(weight, state) if half or state != "master" else weight
             assert torch.equal(tensors[f"optimizer.state.{name}.{key}"], wanted), f"{name} of {key}"
     common = torch.load(folder / "common.pt", weights_only=False)
-    inner = common["optimizer"].get("optimizer", common["optimizer"])
-    assert inner["param_groups"] == (groups(step=3) if how == "distributed" else groups())
-    assert how == "distributed" or inner["state"] == {"common_step": torch.tensor(3.0)}
+    held = common["optimizer"]
+    several = common["args"].expert_model_parallel_size > 1
+    assert not several or [*held] == [0, 1]
+    for experts, outer in ((False, held[0]), (True, held[1])) if several else ((False, held),):
+        inner = outer.get("optimizer", outer)
+        more = {"step": 3} if how == "distributed" else {}
+        assert inner["param_groups"] == groups(experts=experts, **more)
+        assert how == "distributed" or inner["state"] == {"common_step": torch.tensor(3.0)}
     kind = "fully_reshardable" if how == "distributed" else None
     assert common["content_metadata"].get("distrib_optim_sharding_type") == kind
 

@@ -15,17 +15,22 @@ FOLDER = "iter_0000003/mp_rank_{:02d}"
 
 @pytest.fixture(scope="module")
 def runs(model, tmp_path_factory):
-    """Runs at TP 2 with an optimizer, by what it is: to be copied before they are spoiled."""
+    """Runs at TP 2, or with experts at EP 2, with an optimizer, by what it is: to be copied before they are spoiled."""
     import sys
 
     from converters.cli import cli
 
     made = {}
-    for how, name, dtype in (("plain", "llama", "bfloat16"), ("distributed", "mistral", "float32")):
-        made[how] = tmp_path_factory.mktemp(how) / "run"
-        words = ["hf2megatron", str(model(name, dtype)), str(made[how]), "--tp", "2", "--iteration", "3", "-q"]
+    for kind, how, name, dtype, cut in (
+        ("plain", "plain", "llama", "bfloat16", "--tp"),
+        ("distributed", "distributed", "mistral", "float32", "--tp"),
+        ("experts", "plain", "mixtral", "bfloat16", "--ep"),
+        ("both", "distributed", "mixtral", "float32", "--ep"),
+    ):
+        made[kind] = tmp_path_factory.mktemp(kind) / "run"
+        words = ["hf2megatron", str(model(name, dtype)), str(made[kind]), cut, "2", "--iteration", "3", "-q"]
         cli(words, standalone_mode=False)
-        add_optimizer(made[how], how)
+        add_optimizer(made[kind], how)
     sys.stdout.flush()
     return made
 
@@ -35,6 +40,7 @@ def spoil(run: Path, change: Any, name: str = "model_optim_rng.pt", rank: int = 
     import torch
 
     path = run / FOLDER.format(rank) / name
+    path = path if path.exists() else run / "iter_0000003" / f"mp_rank_00_00{rank}" / name
     stored = torch.load(path, weights_only=False)
     change(stored)
     torch.save(stored, path)
@@ -116,6 +122,50 @@ def test_files_of_a_distributed_optimizer(runs, convert, tmp_path):
     refused(more, "more than one buffer", 4)
 
 
+def of_experts(stored: dict[str, Any]) -> dict[str, Any]:
+    return stored["optimizer"][1]["optimizer"]
+
+
+EXPERTS = {
+    "another rate": (lambda s: of_experts(s)["param_groups"][0].update(lr=0.02), 4, "experts are trained with other"),
+    "another step": (lambda s: of_experts(s)["state"][3]["step"].add_(1), 4, "different numbers of steps"),
+    "one for all": (lambda s: s.update(optimizer=s["optimizer"][0]), 4, "holds one optimizer"),
+    "three": (lambda s: s["optimizer"].append(s["optimizer"][0]), 4, "holds several optimizers"),
+    "the wrong way round": (lambda s: s["optimizer"].reverse(), 4, "groups of parameters, not one with"),
+    "no groups": (lambda s: s["optimizer"][0]["optimizer"]["param_groups"].clear(), 4, "0 groups of parameters"),
+    "no entries": (lambda s: s.update(optimizer=[1, 2]), 4, "holds several optimizers"),
+    "another scaler": (lambda s: s["optimizer"][1].update(grad_scaler={"growth": 7}), 3, "scale losses otherwise"),
+    "no moment": (lambda s: of_experts(s)["state"][3].pop("exp_avg"), 3, "holds no exp_avg of decoder.layers."),
+    "copies differ": (lambda s: s["optimizer"][0]["optimizer"]["state"][1]["exp_avg"].add_(1), 6, "between its copies"),
+    "another master": (lambda s: s["optimizer"][1]["fp32_from_fp16_params"][0][2].mul_(1.5), 6, "float32 masters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", EXPERTS)
+def test_an_optimizer_of_experts_is_whole_or_refused(runs, convert, tmp_path, what):
+    change, code, words = EXPERTS[what]
+    run, out = shutil.copytree(runs["experts"], tmp_path / "run"), tmp_path / "out"
+    spoil(run, change)
+    ran = convert("reshard", run, out, "--with-optimizer")
+    assert (ran.code, words in ran.err, out.exists()) == (code, True, False), ran.err
+
+
+def test_files_of_two_distributed_optimizers(runs, convert, tmp_path):
+    for number, (change, rank, code, words) in enumerate(
+        (
+            (lambda stored: stored.__setitem__(1, None), 1, 3, "tensors are missing"),
+            (lambda stored: stored.__setitem__(0, None), 0, 3, "tensors are missing"),
+            (lambda stored: stored.pop(), 0, 4, "holds 1 optimizers, model_optim_rng.pt 2"),
+            (lambda stored: next(iter(stored[1][0].values()))["param"][:100].add_(1), 1, 6, "float32 masters"),
+        )
+    ):
+        run = shutil.copytree(runs["both"], tmp_path / f"run{number}")
+        spoil(run, change, "distrib_optim.pt", rank)
+        for kind in ("plain", "distributed"):
+            ran = convert("reshard", run, tmp_path / "out", "--with-optimizer", "--optimizer", kind)
+            assert (ran.code, words in ran.err) == (code, True), ran.err
+
+
 def test_a_buffer_with_gaps_is_refused(model, convert, tmp_path):
     """Where they are depends on the buckets of the training, of which the file tells nothing."""
     run = tmp_path / "run"
@@ -149,6 +199,11 @@ def test_states_of_a_distributed_checkpoint(runs, convert, tmp_path):
     assert convert("reshard", run, tmp_path / "out", "--with-optimizer").code == 6
 
 
+def test_an_optimizer_of_another_kind_asks_for_one(runs, convert, tmp_path):
+    ran = convert("reshard", runs["plain"], tmp_path / "out", "--optimizer", "plain")
+    assert (ran.code, "add --with-optimizer" in ran.err) == (2, True), ran.err
+
+
 def test_what_cannot_go_on(runs, model, convert, tmp_path):
     def refused(code: int, words: str, *more: object) -> None:
         ran = convert("reshard", *more, "--with-optimizer")
@@ -158,6 +213,12 @@ def test_what_cannot_go_on(runs, model, convert, tmp_path):
     refused(2, "cannot go on with the format megatron-llm", runs["plain"], tmp_path / "out", "--format", "megatron-llm")
     convert("hf2megatron", model("llama"), tmp_path / "release")
     refused(3, "is a release, of which Megatron loads no optimizer", tmp_path / "release", tmp_path / "out")
+    uneven = tmp_path / "uneven"
+    convert("hf2megatron", model("dots1", "bfloat16"), uneven, "--ep", 2, "--iteration", 3)
+    add_optimizer(uneven, "plain")
+    words = ["--format", "torch_dist", "--ep", 2, "--pp", 2, "--first-stage-layers", 1]
+    refused(5, "stage 0 has no experts", uneven, tmp_path / "out", *words)
+    assert convert("reshard", uneven, tmp_path / "out", *words[:-2], "--with-optimizer", "-n").code == 0
     convert("hf2neox", model("llama"), tmp_path / "neox")
     refused(2, "--with-optimizer is for Megatron", tmp_path / "neox", tmp_path / "out")
 
@@ -183,6 +244,15 @@ def test_steps_that_the_groups_have(runs, convert, tmp_path):
     stored = torch.load(back / FOLDER.format(1) / "model_optim_rng.pt", weights_only=False)
     assert {tuple(state) for state in adam(stored)["state"].values()} == {("exp_avg", "exp_avg_sq")}
     assert [group["step"] for group in adam(stored)["param_groups"]] == [3, 3]
+
+    other, plain = tmp_path / "other", tmp_path / "plain"
+    assert convert("reshard", run, other, "--with-optimizer", "--optimizer", "distributed").code == 0
+    stored = torch.load(other / "iter_0000003/mp_rank_00/model_optim_rng.pt", weights_only=False)
+    assert [group["step"] for group in adam(stored)["param_groups"]] == [3, 3]
+    assert convert("reshard", other, plain, "--tp", 2, "--with-optimizer", "--optimizer", "plain").code == 0
+    stored = torch.load(plain / FOLDER.format(1) / "model_optim_rng.pt", weights_only=False)
+    assert [group["step"] for group in adam(stored)["param_groups"]] == [3, 3]
+    assert {tuple(state) for state in adam(stored)["state"].values()} == {("exp_avg", "exp_avg_sq")}
 
 
 def test_a_scaler_of_losses_travels(runs, convert, tmp_path):

@@ -181,11 +181,15 @@ def test_a_training_goes_on(model, convert, tmp_path):
 
     ran = convert("reshard", tmp_path / "shifted", tmp_path / "x", "--with-optimizer", "--vocab-size", 211)
     assert ran.code == 6, "megatron-core 0.16.1 shifts what lies behind the first bucket of a fully_reshardable save"
-    metadata = tmp_path / "dp_reshardable5/iter_0000003/.metadata"
-    for old, new, words in (
-        (b"dp_group_idx_1.gbuf", b"dp_group_idx_7.gbuf", "buckets of the optimizer hold 0 elements"),
-        (b"dp_group_idx_1.opt", b"dp_group_idx_7.opt", "different steps or settings"),
-    ):
+    one, two = (tmp_path / f"dp_reshardable{number}/iter_0000003/.metadata" for number in (5, 8))
+    for metadata, old, new, words in (
+        (one, b"dp_group_idx_1.gbuf", b"dp_group_idx_7.gbuf", "buckets of the optimizer hold 0 elements"),
+        (one, b"dp_group_idx_1.opt", b"dp_group_idx_7.opt", "different steps or settings"),
+        (two, b"chained_1.optimizer.distributed.dp_group_idx_1.g", b"chained_1.optimizer.distributed.dp_group_idx_7.g",
+         "buckets of the optimizer hold 0 elements"),
+        (two, b"chained_1.optimizer.distributed.dp_group_idx_1.o", b"chained_1.optimizer.distributed.dp_group_idx_7.o",
+         "different steps or settings"),
+    ):  # fmt: skip
         held = metadata.read_bytes()
         assert old in held
         metadata.write_bytes(held.replace(old, new))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 
+from formats.megatron_chained import Parameter
+from formats.megatron_optim import in_order
 from tests.optimizers import add_optimizer, check
 
 CASES = {
@@ -15,6 +19,21 @@ CASES = {
     "tied": ("llama-tied", "bfloat16", "plain", "--pp 4", ["--tp 2", "--pp 2 --norm te", "--format torch_dist"]),
     "distributed": ("mistral", "bfloat16", "distributed", "--tp 2", ["--pp 2", "--format torch_dist --pp 2"]),
     "chunks": ("llama-tied", "float32", "distributed", "--pp 2 --vpp 2", ["--tp 2", "--format torch_dist"]),
+    "experts": ("mixtral", "float32", "plain", "--ep 2", ["--pp 2", "--format torch_dist --ep 4", "--tp 2 --ep 2"]),
+    "apart": ("dots1", "bfloat16", "plain", "--tp 2 --ep 2 --etp 1", ["--ep 4 --experts te", "--format torch_dist"]),
+    "mixed": ("qwen3_moe-tied", "bfloat16", "plain", "--pp 4 --ep 2", ["--tp 2", "--format torch_dist --tp 4 --ep 2"]),
+    "chained": (
+        "qwen2_moe",
+        "bfloat16",
+        "distributed",
+        "--tp 2 --ep 2",
+        ["--pp 2", "--format torch_dist --ep 4", "--tp 2 --ep 2 --etp 1 --pp 2 --vpp 2 --experts te"],
+    ),
+}
+KINDS = {
+    "fp32": ("llama", "float32", "--tp 2", "--pp 2"),
+    "masters": ("llama-tied", "bfloat16", "--pp 2", "--format torch_dist --tp 2"),
+    "experts": ("mixtral", "float32", "--ep 2", "--format torch_dist --ep 4"),
 }
 
 
@@ -42,6 +61,39 @@ def test_states_stay_with_their_weights(model, convert, tmp_path, name):
         flags = (out / "megatron_flags.txt").read_text()
         assert ("--no-load-optim" in flags, "--no-load-rng" in flags) == (False, True)
         assert ("--use-distributed-optimizer" in flags) == (how == "distributed")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_plain_optimizer_becomes_a_distributed_one_and_back(model, convert, tmp_path, name):
+    family, dtype, begun, target = KINDS[name]
+    run, out, back = tmp_path / "run", tmp_path / "out", tmp_path / "back"
+    words = ["--norm", "local", "--experts", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16]
+    assert convert("hf2megatron", model(family, dtype), run, *begun.split(), *words).code == 0
+    add_optimizer(run, "plain")
+    ran = convert("reshard", run, out, *target.split(), "--with-optimizer", "--optimizer", "distributed")
+    assert ran.code == 0, ran.err
+    check(out, "distributed", 13)
+    assert "--use-distributed-optimizer" in (out / "megatron_flags.txt").read_text()
+    words = ["--format", "torch", *begun.split(), "--with-optimizer", "--optimizer", "plain"]
+    ran = convert("reshard", out, back, *words)
+    assert ran.code == 0, ran.err
+    check(back, "plain", 13)
+    assert "--use-distributed-optimizer" not in (back / "megatron_flags.txt").read_text()
+
+
+def test_experts_are_numbered_as_their_modules_hold_them():
+    """A parameter's number in a plain optimizer, and its place in a distributed one, follow from this."""
+    slot: Any = None
+    local = [
+        f"local_experts.{n}.linear_fc{m}.{what}" for n in (0, 1, 10) for m in (1, 2) for what in ("weight", "bias")
+    ]
+    te = [f"linear_fc{m}.{what}{n}" for m in (1, 2) for n in (0, 1, 10) for what in ("weight", "bias")]
+    for names in (local, te):
+        keys = [f"decoder.layers.0.mlp.{name}" for name in ("router.weight", *(f"experts.{one}" for one in names))]
+        keys += ["decoder.layers.0.mlp.shared_experts.linear_fc1.weight"]
+        by_rule = sorted(keys, key=lambda key: re.sub(r"\d+(?=\.linear|$)", "", key).replace("weight", "a"))
+        assert by_rule != keys
+        assert [one.key for one in in_order(Parameter("model", key, slot) for key in by_rule)] == keys
 
 
 def test_inspect_names_the_states(model, convert, tmp_path):

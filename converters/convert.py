@@ -201,14 +201,7 @@ def _inside(
 
 
 def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimizer.Optimizer | None = None) -> Plan:
-    """A plan that writes a DCP folder, with the model's config and tokenizer in it.
-
-    Args:
-        source: the opened checkpoint.
-        request: what the user asked for.
-        ranks: how many data files.
-        trained: the optimizer that is written beside the weights, for a training that goes on.
-    """
+    """A plan that writes a DCP folder, with the model's config and tokenizer in it, and what it is trained with."""
     _require_vocab(source)
     dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
     target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)

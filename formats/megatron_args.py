@@ -131,7 +131,7 @@ def from_megatron(
     values["sliding_window"] = _window(args.get("window_size"), where)
     kind = args.get("position_embedding_type")
     if latent:
-        values |= megatron_mla.found(args, base, where)
+        values |= megatron_mla.found(args, values["norm_epsilon"], base, where)
     else:
         values["rope_scaling"] = megatron_rotary.found(args, kind, base, where)
     if sinks:

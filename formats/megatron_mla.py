@@ -58,15 +58,20 @@ def here(args: Mapping[str, Any]) -> bool:
     return args.get("multi_latent_attention") is True
 
 
-def found(args: Mapping[str, Any], base: ModelSpec | None, where: str) -> dict[str, Any]:
+def found(args: Mapping[str, Any], epsilon: Any, base: ModelSpec | None, where: str) -> dict[str, Any]:
     """The settings that args say, the rope scaling among them.
+
+    Args:
+        args: those of the checkpoint.
+        epsilon: that of all norms.
+        base: the spec of the config that travels with it.
+        where: what to call the file in an error.
 
     Raises:
         SourceError: a number is missing.
         UnsupportedError: transformers has no such model.
     """
     settings = {name: args.get(key) for name, key in ARGS.items()}
-    epsilon = args.get("layernorm_epsilon", args.get("norm_epsilon"))
     if epsilon != EPSILON:
         raise UnsupportedError(
             f"{where}: layernorm_epsilon = {short(epsilon)} is not supported with latents, only {EPSILON}"

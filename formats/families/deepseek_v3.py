@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and what has its class, such as Kimi-K2: the attention of DeepSeek-V2, experts after a sigmoid.
+"""DeepSeek-V3 and R1: the attention of DeepSeek-V2, experts after a sigmoid.
 
 Facts: transformers 5.23.0, models/deepseek_v3/modeling_deepseek_v3.py: the layer behind the last, which predicts a
 second token, is not loaded of a model with 61 layers.

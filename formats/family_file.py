@@ -61,7 +61,8 @@ REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*HUGGINGFACE, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
 OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
-ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS}
+OF_QUERIES = {"compressed", "uncompressed"}
+ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS, *OF_QUERIES}
 """The conditions that mean something in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
 SILU = {"silu", "swish", "swiglu"}
@@ -251,7 +252,11 @@ def _check_table(family: Family, path: Path) -> None:
     if not family.experts and used & OF_EXPERTS:
         raise UsageError(f"{path}: without a router no line can be {min(used & OF_EXPERTS)}")
     kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if family.experts else [set[str]()]
-    for residual, head, kind in product(residuals, ({"tied"}, {"untied"}), kinds):
+    if "query_rank" not in family.keys and used & OF_QUERIES:
+        raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
+    queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
+    for residual, head, *rest in product(residuals, ({"tied"}, {"untied"}), kinds, queries):
+        kind = set[str]().union(*rest)
         here = [rule for rule in family.tensors if rule.conditions <= {*residual, *head, *kind, "optional"}]
         keys = [key for rule in here for key in rule.spellings]
         twice = [key for key in keys if keys.count(key) > 1]
@@ -304,14 +309,16 @@ def _check_megatron(family: Family, path: Path) -> None:
         return
     tensors = frozenset(name for rule in family.tensors for name in rule.pattern.tensors)
     known = {
-        frozenset(name for rule in one.tensors for name in rule.pattern.tensors)
+        frozenset(name for rule in one.tensors for name in rule.pattern.tensors): set(one.own)
         for one in FAMILIES.values()
-        if not (one.only_here or one.own)
+        if not one.only_here
     }
+    own = known.get(tensors, set())
     reasons = {
         "no family that Megatron has is made of these tensors": tensors not in known,
         "nothing rotates and no position is learned": family.rope_theta is None and not family.learned,
-        "no other format has the keys in own": bool(family.own),
+        "no other format has the keys in own": bool(set(family.own) - own),
+        f"its own lacks {', '.join(sorted(own))}": bool(own - set(family.own)),
         "its residual may be parallel": "parallel_residual" in family.keys,
         f"requires does not say that its activation is {' or '.join(sorted(SILU))}": (
             not family.plain and not SILU & {value for value in family.requires.values() if isinstance(value, str)}

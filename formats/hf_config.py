@@ -170,7 +170,7 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
     keys = _keys(family, config)
     values |= {name: config.get(key) for name, key in keys.items()}
     values |= {name: get(key, family.defaults[name]) for name, key in keys.items() if name in family.defaults}
-    values |= hf_experts.found(family.keys, config, values, where)
+    values |= hf_experts.found(family.keys, config, values, family.defaults, where)
     heads, hidden, groups = values["heads"], values["hidden"], keys.get("kv_heads")
     if groups is None:
         values["kv_heads"] = family.defaults.get("kv_heads", heads)

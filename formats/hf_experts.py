@@ -20,13 +20,20 @@ DERIVED = ("dense_layers", "shared_ffn")
 """The settings with rules of their own here."""
 
 
-def found(keys: Mapping[str, str], config: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def found(
+    keys: Mapping[str, str],
+    config: Mapping[str, Any],
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    where: str,
+) -> dict[str, Any]:
     """The settings of `DERIVED` that a family has.
 
     Args:
         keys: the config keys of each setting, the first of them in `DERIVED` telling the rule.
         config: the parsed config.json.
         values: the settings with a key of their own.
+        defaults: what transformers assumes: how many layers in front are dense, how many experts are shared.
         where: what to call the file in an error.
 
     Raises:
@@ -35,7 +42,7 @@ def found(keys: Mapping[str, str], config: Mapping[str, Any], values: Mapping[st
     settings: dict[str, Any] = {}
     layers = some_layers(values["layers"])
     if keys.get("dense_layers") == FIRST:
-        settings["dense_layers"] = tuple(range(_count(config, FIRST, 0, where)))
+        settings["dense_layers"] = tuple(range(_count(config, FIRST, defaults.get("dense_layers", 0), where)))
     elif keys.get("dense_layers") == SPARSE:
         step, sparse = _count(config, INTERLEAVED, 1, where), _listed(config, SPARSE, where)
         sparse = {n for n in layers if not (n + 1) % max(step, 1)} if sparse is None else sparse
@@ -45,7 +52,8 @@ def found(keys: Mapping[str, str], config: Mapping[str, Any], values: Mapping[st
         settings["dense_layers"] = tuple(n for n in layers if n in dense or (n + 1) % max(step, 1))
     if keys.get("shared_ffn") == COUNTED:
         width = values["expert_ffn"]
-        settings["shared_ffn"] = _count(config, COUNTED, 0, where) * (width if type(width) is int else 0) or None
+        count = _count(config, COUNTED, defaults.get("shared_ffn", 0), where)
+        settings["shared_ffn"] = count * (width if type(width) is int else 0) or None
     elif "shared_ffn" in keys:
         settings["shared_ffn"] = config.get(keys["shared_ffn"])
     return settings

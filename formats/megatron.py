@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from formats import huggingface, megatron_llm, megatron_optim
+from formats import huggingface, megatron_llm, megatron_mla, megatron_optim
 from formats.archived import Held, archived
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
@@ -40,23 +40,27 @@ from formats.megatron_shards import (
     iteration_of,
     locate,
     mesh_of,
+    names_of,
     read_shards,
     state_of,
     tensors_of,
+    vocab_multiple,
 )
 from formats.pickles import Namespace, TensorRef
 from formats.pipeline import Pipeline, chunks
-from formats.spec import MOST_LAYERS, ModelSpec, whole
+from formats.spec import MOST_LAYERS, ModelSpec
 from formats.storage import Fragment
 
 NAME = "megatron"
 ASSETS = "huggingface"
 FLAGS = "megatron_flags.txt"
 
-MCORE = rules("""
+MCORE = (
+    *megatron_mla.RULES,
+    *rules("""
 embedding.word_embeddings.weight                                                             (embedding: vocab | ~padding)/tp hidden    first
 embedding.position_embeddings.weight                                                         positions: position hidden    first
-decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight}  input_norm: hidden
+decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight}  input_norm: hidden    direct
 decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_bias|input_layernorm.bias}      input_norm_bias: hidden
 decoder.layers.{layer}.self_attention.linear_qkv.weight                                      (group (query: head half pair | key: half pair | value: dim))/tp hidden
 decoder.layers.{layer}.self_attention.linear_qkv.bias                                        (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
@@ -89,14 +93,13 @@ decoder.final_layernorm.weight                                                  
 decoder.final_layernorm.bias                                                                 final_norm_bias: hidden    last
 output_layer.weight                                                                          (head: vocab | ~padding)/tp hidden    last
 output_layer.weight                                                                          (embedding: vocab | ~padding)/tp hidden    last tied copy
-""")
+"""),
+)
 """megatron-core's GPTModel. Of two spellings the first is Transformer Engine's, the second that of the local layers.
 
 `weight1` and `weight2` are the experts of its grouped GEMM before Transformer Engine's: matrices by their shapes, and
 stacks of transposed experts by what they hold (transformer/moe/experts.py `GroupedMLP`, 0.16.1). They are only read.
 """
-LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
-"""What tells the names of the local layers from those of Transformer Engine."""
 GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
 
 LEGACY = rules("""
@@ -157,7 +160,6 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     topology |= {"ep": mesh.ep} if mesh.ep > 1 else {}
     topology |= {"etp": mesh.etp} if mesh.etp != mesh.tp else {}
     files = tuple(shard.file.path for shard in shards)
-    norm = "local" if any(LOCAL.fullmatch(key) for key in keys) else "te"
     extra = {
         "args": args,
         "iteration": iteration_of(first.file),
@@ -165,7 +167,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "vocab_multiple": vocab_multiple(args, first.file.path),
         "state": state_of(shards),
         "padded_vocab": padded,
-        "norm": norm,
+        "norm": names_of(keys),
         "experts": "local" if any(".local_experts." in key for key in keys) else "te",
         "dialect": dialect,
         "added_tokens": megatron_llm.added_tokens(args),
@@ -249,12 +251,6 @@ def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
             if key.endswith("embedding.word_embeddings.weight") and fragment.shape:
                 return fragment.shape[0] * tp
     raise SourceError("no file holds the word embeddings")
-
-
-def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:
-    """What the vocabulary was padded to a multiple of, for each tensor rank."""
-    value = args.get("make_vocab_size_divisible_by")
-    return 128 if value is None else whole(value, "make_vocab_size_divisible_by", str(path))
 
 
 def pipeline_of(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pipeline:
@@ -387,6 +383,7 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
     if options.vpp > 1 and options.pp == 1:
         raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
     _require_tp(spec, options.tp)
+    megatron_mla.require_names(spec, options.norm, options.tp if options.dialect == CORE else 1)
     unit = options.vocab_multiple * options.tp
     return options.pipeline, -(-(spec.vocab or 0) // unit) * unit
 

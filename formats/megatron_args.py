@@ -6,10 +6,10 @@ An argument that changes what a model computes and has no counterpart is refused
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from formats import megatron_experts, megatron_gpt_oss, megatron_rotary
+from formats import megatron_experts, megatron_gpt_oss, megatron_mla, megatron_rotary
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, Facts, family_named
 from formats.pickles import DTYPES, Dtype, keeps
@@ -90,6 +90,7 @@ MORE_SETTINGS = (
     "true_vocab_size", "padded_vocab_size", "bias_gelu_fusion", "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     *megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE, *megatron_rotary.ARGS,
+    *megatron_mla.MORE, *megatron_rotary.LATENT.values(),
 )  # fmt: skip
 """Arguments with a rule of their own, below."""
 
@@ -117,6 +118,8 @@ def from_megatron(
     only = {**MEGATRON_ONLY, **(megatron_gpt_oss.ONLY if sinks else PLAIN if plain else GATED)}
     only |= {} if args.get("num_experts") is None else megatron_experts.ONLY
     only = {name: allowed for name, allowed in only.items() if not (sinks and name in megatron_gpt_oss.READ)}
+    latent = megatron_mla.here(args)
+    only |= megatron_mla.ONLY if latent else {}
     require_only(args, only, where)
     values = found_in(args, MEGATRON)
     if not args.get("group_query_attention") or values["kv_heads"] is None:
@@ -127,7 +130,10 @@ def from_megatron(
     values["tied"] = None if untied is None else not untied
     values["sliding_window"] = _window(args.get("window_size"), where)
     kind = args.get("position_embedding_type")
-    values["rope_scaling"] = megatron_rotary.found(args, kind, base, where)
+    if latent:
+        values |= megatron_mla.found(args, values["norm_epsilon"], base, where)
+    else:
+        values["rope_scaling"] = megatron_rotary.found(args, kind, base, where)
     if sinks:
         values["own"] = megatron_gpt_oss.found(args, values["layers"], base, where)
     learned = kind == "learned_absolute"
@@ -144,8 +150,10 @@ def from_megatron(
         values["activation"] = usual if usual in names else names[0]
     experts, tensors, router = megatron_experts.found(args, values, where)
     values |= experts
-    qkv_bias, qk_norm = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
-    facts = Facts(qkv_bias, qk_norm, plain=plain, learned=learned, sinks=sinks, experts=tensors, router=router)
+    qkv_bias, qk_norm = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")) and not latent
+    facts = Facts(
+        qkv_bias, qk_norm, plain=plain, learned=learned, sinks=sinks, latent=latent, experts=tensors, router=router
+    )
     return agreed(values, facts, settings, base, where)
 
 
@@ -287,7 +295,8 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
-    args |= megatron_rotary.arguments(spec)
+    args |= megatron_rotary.arguments(replace(spec, rope_scaling=None) if facts.latent else spec)
+    args |= megatron_mla.arguments(spec) if facts.latent else {}
     return args | (megatron_gpt_oss.arguments(spec) if facts.sinks else {})
 
 
@@ -409,7 +418,7 @@ def flags(args: Mapping[str, Any]) -> str:
         flags.append("--no-bias-gelu-fusion")
     if args["window_size"]:
         flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
-    flags += megatron_experts.flags(args) + megatron_gpt_oss.flags(args)
+    flags += megatron_experts.flags(args) + megatron_gpt_oss.flags(args) + megatron_mla.flags(args)
     flags += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
     if not args["no_save_optim"] and args["use_distributed_optimizer"]:
         flags.append("--use-distributed-optimizer")

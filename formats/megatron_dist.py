@@ -22,19 +22,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from formats import dcp, dcp_writer, megatron_optim
+from formats import dcp, dcp_writer, megatron_mla, megatron_optim
 from formats.archived import packed_plain
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.huggingface import read_json
 from formats.layout import Cut, Rule, Slot, match, rules, slots
-from formats.megatron import FLAGS, MCORE, assets_of, spec_of, topology_of, vocab_multiple
+from formats.megatron import FLAGS, MCORE, assets_of, spec_of, topology_of
 from formats.megatron_args import DIST, Options, flags, namespace
 from formats.megatron_chained import BUFFER, CHAINED, spread
 from formats.megatron_experts import Mesh
 from formats.megatron_optim import PREFIX, Optimizer
-from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate
+from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate, vocab_multiple
 from formats.pattern import splits
 from formats.pickles import Namespace
 from formats.pipeline import Chunk, chunks
@@ -311,7 +311,8 @@ def _cuts(slot: Slot, mesh: Mesh) -> Iterator[tuple[int, Cut]]:
 
 def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.Stored:
     """A part under the name of its stack, or of its layer where layers differ."""
-    key = slot.keys[-1 if norm == "local" and "sparse" in slot.rule.conditions else 0]
+    latent = spec.latent_rank is not None  # the local layers of which rename nothing
+    key = slot.keys[-1 if norm == "local" and ("sparse" in slot.rule.conditions) is not latent else 0]
     if slot.layer is None or spec.mixed:
         return dcp_writer.Stored(slot, cut, key, slot.shape, cut.ranges)
     name = key.replace(f"{LAYERS}{slot.layer}.", LAYERS)
@@ -333,7 +334,8 @@ def _states_of(optimizer: Optimizer, held: Sequence[dcp_writer.Stored]) -> Itera
 def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
     """The names of the `_extra_state` entries that megatron-core asks for, of local or Transformer Engine's layers."""
     te, family = norm == "te", family_named(spec.family)
-    every = [*STATES, *(TE_STATES if te else ()), *(TE_NORMS if te and family.qk_norm else ())]
+    attention = megatron_mla.states(spec, te=te) if family.latent else STATES
+    every = [*attention, *(TE_STATES if te else ()), *(TE_NORMS if te and family.qk_norm else ())]
     sparse = ["pre_mlp_layernorm"] if te else []
     sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_up" in family.experts else []
     for layer in range(spec.layers):

@@ -26,6 +26,8 @@ YARN = {
     "mscale_all_dim": "mscale_all_dim",
 }
 """Parameter of transformers' YaRN: argument."""
+LATENT = {name: key.removeprefix("yarn_") for name, key in YARN.items() if name != "truncate"}
+"""The same with multi-latent attention, which always truncates (transformer/multi_latent_attention.py)."""
 DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """What both assume."""
 NO_SCALE = {"mscale": 1.0, "mscale_all_dim": 0.0}
@@ -51,7 +53,7 @@ def found(args: Mapping[str, Any], kind: Any, base: ModelSpec | None, where: str
         UnsupportedError: transformers has no such scaling.
     """
     if kind == "yarn":
-        return _yarn_of(args, base, where)
+        return yarn_of(args, YARN, base, where)
     if args.get("use_rope_scaling"):
         factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
         return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
@@ -61,22 +63,22 @@ def found(args: Mapping[str, Any], kind: Any, base: ModelSpec | None, where: str
     return None
 
 
-def _yarn_of(args: Mapping[str, Any], base: ModelSpec | None, where: str) -> Mapping[str, Any]:
+def yarn_of(args: Mapping[str, Any], names: Mapping[str, str], base: ModelSpec | None, where: str) -> Mapping[str, Any]:
     """YaRN's parameters; what Megatron assumes of one that is None is in `_apply_yarn_config_from_args`."""
-    said: dict[str, Any] = {name: args.get(key) for name, key in YARN.items()}
-    said |= {name: value for name, value in ASSUMED.items() if said[name] is None}
+    said: dict[str, Any] = {name: args.get(key) for name, key in names.items()}
+    said |= {name: value for name, value in ASSUMED.items() if said.get(name) is None}
     for name in ("factor", "beta_fast", "beta_slow"):
-        said[name] = real(said[name], YARN[name], where)
+        said[name] = real(said[name], names[name], where)
     scale = {name: said.pop(name) for name in NO_SCALE}
     said |= {} if scale == NO_SCALE else scale
     scaling = {"rope_type": "yarn", **said}
-    spelled = _yarn(scaling)
+    spelled = yarn(scaling, names)
     if spelled is None or not (scale == NO_SCALE or all(scale.values())):
         raise UnsupportedError(f"{where}: YaRN with {short(said)} has no counterpart in transformers")
-    return base.rope_scaling if base and base.rope_scaling and _yarn(base.rope_scaling) == spelled else scaling
+    return base.rope_scaling if base and base.rope_scaling and yarn(base.rope_scaling, names) == spelled else scaling
 
 
-def _yarn(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
+def yarn(scaling: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any] | None:
     """The arguments of a rope scaling; None if it is no YaRN that Megatron has."""
     said = {name: value for name, value in scaling.items() if value is not None}
     if said.pop("rope_type") != "yarn" or not said.keys() <= YARN.keys():
@@ -88,7 +90,9 @@ def _yarn(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if type(said["original_max_position_embeddings"]) is not int or type(said["truncate"]) is not bool:
         return None
-    return {key: said[name] for name, key in YARN.items()}
+    if "truncate" not in names and not said["truncate"]:
+        return None
+    return {key: said[name] for name, key in names.items()}
 
 
 def arguments(spec: ModelSpec) -> dict[str, Any]:
@@ -99,7 +103,7 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
     """
     none = {"use_rope_scaling": False, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None}
     scaling = dict(spec.rope_scaling or {})
-    factor, yarn = scaling.get("factor"), _yarn(scaling) if scaling else None
+    factor, turned = scaling.get("factor"), yarn(scaling, YARN) if scaling else None
     whole_heads = spec.rotary_fraction in (None, 1.0)  # its class turns all of a head
     match scaling.pop("rope_type", None):
         case None:
@@ -108,8 +112,8 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
             return none | {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
         case "linear" if isinstance(factor, int | float) and factor == int(factor):
             return none | {"rotary_seq_len_interpolation_factor": int(factor)}
-        case "yarn" if yarn and whole_heads:
-            return none | {"position_embedding_type": "yarn", **yarn}
+        case "yarn" if turned and whole_heads:
+            return none | {"position_embedding_type": "yarn", **turned}
         case kind:
             raise RefusedError(
                 f"Megatron has no rope scaling {kind} with these settings: {', '.join(scaling)}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from formats.layout import Placed
 from formats.megatron_args import MEGATRON, MEGATRON_ONLY, MORE_SETTINGS
 from formats.megatron_experts import Mesh
 from formats.pickles import Namespace, TensorRef
+from formats.spec import whole
 from formats.storage import Fragment
 from formats.torchfile import TorchFile, read_torch
 
@@ -122,6 +123,21 @@ def _one_stage_of_experts(file: TorchFile) -> bool:
     args = args_of(file)
     stages, spread = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
     return stages in (None, 1) and type(spread) is int and spread > 1
+
+
+LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
+FUSED = re.compile(r"decoder\.layers\.\d+\..*\.layer_norm_weight")
+
+
+def names_of(keys: Collection[str]) -> str:
+    """Whether norms have the names of the local layers or those of Transformer Engine, where some are fused."""
+    return "local" if any(map(LOCAL.fullmatch, keys)) and not any(map(FUSED.fullmatch, keys)) else "te"
+
+
+def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:
+    """What the vocabulary was padded to a multiple of, for each tensor rank."""
+    value = args.get("make_vocab_size_divisible_by")
+    return 128 if value is None else whole(value, "make_vocab_size_divisible_by", str(path))
 
 
 def mesh_of(shards: Sequence[Shard], args: Mapping[str, Any], iteration: Path) -> Mesh:

@@ -31,7 +31,9 @@ EXPERTS: Mapping[str, Any] = {
     "router_top_groups": 1,
 }
 """The settings of a mixture of experts: what holds in a family that leaves no choice."""
-CHOICES = ("rotary_fraction", "parallel_residual", "activation", *EXPERTS)
+LATENT = ("query_rank", "latent_rank", "nope_dim", "rope_dim")
+"""The settings of an attention with latents."""
+CHOICES = ("rotary_fraction", "parallel_residual", "activation", *EXPERTS, *LATENT)
 """The settings that only some families have."""
 
 
@@ -44,6 +46,9 @@ class ModelSpec:
     tokens that a token sees, itself included. `own` are the config keys of the family that no other format has.
     `rotary_fraction` (the part of a head that rotates), `parallel_residual` and `activation` are None where the family
     leaves no choice. `notes` say which settings came from a documented default.
+
+    So are those of an attention with latents: `query_rank` (None where queries have none) and `latent_rank` are their
+    widths, `nope_dim` and `rope_dim` the parts of a key that rotate not, and do; `head_dim` is then the value's.
 
     So are those of a mixture of experts. A token goes to the `top_k` experts of the highest scores, out of the
     `router_top_groups` best of `router_groups`; the weights of their outputs add up to 1 if `router_normalized`, and
@@ -78,6 +83,10 @@ class ModelSpec:
     router_scale: float | None = None
     router_groups: int | None = None
     router_top_groups: int | None = None
+    query_rank: int | None = None
+    latent_rank: int | None = None
+    nope_dim: int | None = None
+    rope_dim: int | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -85,7 +94,8 @@ class ModelSpec:
         """The layout conditions that follow from the settings."""
         residual = {None: set[str](), True: {"parallel"}, False: {"serial"}}[self.parallel_residual]
         plain = {"plain"} if family_named(self.family).plain else set()
-        return frozenset({"tied" if self.tied else "untied", *residual, *plain})
+        query = {"compressed" if self.query_rank else "uncompressed", "latent"} if self.latent_rank else {"direct"}
+        return frozenset({"tied" if self.tied else "untied", *residual, *plain, *query})
 
     @property
     def sparse_layers(self) -> frozenset[int]:
@@ -107,11 +117,14 @@ class ModelSpec:
     def sizes(self, padded_vocab: int | None = None) -> dict[str, int]:
         """The size of each axis; `padding` is what a padded vocabulary adds."""
         vocab = self.vocab if self.vocab is not None else padded_vocab or 0
+        rank, nope, rope = self.latent_rank or 0, self.nope_dim or 0, self.rope_dim or 0
         return {
             "layer": self.layers, "hidden": self.hidden, "vocab": vocab, "padding": (padded_vocab or vocab) - vocab,
             "group": self.kv_heads, "head": self.heads // self.kv_heads, "dim": self.head_dim,
             "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn, "position": self.max_positions,
             "expert": self.experts or 0, "expert_ffn": self.expert_ffn or self.ffn, "shared_ffn": self.shared_ffn or 0,
+            "query_dim": nope + rope, "query_rank": self.query_rank or 0, "latent_rank": rank,
+            "joint_dim": rank + rope, "up_dim": nope + self.head_dim,
         }  # fmt: skip
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
@@ -271,6 +284,8 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
         raise SourceError(f"{where} says rotary_fraction = {fraction}", "correct it with --set rotary_fraction=VALUE")
     if family_named(spec.family).experts:
         _check_experts(spec, where)
+    if family.latent:
+        _check_latent(spec, where)
     if spec.head_dim % 2:
         raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, and no table here has such heads")
     return spec
@@ -309,6 +324,23 @@ def _check_experts(spec: ModelSpec, where: str) -> None:
     if top_k > experts or experts % groups or (spec.router_top_groups or 1) > groups:
         raise SourceError(
             f"{where}: {top_k} of {experts} experts in {spec.router_top_groups or 1} of {groups} groups make no router"
+        )
+
+
+def _check_latent(spec: ModelSpec, where: str) -> None:
+    """The settings of an attention with latents are there and make sense.
+
+    Raises:
+        SourceError: one is missing.
+        UnsupportedError: heads share keys, or nothing can be turned by halves.
+    """
+    for name in LATENT:
+        if name != "query_rank" or spec.query_rank is not None:
+            whole(getattr(spec, name), name, where)
+    if spec.kv_heads != spec.heads or (spec.rope_dim or 0) % 2:
+        raise UnsupportedError(
+            f"{where}: {spec.heads} heads in {spec.kv_heads} groups, of which {spec.rope_dim} elements rotate, are not "
+            "supported with latents"
         )
 
 

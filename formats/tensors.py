@@ -11,6 +11,9 @@ A router scores experts; `router_bias` is added to the scores when experts are c
 `router_score_bias` to the scores themselves. What is shared is an expert for all tokens, whose output `shared_router`
 weighs where a model has one. A sink is the score of no token, one for each head.
 
+A latent is what keys and values of all heads are made of: `latent_down` leads to it, and to the part of the keys that
+rotates; `latent_up` leads from it to each head. Queries may have one of their own, or come by `latent_query`.
+
 Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
 """
 
@@ -37,6 +40,13 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         key_width_norm  layer group half pair
         value        layer group dim hidden
         value_bias   layer group dim
+        latent_query  layer group query_dim hidden
+        query_down   layer query_rank hidden
+        query_latent_norm  layer query_rank
+        query_up     layer group query_dim query_rank
+        latent_down  layer joint_dim hidden
+        latent_norm  layer latent_rank
+        latent_up    layer group up_dim latent_rank
         sinks        layer group head
         output       layer hidden group head dim
         output_bias  layer hidden

@@ -27,6 +27,13 @@ DOTS = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2, "norm_topk_prob": True,
     "routed_scaling_factor": 2.5, **TOKENS,
 }  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 48,
+    "n_shared_experts": 2, "n_routed_experts": 8, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+    "num_key_value_heads": 8, **TOKENS,
+}  # fmt: skip
+ALL = {"first_k_dense_replace": 0}
+GROUPS = {"n_group": 4, "topk_group": 2}
 OSS = {"num_experts_per_tok": 2, "sliding_window": 8}
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
 FOUR = {"num_experts_per_tok": 4}
@@ -107,6 +114,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "dots1-tied": {"model_type": "dots1", "n_routed_experts": 8, "n_group": 4, "topk_group": 2, **DOTS, **FOUR, **TIED},
     "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16, "rope_parameters": YARN, **OSS},
     "gpt_oss-tied": {"model_type": "gpt_oss", "num_local_experts": 4, "swiglu_limit": 0.3, **OSS, **TIED},
+    "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, "rope_parameters": YARN, **LATENT},
+    "deepseek_v2-tied": {"model_type": "deepseek_v2", "q_lora_rank": 24, **LATENT, **TIED, **ALL},
+    "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 24, "rope_parameters": YARN, **GROUPS, **LATENT},
+    "deepseek_v3-tied": {"model_type": "deepseek_v3", "q_lora_rank": None, **GROUPS, **LATENT, **TIED},
     "llama4_text": {"model_type": "llama4_text", "interleave_moe_layer_step": 2, "head_dim": 16, **LLAMA4},
     "llama4_text-tied": {"model_type": "llama4_text", "moe_layers": [0, 1], "head_dim": 8, **LLAMA4, **TIED},
 }
@@ -121,7 +132,9 @@ UNKNOWN = {
 ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3", "falcon", "llama4_text")
 IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""
-EXPERTS = [name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss"))]
+EXPERTS = [
+    name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", "deepseek"))
+]
 """Mixtures of experts."""
 DTYPES = ("bfloat16", "float32", "float16")
 IN_EVERY_TYPE = ("llama", "qwen2-tied", "gpt2", "mixtral", "gpt_neox")

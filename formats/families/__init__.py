@@ -25,7 +25,7 @@ class Facts(NamedTuple):
 
     Biases on query, key and value; norms on each query and key head; a sliding window; heads that rotate in part;
     LayerNorm, biases everywhere and an MLP without a gate; learned positions in place of rotary ones; sinks of
-    attention. Of a mixture of experts, the tensors of `EXPERTS` that it has and how its router makes weights of scores.
+    attention; latents of keys and values. Of a mixture of experts, the tensors of `EXPERTS` that it has and how its router makes weights of scores.
     """
 
     qkv_bias: bool = False
@@ -35,6 +35,7 @@ class Facts(NamedTuple):
     plain: bool = False
     learned: bool = False
     sinks: bool = False
+    latent: bool = False
     experts: frozenset[str] = frozenset()
     router: str = ""
 
@@ -122,13 +123,18 @@ class Family:
         """Whether a part of each head's attention goes to no token."""
         return any("sinks" in rule.pattern.tensors for rule in self.tensors)
 
+    @property
+    def latent(self) -> bool:
+        """Whether keys and values come out of a latent."""
+        return any("latent_down" in rule.pattern.tensors for rule in self.tensors)
+
     def fits(self, facts: Facts) -> bool:
         """Whether a model of Megatron with these facts can belong to the family."""
         return (
             not self.only_here
             and self.qkv_bias == (facts.qkv_bias or facts.plain or facts.sinks)
-            and (self.qk_norm, self.plain, self.learned, self.sinks)
-            == (facts.qk_norm, facts.plain, facts.learned, facts.sinks)
+            and (self.qk_norm, self.plain, self.learned, self.sinks, self.latent)
+            == (facts.qk_norm, facts.plain, facts.learned, facts.sinks, facts.latent)
             and (self.experts, self.router) == (facts.experts, facts.router)
             and (bool(self.window) or not facts.window)
             and ("rotary_fraction" in self.keys or not facts.partial)

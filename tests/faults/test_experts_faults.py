@@ -115,6 +115,9 @@ def test_arguments_and_config_contradict_each_other(made, convert):
         ("dots1", {"norm_topk_prob": False}, [], 5, "weights always add up to 1"),
         ("dots1-tied", {"num_experts_per_tok": 2}, [], 5, "it ranks groups by 2 // 2 of their experts"),
         ("dots1", {"max_window_layers": 2}, [], 4, "sliding_attention"),
+        ("gpt_oss", {}, ["--tp", 2], 5, "cuts no experts that have biases: etp = 2"),
+        ("deepseek_v3", {}, ["--tp", 2, "--norm", "local"], 5, "cut the down projections of a deepseek_v3 over tp = 2"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, [], 4, "topk_method"),
         ("qwen2_moe", {"qkv_bias": False}, [], 4, "qkv_bias"),
         ("qwen3_moe", {"decoder_sparse_step": 5}, [], 4, "none of 4 layers has experts"),
     ],
@@ -152,6 +155,24 @@ def test_layers_with_a_window_behind_the_full_ones_are_refused(model, convert, t
     (folder / "config.json").write_text(json.dumps(config | {"max_window_layers": 3}))
     assert "max_window_layers = 3 of 4 layers" in convert("inspect", folder).out
     refused(convert("hf2megatron", folder, tmp_path / "m"), 4, "max_window_layers = 3 of 4 layers")
+
+
+def test_what_predicts_a_second_token_stays_behind_where_transformers_leaves_it(model, convert, tmp_path):
+    """The 62nd layer of DeepSeek-V3; any other layer too many has no place. Of fp8 there is no table."""
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(model("deepseek_v3"), tmp_path / "hf"))
+    held, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    norm = held["model.norm.weight"].clone()
+    save_file(held | {"model.layers.61.enorm.weight": norm}, file)
+    ran = convert("hf2megatron", folder, tmp_path / "m")
+    assert ran.code == 0, ran.err
+    assert "stays behind: 1 such as model.layers.61.enorm.weight" in ran.err
+    save_file(held | {"model.layers.4.enorm.weight": norm}, file)
+    refused(convert("hf2megatron", folder, tmp_path / "m2"), 3, "no place in this model: model.layers.4.enorm.weight")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    refused(convert("hf2megatron", folder, tmp_path / "m3"), 4, "models with a quantization_config are not supported")
 
 
 def test_the_width_of_no_layer_is_that_of_the_config(model, convert, tmp_path):

@@ -86,14 +86,19 @@ def as_transformer_engine(model: GPTModel) -> None:
         "get_extra_state": lambda self: torch.empty(0, dtype=torch.uint8),
         "set_extra_state": lambda self, value: None,
     }
+    latent = model.config.multi_latent_attention  # whose own norms are a part of what follows them
+    alone = ("final_layernorm", *(("input_layernorm",) if latent else ("q_layernorm", "k_layernorm")))
     for name, module in model.named_modules():
         if name.endswith("core_attention"):
             sinks = model.config.softmax_type == "learnable"  # which it never saved without that method
             older = {} if sinks else {"sharded_state_dict": MegatronModule.sharded_state_dict}
             module.__class__ = type("OlderAttention", (type(module),), {**state, **older})
-        elif name.endswith(("final_layernorm", "q_layernorm", "k_layernorm")) and not isinstance(module, IdentityOp):
+        elif name.endswith(alone) and not isinstance(module, IdentityOp):
             module.__class__ = type("Norm", (type(module),), state)
     for layer in model.decoder.layers:
+        if latent:
+            mlp = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+            layer.submodules_config.sharded_state_dict_keys_map = {**judge.LATENT_NORMS, **mlp}
         if hasattr(layer.mlp, "router"):  # the norm before experts is never a part of what follows it
             layer.pre_mlp_layernorm.__class__ = type("Norm", (type(layer.pre_mlp_layernorm),), state)
             renamed = layer.submodules_config.sharded_state_dict_keys_map

@@ -30,20 +30,25 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # fused activations need no c
 
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as megatron_moe
+import megatron.core.transformer.multi_latent_attention as megatron_mla
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 FILE = "model_optim_rng.pt"
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss")
+LATENT = ("deepseek_v2", "deepseek_v3")
+SIGMOID = ("dots1", "deepseek_v3")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", *LATENT)
 FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2", *EXPERTS)
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 """Activation: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
@@ -65,15 +70,30 @@ class CpuForCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class WideAttention(DotProductAttention):
+    """The local attention with values that are not as wide as keys, which only Transformer Engine's is told.
+
+    It computes with what it is given, but for the width of what it returns (transformer/dot_product_attention.py:246).
+    """
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
 def patch_for_cpu() -> None:
     """Replace the CUDA calls that megatron-core makes even when nothing is on a GPU.
 
     current_device: models/common/embeddings/rotary_pos_embedding.py:162.
     fork, for dropout even when it is 0: tensor_parallel/random.py:243.
     cuda() of a tied head, while building: models/common/language_module/language_module.py:244.
+    HAVE_TE, which is true without it: transformer/multi_latent_attention.py:185.
     te_general_gemm, of a router where Transformer Engine can be imported: transformer/moe/moe_utils.py.
     """
     megatron_moe.te_general_gemm = None
+    megatron_mla.HAVE_TE = False
+    LocalSpecProvider.core_attention = lambda self: WideAttention
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     megatron_random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
@@ -185,7 +205,7 @@ def position_arguments(c: PreTrainedConfig) -> dict[str, Any]:
     """GPTModel's arguments of positions; the other llama3 numbers are fixed: rotary_pos_embedding.py:92-99."""
     if c.model_type == "gpt2":
         return {"position_embedding_type": "learned_absolute"}
-    yarn = c.rope_parameters.get("rope_type") == "yarn"
+    yarn = c.rope_parameters.get("rope_type") == "yarn" and c.model_type not in LATENT
     return {"position_embedding_type": "yarn" if yarn else "rope", **rope_arguments(c)}
 
 
@@ -214,6 +234,8 @@ def yarn_fields(c: PreTrainedConfig) -> dict[str, Any]:
 def yarn_claims(c: PreTrainedConfig) -> dict[str, Any]:
     """What args must say of it: three have no prefix (argument_utils.py `_apply_yarn_config_from_args` at d98e8a64)."""
     plain = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
+    if c.model_type in LATENT:
+        return {name: value for name, value in latent_fields(c).items() if name != "rotary_base"}
     return {name.removeprefix("yarn_") if name in plain else name: value for name, value in yarn_fields(c).items()}
 
 
@@ -250,16 +272,36 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "ffn_hidden_size": ffn,
         "num_attention_heads": c.num_attention_heads,
         "num_query_groups": groups,
-        "kv_channels": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "kv_channels": getattr(c, "v_head_dim", None)
+        or getattr(c, "head_dim", None)
+        or c.hidden_size // c.num_attention_heads,
         "layernorm_epsilon": epsilon,
         "normalization": "LayerNorm" if plain else "RMSNorm",
         "add_bias_linear": plain or oss,
         "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe", "gpt_oss"),
-        "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1"),
+        "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", *LATENT),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         **tiny,
         **(gpt_oss_fields(c) if oss else {}),
+    }
+
+
+def latent_fields(c: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of MLATransformerConfig (transformer/transformer_config.py:2006), YaRN's without their prefix."""
+    yarn = {name.removeprefix("yarn_"): value for name, value in yarn_fields(c).items()}
+    if not yarn.pop("correction_range_round_to_int", True):
+        raise JudgementError("latents have no YaRN without truncation")
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": c.q_lora_rank,
+        "kv_lora_rank": c.kv_lora_rank,
+        "qk_head_dim": c.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": c.qk_rope_head_dim,
+        "v_head_dim": c.v_head_dim,
+        "rope_type": "yarn" if yarn else "rope",
+        "rotary_base": float(c.rope_parameters["rope_theta"]),
+        **yarn,
     }
 
 
@@ -283,30 +325,30 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
     """
     if c.model_type not in EXPERTS:
         return {}
-    sigmoid = c.model_type == "dots1"
+    sigmoid, first = c.model_type in SIGMOID, c.model_type in (*LATENT, "dots1")
     alike = c.model_type in ("mixtral", "gpt_oss")
     normalized = alike or c.norm_topk_prob
     sparse = [1] * c.num_hidden_layers
-    if c.model_type == "dots1":
+    if first:
         sparse = [int(layer >= c.first_k_dense_replace) for layer in range(c.num_hidden_layers)]
     elif not alike:
         step = c.decoder_sparse_step
         sparse = [int(n not in c.mlp_only_layers and (n + 1) % step == 0) for n in range(c.num_hidden_layers)]
-    shared = c.moe_intermediate_size * c.n_shared_experts if sigmoid else None
-    grouped = sigmoid and c.n_group > 1
+    shared = c.moe_intermediate_size * c.n_shared_experts if first else None
+    grouped, scale = sigmoid and c.n_group > 1, getattr(c, "routed_scaling_factor", 1.0)
     return {
-        "num_moe_experts": c.num_local_experts if c.model_type != "qwen2_moe" else c.num_experts,
+        "num_moe_experts": c.num_experts if c.model_type in ("qwen2_moe", "deepseek_v2") else c.num_local_experts,
         "moe_router_topk": c.num_experts_per_tok,
         "moe_ffn_hidden_size": c.intermediate_size if alike else c.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": getattr(c, "shared_expert_intermediate_size", shared)
-        if c.model_type in ("qwen2_moe", "dots1")
+        if first or c.model_type == "qwen2_moe"
         else None,
         "moe_shared_expert_gate": c.model_type == "qwen2_moe",
         "moe_layer_freq": sparse if 0 in sparse else 1,
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         "moe_router_pre_softmax": not normalized,
         "moe_router_enable_expert_bias": sigmoid,
-        "moe_router_topk_scaling_factor": c.routed_scaling_factor if sigmoid else None,
+        "moe_router_topk_scaling_factor": scale if scale != 1.0 else None,
         "moe_router_num_groups": c.n_group if grouped else None,
         "moe_router_group_topk": c.topk_group if grouped else None,
     }
@@ -315,7 +357,8 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
 def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dtype) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model, with all kernel fusions off (the default)."""
     silu = quick_gelu if c.model_type == "gpt_oss" else torch.nn.functional.silu
-    config = TransformerConfig(
+    kind = MLATransformerConfig if c.model_type in LATENT else TransformerConfig
+    config = kind(
         gated_linear_unit=activation(c) == "silu",
         activation_func=silu if activation(c) == "silu" else torch.nn.functional.gelu,
         bias_activation_fusion=GELU.get(activation(c), False),
@@ -328,10 +371,10 @@ def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dty
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=topology.etp or topology.tp,
         **({"moe_router_load_balancing_type": "none"} if c.model_type in EXPERTS else {}),
-        **model_fields(c) | window_fields(c),
+        **model_fields(c) | window_fields(c) | (latent_fields(c) if c.model_type in LATENT else {}),
         **topology.uneven,
     )
-    vars(config).update(yarn_fields(c))
+    vars(config).update({} if c.model_type in LATENT else yarn_fields(c))
     return config
 
 
@@ -435,6 +478,8 @@ def from_te_names(state: StateDict) -> StateDict:
     The pairs are megatron-core's own: sharded_state_dict_keys_map, models/gpt/gpt_layer_specs.py:417.
     """
     pairs = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+    if any(".linear_kv_down_proj." in key for key in state):
+        pairs = LATENT_NORMS | {name: te for name, te in pairs.items() if name != "input_layernorm."}
     sparse = {key.split(".mlp.")[0] for key in state if ".mlp.router." in key}
     renamed = {}
     for old, value in state.items():
@@ -445,8 +490,27 @@ def from_te_names(state: StateDict) -> StateDict:
             if re.search(rf"layers\.\d+\.{re.escape(local)}", key):
                 raise JudgementError(f"{key} is a local name, --norm te expects {te}*")
             key = re.sub(rf"(layers\.\d+\.){re.escape(te)}", rf"\g<1>{local}", key)
-        renamed[key] = value
+        renamed[key] = local_part(value) if "_down_proj." in key else value
     return renamed
+
+
+LATENT_NORMS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""The norms of latents, local and in Transformer Engine (models/gpt/gpt_layer_specs.py:235 and :380)."""
+
+
+def local_part(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a projection that Transformer Engine has on every rank, and the local layers cut."""
+    return whole.chunk(ps.get_tensor_model_parallel_world_size())[ps.get_tensor_model_parallel_rank()]
+
+
+def gathered(part: torch.Tensor) -> torch.Tensor:
+    """The other way around."""
+    parts = [torch.empty_like(part) for _ in range(ps.get_tensor_model_parallel_world_size())]
+    dist.all_gather(parts, part.contiguous(), group=ps.get_tensor_model_parallel_group())
+    return torch.cat(parts)
 
 
 def load_chunks(chunks: list[GPTModel], stored: dict[str, Any], names: list[str], norm: str) -> list[str]:
@@ -486,11 +550,13 @@ def vocabulary_failures(stored: dict[str, Any], topology: Topology) -> list[str]
 def save_real(out: Path, chunks: list[GPTModel], topology: Topology, claims: argparse.Namespace) -> None:
     """Write what the real model holds, as the framework would (state_dict_for_save_checkpoint, module.py:44).
 
-    The norms have the local spec's names, also after --norm te.
+    The norms have the local spec's names, also after --norm te; the down projections of latents are whole.
     """
     folder = out / "iter_0000007" / topology.folder(*my_ranks())
     folder.mkdir(parents=True, exist_ok=True)
     states = [chunk.state_dict_for_save_checkpoint() for chunk in chunks]
+    for state in states:
+        state.update({key: gathered(state[key]) for key in state if key.endswith("_down_proj.weight")})
     content = {"args": claims, "checkpoint_version": 3.0, "iteration": 7}
     if ps.get_expert_data_parallel_rank() == 0:  # megatron/training/checkpointing.py `save_checkpoint`
         torch.save(content | dict(zip(topology.chunks(), states, strict=True)), folder / FILE)

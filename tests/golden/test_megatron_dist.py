@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from formats import megatron, megatron_dist
+from formats import megatron, megatron_dist, megatron_mla
 from formats.registry import open_checkpoint
 from tests.golden.test_coverage import lines, used
 from tests.models import EXPERTS, files
@@ -52,6 +52,9 @@ CASES = (
     Case("qwen2_moe", 1, 2, "stacked", "bfloat16", experts=("--ep", 2, "--etp", 2)),
     Case("qwen3_moe-tied", 1, 1, "numbered", norm="te", experts=("--ep", 4)),
     Case("dots1", 2, 2, "split", experts=("--ep", 2, "--etp", 1)),
+    Case("deepseek_v3", 2, 2, "numbered", norm="te", experts=("--ep", 2)),
+    Case("deepseek_v2-tied", 1, 2, "stacked", "bfloat16", experts=("--ep", 2)),
+    Case("deepseek_v2", 2, 1, "split"),
     Case("gpt_oss", 2, 1, "stacked", norm="te", experts=("--etp", 1)),
     Case("gpt_oss-tied", 1, 2, "split", "bfloat16", experts=("--ep", 4, "--etp", 1)),
 )
@@ -133,5 +136,5 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, tmp_path)
         assert files(back) == files(source), f"what megatron-core wrote of {case} came back changed"
     copies = lines(rule for rule in megatron_dist.TABLE if "copy" in rule.conditions)
     norms = {line for line in lines(megatron.MCORE) if re.search(r"\.(input|pre_mlp)_layernorm\.", line[0])}
-    local = norms - lines(megatron_dist.STACKED)
+    local = norms - lines(megatron_dist.STACKED) - lines(megatron_mla.RULES)
     assert seen == (lines(megatron_dist.TABLE) | lines(megatron_dist.SPLIT)) - copies - local

@@ -20,14 +20,12 @@ from tests.models import MODELS, files, settings_of
 LLM = megatron_llm.NAME
 
 
-def spread(source, tp: int) -> dict[str, int]:
-    """Experts with biases are whole on their ranks."""
-    return {"ep": tp, "etp": 1} if source.spec.family == "gpt_oss" else {}
-
-
 def to_megatron(source, request, tp: int, **options: Any):
-    """A plan of megatron-core's formats."""
-    return plan_megatron(source, request, Options(tp, **options, **spread(source, tp)), None)
+    """A plan of megatron-core's formats, in which experts with biases are whole, and so are the ways to latents."""
+    family = source.spec.family
+    options |= {"ep": tp, "etp": 1} if family == "gpt_oss" else {}
+    options |= {"norm": "te"} if family.startswith("deepseek") else {}
+    return plan_megatron(source, request, Options(tp, **options), None)
 
 
 CHAIN = {
@@ -86,6 +84,11 @@ REFUSED = {
     },
     "gpt_oss": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     "gpt_oss-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
+    **{
+        f"deepseek_{name}{head}": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"}
+        for name in ("v2", "v3")
+        for head in ("", "-tied")
+    },
     "llama4_text": {"megatron": "no attention in chunks", "neox": "heads of hidden / heads = 8"},
     "llama4_text-tied": {"megatron": "no attention in chunks", "neox": "has no llama4_text"},
 }

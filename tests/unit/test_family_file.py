@@ -64,6 +64,11 @@ def test_each_of_ours_is_itself_again(name, changes):
     assert again.file == path
 
 
+def test_what_megatron_has_to_be_told_is_in_own(tmp_path):
+    text = dump(replace(FAMILIES["gpt_oss"], name="own", own={}))
+    assert "its own lacks layer_types, swiglu_alpha, swiglu_limit" in str(refused(tmp_path, text))
+
+
 def refused(tmp_path: Path, text: str) -> UsageError:
     path = tmp_path / "own.toml"
     path.write_text(text)

@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 from itertools import product
 
+import numpy as np
 import pytest
 from transformers import AutoConfig
 
@@ -325,6 +326,83 @@ def test_what_gpt_oss_does_not_compute_is_refused(changes, reason):
     args = to_megatron(from_huggingface(config("gpt_oss-tied"), {}, "config.json"))
     with pytest.raises(UnsupportedError, match=reason):
         from_megatron(args | changes, {}, None, "args")
+
+
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 3,
+    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+"""As it is on the Hub, as far as it says something of the model; its quantization apart."""
+
+
+def test_the_config_of_deepseek_v3():
+    spec = from_huggingface(DEEPSEEK_V3, {}, "config.json")
+    assert (spec.query_rank, spec.latent_rank, spec.nope_dim, spec.rope_dim, spec.head_dim) == (1536, 512, 128, 64, 128)
+    assert (spec.dense_layers, spec.shared_ffn, spec.router_groups, spec.notes) == ((0, 1, 2), 2048, 8, ())
+    assert to_huggingface(spec, DEEPSEEK_V3) == DEEPSEEK_V3
+    args = to_megatron(spec)
+    assert (args["rope_type"], args["rotary_scaling_factor"], args["mscale_all_dim"]) == ("yarn", 40, 1.0)
+    assert from_megatron(args, {}, spec, "args") == spec
+    silent = ("original_max_position_embeddings", "beta_fast", "beta_slow")  # which are no arguments at 0.16.1
+    older = {name: value for name, value in args.items() if name not in silent}
+    assert from_megatron(older, {}, spec, "args") == spec
+    sizes = sum(np.prod(shape) for _, _, shape in spec.boxes())
+    assert round(sizes / 1e9) == 671
+
+
+@pytest.mark.parametrize(
+    "name", ["first_k_dense_replace", "n_shared_experts", "n_group", "v_head_dim", "moe_intermediate_size"]
+)
+def test_what_transformers_assumes_of_deepseek_v3(name):
+    said = {key: value for key, value in DEEPSEEK_V3.items() if key != name}
+    held = from_huggingface(AutoConfig.for_model(**said).to_dict(), {}, "config.json")
+    assert differences(from_huggingface(said, {}, "config.json"), held) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "reason"),
+    [
+        ({"rope_type": "rope", "mscale_all_dim": 1.0}, UnsupportedError, "mscale_all_dim = 1.0"),
+        ({"rope_type": "mrope"}, UnsupportedError, "rope_type = 'mrope'"),
+        ({"rotary_scaling_factor": 1.0}, UnsupportedError, "has no counterpart in transformers"),
+        ({"qk_layernorm": False}, UnsupportedError, "qk_layernorm = False"),
+        ({"layernorm_epsilon": 1e-5}, UnsupportedError, "layernorm_epsilon = 1e-05 is not supported with latents"),
+        ({"group_query_attention": True, "num_query_groups": 4}, UnsupportedError, "8 heads in 4 groups"),
+        ({"qk_pos_emb_head_dim": 7}, UnsupportedError, "of which 7 elements rotate"),
+        ({"kv_lora_rank": None}, SourceError, "does not say latent_rank"),
+        ({"q_lora_rank": -1}, SourceError, "query_rank = -1"),
+        ({"position_embedding_type": "yarn"}, UnsupportedError, "position_embedding_type = 'yarn'"),
+        ({"add_qkv_bias": True}, UnsupportedError, "no known family"),
+    ],
+)
+def test_latents_that_transformers_lacks_are_refused(changes, error, reason):
+    args = to_megatron(from_huggingface(config("deepseek_v3"), {}, "config.json"))
+    with pytest.raises(error, match=reason):
+        from_megatron(args | changes, {}, None, "args")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rms_norm_eps": 1e-5}, "its norms have an epsilon of 1e-05, those of its latents 1e-06"),
+        ({"rope_parameters": {**YARN, "truncate": False}}, "no rope scaling with latents"),
+        ({"rope_parameters": {**YARN, "mscale": 0}}, "no rope scaling with latents"),
+        ({"rope_parameters": LLAMA3}, "no rope scaling with latents"),
+    ],
+)
+def test_latents_that_megatron_lacks_are_refused(changes, reason):
+    with pytest.raises(RefusedError, match=reason):
+        to_megatron(from_huggingface(config("deepseek_v3") | changes, {}, "config.json"))
 
 
 def test_the_windows_of_gpt_oss_have_three_spellings():

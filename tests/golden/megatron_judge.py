@@ -6,7 +6,8 @@ claim is compared with the Hugging Face config as well. Exit status 0 means that
 
     torchrun --nproc-per-node RANKS megatron_judge.py MEGATRON_DIR=HF_DIR [MEGATRON_DIR=HF_DIR ...] [--save OUT ...]
 
-Several pairs of one topology are judged in one run, because starting the framework takes longest.
+Several pairs of one topology are judged in one run, and the tests fork its ranks, because starting the framework takes
+longest.
 
 Line numbers in the docstrings are those of megatron-core 0.16.1, relative to megatron/core/.
 """

@@ -17,20 +17,21 @@ from formats.errors import VitruvianError
 from formats.pipeline import Pipeline, chunks
 from tests.golden.cases import TOPOLOGIES
 from tests.models import files
+from tests.train.conftest import forking
 
 pytestmark = pytest.mark.megatron
 HERE = Path(__file__).parent
 
 
-def judge(ranks: int, *words: object, seconds: int = 280) -> subprocess.CompletedProcess[str]:
-    """Run the judge under torchrun on a port of its own."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*run, str(HERE / "megatron_judge.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """`judge(ranks, ...)`: run the judge: exit code and output. The framework is started once, and forked."""
+    with forking(tmp_path_factory.mktemp("judge"), "megatron_judge", path=HERE) as forks:
+        yield lambda ranks, *words: forks([*map(str, words)], ranks, HERE / "megatron_judge.py")
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_megatron_core_loads_and_agrees(model, convert, tmp_path, name):
+def test_megatron_core_loads_and_agrees(model, convert, judge, tmp_path, name):
     topology = TOPOLOGIES[name]
     sources = [model(case.model, case.dtype) for case in topology.cases]
     pairs = []
@@ -38,9 +39,9 @@ def test_megatron_core_loads_and_agrees(model, convert, tmp_path, name):
         assert convert("hf2megatron", source, tmp_path / f"m{number}", *topology.flags).code == 0
         pairs.append(f"{tmp_path / f'm{number}'}={source}")
     saved = tmp_path / "saved"
-    ran = judge(topology.ranks, *pairs, "--norm", topology.norm, "--save", saved)
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
-    assert ran.stdout.count("max abs logit difference") == len(pairs)
+    code, out = judge(topology.ranks, *pairs, "--norm", topology.norm, "--save", saved)
+    assert code == 0, out
+    assert out.count("max abs logit difference") == len(pairs)
     for number, source in enumerate(sources):
         back = tmp_path / f"back{number}"
         assert convert("megatron2hf", saved / str(number), back, "--config", source).code == 0
@@ -48,7 +49,7 @@ def test_megatron_core_loads_and_agrees(model, convert, tmp_path, name):
 
 
 @pytest.mark.parametrize("damage", ["gate and up swapped", "query heads swapped", "epsilon"])
-def test_the_judge_sees_what_digests_cannot(model, convert, tmp_path, damage):
+def test_the_judge_sees_what_digests_cannot(model, convert, judge, tmp_path, damage):
     """Equal-size swaps are invisible to coverage and digests; the judge must not be blind to them too."""
     import torch
 
@@ -64,9 +65,10 @@ def test_the_judge_sees_what_digests_cannot(model, convert, tmp_path, damage):
         half = len(weight) // 2 if damage[0] == "g" else 8
         weight[: 2 * half] = torch.cat([weight[half : 2 * half], weight[:half]])
     torch.save(stored, path)
-    ran = judge(1, f"{out}={source}")
-    assert ran.returncode != 0
-    assert "layernorm_epsilon" in ran.stderr if damage == "epsilon" else "logit difference" in ran.stderr
+    code, told = judge(1, f"{out}={source}")
+    assert code == 1
+    assert "FAILED\nrank 0" in told
+    assert ("layernorm_epsilon" if damage == "epsilon" else "logit difference") in told.partition("FAILED")[2]
 
 
 def test_pipeline_stages_are_those_of_megatron_core():

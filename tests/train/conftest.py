@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,12 +110,18 @@ class Forks:
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """The process that has imported torch and transformers, and what it is asked for."""
-    command = [sys.executable, str(Path(__file__).with_name("forks.py"))]
+    with forking(tmp_path_factory.mktemp("forks")) as found:
+        yield found
+
+
+@contextmanager
+def forking(folder: Path, *modules: str, path: Path = ROOT) -> Iterator[Forks]:
+    """Start the process that imports modules, or what a training needs; `path` is looked through for them."""
+    command = [sys.executable, str(Path(__file__).with_name("forks.py")), *modules]
     untouched = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # else whoever asks for a GPU in it takes it from its forks
-    mother = subprocess.Popen(
-        command, env=environment() | untouched, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    yield Forks(mother, tmp_path_factory.mktemp("forks"))
+    env = environment() | untouched | {"PYTHONPATH": f"{ROOT}:{path}"}
+    mother = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    yield Forks(mother, folder)
     mother.stdin.close()  # type: ignore[union-attr]
     mother.wait(timeout=60)
 

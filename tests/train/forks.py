@@ -1,5 +1,7 @@
 """Trainings as forks of one process that has imported torch and transformers already: seconds less for each.
 
+    python forks.py [MODULE …]          what it imports; without any, what a training needs
+
 Reads a line of JSON for each training, {words, ranks, env, out, script, seconds}, and answers with the exit code of the
 first rank that failed, or 0. A rank is a process of its own, with the variables that torchrun sets; `script`, if it is
 there, is what it runs instead of `train`. Without `seconds` it starts one rank and answers with its process id; {pid}
@@ -15,8 +17,15 @@ import signal
 import socket
 import sys
 import time
+import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+TRAINING = (
+    "torch", "transformers.models.gpt_neox.modeling_gpt_neox", "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral", "transformers.models.qwen3.modeling_qwen3", "train.loop",
+)  # fmt: skip
 
 
 def rank_main(words: list[str], settings: dict[str, str], out: str, script: str | None) -> None:
@@ -28,12 +37,15 @@ def rank_main(words: list[str], settings: dict[str, str], out: str, script: str 
     os.environ.clear()
     os.environ.update(settings)
     sys.argv = ["train", *words]
-    code: Any = 0
+    code: Any = 1
     try:
         runpy.run_path(script or str(Path(__file__).parents[2] / "train/__main__.py"), run_name="__main__")
+        code = 0
     except SystemExit as done:
         code = done.code
     finally:
+        if sys.exc_info()[0]:
+            traceback.print_exc()  # which Python does later, when this process is no more
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)
@@ -66,7 +78,7 @@ def run(words: list[str], ranks: int, env: dict[str, str], out: str, script: str
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     running = set()
     for rank in range(ranks):
-        more = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        more = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 or script else {}
         running.add(start(words, env | more, out, script))
     limit, failed = time.monotonic() + seconds, 0
     while running:
@@ -94,13 +106,9 @@ def end(running: set[int], number: int) -> None:
 
 def main() -> None:
     """Import, then fork on demand until the input ends."""
+    for name in sys.argv[1:] or TRAINING:
+        import_module(name)
     import torch
-    import transformers.models.gpt_neox.modeling_gpt_neox
-    import transformers.models.llama.modeling_llama
-    import transformers.models.mistral.modeling_mistral
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    import train.loop  # noqa: F401
 
     torch.set_num_threads(1)
     for line in sys.stdin:

@@ -20,7 +20,7 @@ from converters.checksums import Checksums, finish_files
 from converters.durable import stoppable, sync_folder
 from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, Share, fingerprint, open_journal
-from converters.plan import Job, Plan, cast_dtype, make_plan
+from converters.plan import Job, Plan, cast_dtype, cast_dtypes, make_plan
 from converters.report import Progress, size
 from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, neox, neox_writer, optimizer
 from formats.checkpoint import Checkpoint, Settings, Target
@@ -104,7 +104,7 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         template: name or file of a chat template. The vocabulary grows by the tokens that it needs.
     """
     _require_vocab(source)
-    dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
+    dtypes = cast_dtypes(source, request.cast)
     index = assets.remembered_index(source.assets) if shard_size is None else None
     held = dict(assets.files(source.assets)) if source.assets else {}
     held |= dict(assets.records(source.root)) if source.format == fsdp.NAME else {}
@@ -160,7 +160,7 @@ def plan_megatron(
         if tokens < (spec.vocab or 0):
             raise RefusedError(f"{source.root} has {spec.vocab} tokens, --true-vocab-size {tokens} would cut some off")
         spec = replace(spec, vocab=tokens)
-    dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
+    dtypes = cast_dtypes(source, request.cast)
     llm = [dialect == megatron_llm.NAME for dialect in (source.extra.get("dialect"), options.dialect)]
     args = args or (source.extra.get("args") if llm[0] == llm[1] else None)
     writer = megatron_dist if options.dialect == DIST else megatron
@@ -178,7 +178,7 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(f"{source.root} has no layout of GPT-NeoX: {source.spec.why}", "see `convert formats`")
     _require_vocab(source)
-    dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
+    dtypes = cast_dtypes(source, request.cast)
     target = neox_writer.write(request.root, source.spec, dtypes, options)
     texts, copies = _inside(source, request, neox.ASSETS)
     return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
@@ -203,7 +203,7 @@ def _inside(
 def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimizer.Optimizer | None = None) -> Plan:
     """A plan that writes a DCP folder, with the model's config and tokenizer in it, and what it is trained with."""
     _require_vocab(source)
-    dtypes = {name: cast_dtype(dtype, request.cast) for name, dtype in source.dtypes().items()}
+    dtypes = cast_dtypes(source, request.cast)
     target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)
     texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
     copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}

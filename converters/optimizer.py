@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from converters.convert import Request, plan_fsdp, plan_megatron
-from converters.plan import PADDING, Job, Part, Plan, cast_dtype, make_plan, prove_tiling
+from converters.plan import PADDING, Job, Part, Plan, cast_dtypes, make_plan, prove_tiling
 from formats import fsdp, fsdp_optim, megatron, megatron_adam, megatron_dist, megatron_resume, neox, zero, zero_optim
 from formats.checkpoint import Checkpoint, Target
 from formats.errors import UnsupportedError, VerificationError
+from formats.huggingface import BUFFERS
 from formats.layout import Placed
 from formats.megatron_args import Options
 from formats.megatron_dist import OPTIMIZER
@@ -57,7 +58,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     masters = found.states.get("fp32")
     moments = replace(found, states={state: one for state, one in found.states.items() if state != "fp32"})
     held = (placed.fragment.path for one in found.states.values() for placed in one.tensors)
-    weights = source if masters is None else replace(source, tensors=masters.tensors, twins=source.tensors)
+    weights = source if masters is None else _as_weights(masters, source)
     files = tuple(dict.fromkeys([*source.files, *held]))
     weights = replace(weights, files=files, dropped=(), extra={**source.extra, "state": ()})
     asked = request if masters is None else replace(request, cast="fp32")
@@ -141,17 +142,28 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
     """What the weights are written from, and the states beside them: masters only where weights are rounded."""
     states = dict(found.states)
     masters = states.pop("fp32", None)
-    weights = {cast_dtype(dtype, cast) for dtype in source.dtypes().values()}
+    weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in BUFFERS}
     if weights == {"F32"}:
-        return masters or source, states
+        return (source if masters is None else _as_weights(masters, source)), states
     if masters is None and set(source.dtypes().values()) == {"F32"}:
-        masters = source
+        masters = replace(source, tensors=_parts_of(source, buffers=False), without=BUFFERS)
     if masters is None:
         raise UnsupportedError(
             f"{source.root} was trained without float32 masters, and with those of its weights Megatron goes on",
             "--dtype fp32 takes the weights themselves, and goes on in float32",
         )
     return source, {"fp32": masters, **states}
+
+
+def _as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
+    """Masters in place of the weights that are rounded from them; what nothing trains is as it was."""
+    tensors = (*masters.tensors, *_parts_of(source, buffers=True))
+    return replace(source, tensors=tensors, twins=_parts_of(source, buffers=False))
+
+
+def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:
+    """The tensors of a model that no optimizer has, or all others."""
+    return tuple(one for one in source.tensors if bool(BUFFERS.intersection(one.slot.rule.pattern.tensors)) == buffers)
 
 
 def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None) -> Plan:

@@ -13,6 +13,7 @@ from math import prod
 
 from formats.checkpoint import Checkpoint, Target
 from formats.errors import RefusedError
+from formats.huggingface import BUFFERS
 from formats.layout import Placed
 from formats.pattern import Leaf, overlap
 from formats.spec import Spec
@@ -157,7 +158,7 @@ def make_plan(
         dtype = dtypes[tensor, layer]
         jobs.append(
             Job(
-                tensor, layer, shape, dtype, cast_dtype(dtype, cast), tuple(sources[""]),
+                tensor, layer, shape, dtype, cast_dtype(dtype, cast, tensor), tuple(sources[""]),
                 {copy: tuple(parts) for copy, parts in sources.items() if copy},
                 (*(part for parts in targets.values() for part in parts), *repeated.get((tensor, layer), ())),
                 held_shape[0] if held_shape != shape else None,
@@ -171,9 +172,14 @@ def make_plan(
     return Plan(source, spec or source.spec, tuple(jobs), target)
 
 
-def cast_dtype(dtype: str, cast: str | None) -> str:
-    """The element type after a cast, which leaves integers alone."""
-    return CASTS[cast] if cast and dtype in FLOATS else dtype
+def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:
+    """The element type of a tensor after a cast, which leaves integers alone, and what no framework rounds."""
+    return CASTS[cast] if cast and dtype in FLOATS and tensor not in BUFFERS else dtype
+
+
+def cast_dtypes(source: Checkpoint, cast: str | None) -> dict[tuple[str, int | None], str]:
+    """The element type of each logical tensor of a checkpoint after a cast."""
+    return {name: cast_dtype(dtype, cast, name[0]) for name, dtype in source.dtypes().items()}
 
 
 def _parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], dict[str, list[Part]]]:

@@ -147,8 +147,9 @@ def read(source: Checkpoint) -> Optimizer:
     held = find(source)
     if held is None:
         raise SourceError(f"{source.root} holds no optimizer", "convert the weights without --with-optimizer")
-    _require_adam(source, held)
-    slots = {one.slot.keys: one.slot for one in reversed(source.tensors)}
+    _require_adam(held)
+    trained = [one.slot for one in source.tensors if not BUFFERS.intersection(one.slot.rule.pattern.tensors)]
+    slots = {one.keys: one for one in reversed(trained)}
     states: dict[str, Checkpoint] = {}
     keys: dict[str, Placed] = {}
     for state in MOMENTS:
@@ -160,7 +161,7 @@ def read(source: Checkpoint) -> Optimizer:
             raise SourceError(f"{state} of its optimizer: {error}", error.hint or FROZEN) from None
         keys = {one.key: one for one in placed}
         pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
-        states[state] = replace(source, tensors=pieces, dropped=())
+        states[state] = replace(source, tensors=pieces, dropped=(), without=BUFFERS)
     groups: dict[tuple[str, int | None], Group] = {}
     for key, group in _groups(held, keys).items():
         slot = keys[key].slot
@@ -170,7 +171,7 @@ def read(source: Checkpoint) -> Optimizer:
     return Optimizer(states, _step(held, keys), groups)
 
 
-def _require_adam(source: Checkpoint, held: Held) -> None:
+def _require_adam(held: Held) -> None:
     where = held.listing.where
     if all(key.isdecimal() for keys in held.states.values() for key in keys):
         raise UnsupportedError(f"{where}: its optimizer numbers its parameters, and does not say which is which")
@@ -179,12 +180,6 @@ def _require_adam(source: Checkpoint, held: Held) -> None:
         raise UnsupportedError(f"{where}: its optimizer is not Adam's or AdamW's, it keeps {', '.join(others)}")
     if missing := [state for state in MOMENTS if state not in held.states]:
         raise SourceError(f"{where}: its optimizer holds no {' and no '.join(missing)}")
-    buffers = {name for one in source.tensors for name in one.slot.rule.pattern.tensors} & BUFFERS
-    if buffers:
-        raise UnsupportedError(
-            f"{source.root} has {buffers.pop()}, which no optimizer trains: such models go without their optimizer",
-            "convert the weights without --with-optimizer",
-        )
 
 
 def _step(held: Held, keys: Iterable[str]) -> int:

@@ -18,6 +18,7 @@ from formats import megatron_resume
 from formats.archived import Small
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError
+from formats.huggingface import BUFFERS
 from formats.megatron_chained import decays
 from formats.megatron_optim import Optimizer as Native
 from formats.optimizer import Group, Optimizer
@@ -39,7 +40,7 @@ def read(source: Checkpoint) -> Optimizer:
         treated = {
             (name, placed.slot.layer): groups[decays(placed.key, placed.slot.shape)]
             for placed in source.tensors
-            for name in placed.slot.rule.pattern.tensors
+            for name in set(placed.slot.rule.pattern.tensors) - BUFFERS
         }
     except (KeyError, TypeError, ValueError, struct.error):
         raise SourceError(f"{source.home} holds an optimizer without its step or settings") from None
@@ -63,7 +64,7 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
         )
     sides: dict[bool, set[Group]] = {True: set(), False: set()}
     for placed in source.tensors:
-        for name in placed.slot.rule.pattern.tensors:
+        for name in set(placed.slot.rule.pattern.tensors) - BUFFERS:
             sides[decays(placed.key, placed.slot.shape)].add(found.groups[name, placed.slot.layer])
     for decayed, kinds in sides.items():
         if len(kinds) > 1:

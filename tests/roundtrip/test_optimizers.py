@@ -16,6 +16,8 @@ CASES = {
     "fp32": ("llama", "float32", "plain", "--tp 2", "--pp 2"),
     "biases": ("starcoder2", "float32", "plain", "--pp 2", "--tp 2 --format torch_dist"),
     "masters": ("qwen3", "bfloat16", "plain", "--tp 2", "--pp 2 --vpp 2"),
+    "experts": ("mixtral", "float32", "plain", "--ep 2", "--pp 2 --experts local"),
+    "buffers": ("dots1", "bfloat16", "plain", "--pp 2", "--ep 2"),
     "tied": ("llama-tied", "bfloat16", "distributed", "--tp 2", "--format torch_dist"),
 }
 

@@ -41,7 +41,10 @@ PREFIX = "optimizer.state."
 SHARDED = "distrib_optim.pt"
 MODULES = (
     "input_layernorm", "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
-    "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
+    "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
+    "self_attention.k_layernorm", "self_attention.kv_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1",
+    "mlp.linear_fc2",
 )  # fmt: skip
 """Of a layer, in the order in which the model has them (transformer/transformer_layer.py, attention.py and mlp.py)."""
 

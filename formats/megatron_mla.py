@@ -23,11 +23,11 @@ RULES = rules("""
 decoder.layers.{layer}.input_layernorm.weight                                                         input_norm: hidden    latent
 decoder.layers.{layer}.self_attention.linear_q_proj.weight                                            latent_query: (group query_dim)/tp hidden
 decoder.layers.{layer}.self_attention.linear_q_down_proj.weight                                       query_down: query_rank hidden
-decoder.layers.{layer}.self_attention.linear_q_up_proj.weight                                         query_up: (group query_dim)/tp query_rank
 decoder.layers.{layer}.self_attention.{linear_q_up_proj.layer_norm_weight|q_layernorm.weight}         query_latent_norm: query_rank
+decoder.layers.{layer}.self_attention.linear_q_up_proj.weight                                         query_up: (group query_dim)/tp query_rank
 decoder.layers.{layer}.self_attention.linear_kv_down_proj.weight                                      latent_down: joint_dim hidden
-decoder.layers.{layer}.self_attention.linear_kv_up_proj.weight                                        latent_up: (group up_dim)/tp latent_rank
 decoder.layers.{layer}.self_attention.{linear_kv_up_proj.layer_norm_weight|kv_layernorm.weight}       latent_norm: latent_rank
+decoder.layers.{layer}.self_attention.linear_kv_up_proj.weight                                        latent_up: (group up_dim)/tp latent_rank
 """)
 """The part of a layer that is MLA's own, in the names of Transformer Engine and of the local layers."""
 

@@ -53,6 +53,9 @@ def found(args: Mapping[str, Any], kind: Any, base: ModelSpec | None, where: str
         UnsupportedError: transformers has no such scaling.
     """
     if kind == "yarn":
+        if args.get("rotary_percent") not in (None, 1.0):  # which its class does not heed
+            said = short(args["rotary_percent"])
+            raise UnsupportedError(f"{where}: YaRN with rotary_percent = {said} is not supported")
         return yarn_of(args, YARN, base, where)
     if args.get("use_rope_scaling"):
         factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)

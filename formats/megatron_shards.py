@@ -41,6 +41,9 @@ COMPARED = 1 << 16
 
 DROPS = (r".*\._extra_state", r".*\.inv_freq")
 """Transformer Engine's FP8 state, and rotary tables that some versions saved."""
+LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
+FUSED = re.compile(r"decoder\.layers\.\d+\..*\.layer_norm_weight")
+"""What tells the names of the local layers from those of Transformer Engine, which has the first too with latents."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,6 @@ def _one_stage_of_experts(file: TorchFile) -> bool:
     args = args_of(file)
     stages, spread = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
     return stages in (None, 1) and type(spread) is int and spread > 1
-
-
-LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
-FUSED = re.compile(r"decoder\.layers\.\d+\..*\.layer_norm_weight")
 
 
 def names_of(keys: Collection[str]) -> str:

@@ -25,7 +25,8 @@ class Facts(NamedTuple):
 
     Biases on query, key and value; norms on each query and key head; a sliding window; heads that rotate in part;
     LayerNorm, biases everywhere and an MLP without a gate; learned positions in place of rotary ones; sinks of
-    attention; latents of keys and values. Of a mixture of experts, the tensors of `EXPERTS` that it has and how its router makes weights of scores.
+    attention; latents of keys and values. Of a mixture of experts, the tensors of `EXPERTS` that it has and how its
+    router makes weights of scores.
     """
 
     qkv_bias: bool = False

@@ -308,6 +308,7 @@ def test_yarn_is_the_same_whatever_its_config_leaves_out(scale):
     ("changes", "reason"),
     [
         ({"rotary_scaling_factor": 1.0}, "has no counterpart in transformers"),
+        ({"rotary_percent": 0.5}, "YaRN with rotary_percent = 0.5"),
         ({"mscale": 0.5}, "has no counterpart in transformers"),
         ({"yarn_original_max_position_embeddings": "x"}, "has no counterpart in transformers"),
         ({"softmax_type": "off-by-one"}, "glu_linear_offset = 1.0"),

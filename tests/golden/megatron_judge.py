@@ -527,6 +527,11 @@ def load_chunks(chunks: list[GPTModel], stored: dict[str, Any], names: list[str]
         except (JudgementError, RuntimeError) as error:
             failures.append(f"{name}: {error}")
             continue
+        order = [key for key, _ in chunk.named_parameters()]
+        ours = [key for key in stored[name] if key in set(order)]
+        if norm == "local" and ours != order:  # an optimizer numbers its parameters so
+            key, other = next((one, other) for one, other in zip(ours, order, strict=False) if one != other)
+            failures.append(f"{name}: {key} stands where the model has {other}")
         held = chunk.state_dict()
         failures += [
             f"{name}: {key} changes when loaded ({value.dtype} becomes {held[key].dtype})"

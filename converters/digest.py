@@ -16,7 +16,7 @@ from blake3 import blake3
 from converters.plan import Job, Plan
 from formats.errors import SourceError, VerificationError
 from formats.huggingface import read_json
-from formats.megatron_optim import STATES
+from formats.optimizer import STATES
 
 MANIFEST = "vitruvian.json"
 

@@ -27,8 +27,9 @@ from formats.megatron_args import Options
 from formats.megatron_chained import CHAINED, Parameter, joined, same_scaler
 from formats.megatron_dist import COMMON
 from formats.megatron_experts import Mesh
-from formats.megatron_optim import STATES, starts, stored_name
+from formats.megatron_optim import starts, stored_name
 from formats.megatron_shards import folder_of
+from formats.optimizer import STATES
 from formats.spec import ModelSpec, whole
 from formats.storage import DTYPES, Fragment
 

@@ -33,12 +33,11 @@ from formats.errors import UnsupportedError
 from formats.huggingface import BUFFERS
 from formats.layout import Placed
 from formats.megatron_chained import Parameter, decays
+from formats.optimizer import STATES
 from formats.pickles import Dtype, StorageRef, TensorRef
 from formats.storage import DTYPES, Fragment, row_major
 from formats.torchfile import STREAM, plan_archive
 
-STATES = ("fp32", "exp_avg", "exp_avg_sq")
-"""What there is of a parameter: the float32 master, unless it is float32 itself, and Adam's moments."""
 ALIGNMENT = 64
 """Elements: where a parameter begins in the buffers of a distributed optimizer."""
 RESHARDABLE = "fully_reshardable"

@@ -21,8 +21,9 @@ from formats.layout import Placed, match
 from formats.megatron import flattened
 from formats.megatron_args import CORE, DIST
 from formats.megatron_chained import CHAINED, apart, decays, entries, is_spread, joined, repeated, same_scaler
-from formats.megatron_optim import PREFIX, RESHARDABLE, SHARDED, STATES, Optimizer, starts, stored_name
+from formats.megatron_optim import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
 from formats.megatron_shards import DROPS, Shard, mesh_of, read_shards, tensors_of
+from formats.optimizer import STATES
 from formats.pickles import DTYPES as TYPES
 from formats.pickles import TensorRef
 from formats.scattered import spread

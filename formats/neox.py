@@ -22,6 +22,7 @@ from formats.checkpoint import Checkpoint, Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.layout import Placed, Slot, match, rules, slots
 from formats.neox_args import from_neox, is_gated, read_yml
+from formats.optimizer import STATES
 from formats.scattered import Scattered, spread
 from formats.spec import ModelSpec
 from formats.storage import Fragment
@@ -150,8 +151,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 def read_states(path: Path, settings: Settings) -> universal.States:
     """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
-    partitions = _partitions(opened, zero_partitions.STATES)
-    states = [_of_state(opened, partitions, state) for state in zero_partitions.STATES]
+    partitions = _partitions(opened, STATES)
+    states = [_of_state(opened, partitions, state) for state in STATES]
     return universal.States(states, opened.models[0].value, [one for each in partitions.values() for one in each])
 
 

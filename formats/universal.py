@@ -55,7 +55,7 @@ class States(NamedTuple):
     """What a universal checkpoint is made of.
 
     Attributes:
-        opened: each of `zero_partitions.STATES` of every trained parameter, as a checkpoint of its own.
+        opened: each of `optimizer.STATES` of every trained parameter, as a checkpoint of its own.
         model: what the first model file says.
         partitions: what each rank holds.
     """
@@ -66,7 +66,7 @@ class States(NamedTuple):
 
 
 def files(root: Path, parameters: Sequence[Parameter], state: str) -> tuple[OutputFile, ...]:
-    """The file of each parameter for one of `zero_partitions.STATES`."""
+    """The file of each parameter for one of `optimizer.STATES`."""
     return tuple(_file(root / "zero" / one.name / f"{state}.pt", one) for one in parameters)
 
 

@@ -22,6 +22,7 @@ from formats.checkpoint import Checkpoint, Settings
 from formats.errors import SourceError, UnsupportedError, short
 from formats.fsdp import STEPS, WRAPPERS
 from formats.layout import Cut, Placed, Slot, match
+from formats.optimizer import STATES
 from formats.scattered import Piece, Scattered, scattered, spread, whole_part
 from formats.spec import ModelSpec
 from formats.storage import Fragment
@@ -29,7 +30,7 @@ from formats.torchfile import TorchFile
 
 NAME = "zero"
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""What the user can ask for: its name in `zero_partitions.STATES`."""
+"""What the user can ask for: its name in `optimizer.STATES`."""
 OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
 """How the names of GPT-NeoX begin."""
 
@@ -211,7 +212,7 @@ class Training(NamedTuple):
     """What a training keeps of every parameter that it trains, by DeepSpeed's name; every file is read once.
 
     Attributes:
-        states: each of `zero_partitions.STATES`.
+        states: each of `optimizer.STATES`.
         module: the tensors that the model computes with; none in stage 3.
         model: what the first model file says.
         shapes: the parameters of each flat group.
@@ -268,11 +269,11 @@ def trained(tag: Path) -> Training:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
     shapes = zero_partitions.param_shapes(first)
     if universal.is_universal(tag):
-        states = {state: dict(_universal(tag, first, state)) for state in zero_partitions.STATES}
+        states = {state: dict(_universal(tag, first, state)) for state in STATES}
         return Training(states, {}, first.value, shapes, ())
-    partitions = zero_partitions.open_partitions(tag, 0, zero_partitions.STATES)
+    partitions = zero_partitions.open_partitions(tag, 0, STATES)
     _require_same_stage(first, partitions)
-    states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in zero_partitions.STATES}
+    states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in STATES}
     module = {} if partitions[0].stage == 3 else zero_partitions.module(first)
     return Training(states, module, first.value, shapes, partitions)
 

@@ -136,6 +136,8 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
             found |= dict.fromkeys(group["params"], Group(lr, (float(low), float(high)), eps, decay))
         except (KeyError, TypeError, ValueError):
             raise SourceError(f"{path} holds a parameter group in no form that is known") from None
+        if decay and group.get("decoupled_weight_decay") is False:
+            raise UnsupportedError(f"{path}: a weight decay of {decay:g} is in the gradients, and not AdamW's")
     return found
 
 

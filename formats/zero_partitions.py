@@ -28,8 +28,6 @@ from formats.storage import DTYPES, Fragment, read_into
 from formats.torchfile import TorchFile
 
 MOST_RANKS = 1 << 20
-STATES = ("fp32", "exp_avg", "exp_avg_sq")
-"""What there is of each parameter: the float32 master, and Adam's moments."""
 
 
 class Flat(NamedTuple):
@@ -201,7 +199,7 @@ def load(
     Args:
         partitions: those of all ranks, in their order.
         shapes: the parameters of each group, in their order: `param_shapes`.
-        state: one of STATES.
+        state: one of `optimizer.STATES`.
 
     Raises:
         SourceError: the sizes do not add up.

@@ -184,11 +184,13 @@ def inner(stored: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+L2 = {"weight_decay": 0.1, "decoupled_weight_decay": False}
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
     "amsgrad": (lambda s: inner(s)["state"][0].update(max_exp_avg_sq=1.0), UnsupportedError, "keeps max_exp_avg_sq"),
     "lamb": (lambda s: inner(s)["param_groups"][1].update(max_coeff=10.0), UnsupportedError, "is LAMB"),
     "radam": (lambda s: inner(s)["param_groups"][0].pop("amsgrad"), UnsupportedError, "of an unknown kind"),
     "a group's parameters": (lambda s: inner(s)["param_groups"][1].update(params=[]), SourceError, "of group 1"),
+    "L2": (lambda s: inner(s)["param_groups"][0].update(L2), UnsupportedError, "decay of 0.1 is in the gradients"),
     "no rate": (lambda s: inner(s)["param_groups"][0].pop("lr"), SourceError, "in no form that is known"),
     "steps": (lambda s: inner(s)["state"][1].update(step=4.0), UnsupportedError, r"have made \[3.0, 4.0\] steps"),
     "no step": (lambda s: inner(s)["state"][1].pop("step"), SourceError, "how many steps"),

@@ -99,13 +99,11 @@ class Copies:
         """
         job = self.job
         if self.unequal:
-            other = (
-                "without --with-optimizer the weights go alone" if job.state else "--weights module takes the former"
-            )
+            alone = "without its optimizer" if job.state else "with zero2hf or neox2hf --weights module"
             raise VerificationError(
                 f"{self.unequal} of {prod(job.shape)} elements of {job.name} in {job.twins[0].fragment.path} are not "
                 f"the rounded float32 masters of {job.sources[0].fragment.path}",
-                f"{other}; --replicas first takes the masters unchecked",
+                f"the model goes alone {alone}; --replicas first takes the masters unchecked",
             )
         if not self.worst:
             return

@@ -36,7 +36,7 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
     """
     if source.format not in READERS:
         raise UnsupportedError(
-            f"{source.root} is a checkpoint of the format {source.format}, optimizers are read of {', '.join(READERS)}",
+            f"{source.root} is a checkpoint of the format {source.format}, of which no optimizer is read",
             "convert the weights without --with-optimizer",
         )
     return READERS[source.format](source)
@@ -134,6 +134,7 @@ def plan_resumed(
     optimizer, notes = megatron_adam.native(source, found)
     optimizer = of_kind(optimizer, weights, distributed=kind == "distributed")
     args = {"consumed_train_samples": found.samples or 0}
+    weights = replace(weights, dropped=())
     plan = plan_megatron(weights, request, options, iteration or found.step, optimizer=optimizer, args=args)
     return _resumed(plan, optimizer, 0, notes)
 
@@ -158,7 +159,7 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
 def _as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
     """Masters in place of the weights that are rounded from them; what nothing trains is as it was."""
     tensors = (*masters.tensors, *_parts_of(source, buffers=True))
-    return replace(source, tensors=tensors, twins=_parts_of(source, buffers=False))
+    return replace(source, tensors=tensors, twins=masters.twins or _parts_of(source, buffers=False))
 
 
 def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from formats.checkpoint import Checkpoint, Target
-from formats.errors import RefusedError
+from formats.errors import RefusedError, UnsupportedError
 from formats.huggingface import BUFFERS
 from formats.layout import Placed
 from formats.pattern import Leaf, overlap
@@ -127,6 +127,7 @@ def make_plan(
 
     Raises:
         RefusedError: a side does not cover a tensor, or covers it twice.
+        UnsupportedError: what would be cast are weights of 8 bits.
     """
     held, twins = _parts(source.tensors), _parts(source.twins)
     partial = {
@@ -138,6 +139,11 @@ def make_plan(
     wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
     repeated = _padding(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
+    if cast and (scaled := sorted(one for one in set(dtypes.values()) if one.startswith("F8_"))):
+        raise UnsupportedError(
+            f"{source.root} holds {scaled[0]} weights, whose scales a cast would not apply",
+            "leave --dtype out",
+        )
     jobs = []
     padded = source.extra.get("padded_vocab")
     boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)

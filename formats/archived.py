@@ -56,7 +56,7 @@ def archived(
     for key, _, shape, dtype in (one for every in by_state.values() for one in every):
         if dtype not in STORAGE_OF:
             raise UnsupportedError(
-                f"{key} would be {dtype}, for which torch.save has no storage", "cast it with --dtype"
+                f"{key} would be {dtype}, for which torch.save has no storage", "dequantize it with what made it"
             )
         refs[key] = _reference(dtype, shape, str(len(storages)))
         storages[refs[key].storage.key] = prod(shape) * DTYPES[dtype]

@@ -14,9 +14,10 @@ utils/fsdp_utils.py; what they wrote, and what they load again, is in tests/gold
 
 from __future__ import annotations
 
+import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -29,6 +30,7 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.huggingface import BUFFERS
 from formats.layout import Placed, match
 from formats.optimizer import Group, Optimizer
+from formats.pickles import TensorRef
 from formats.scattered import Scattered, spread
 from formats.storage import Fragment, read_into
 from formats.streams import Reader
@@ -41,7 +43,7 @@ GROUPS = "param_groups"
 FOLDER, FULL = "optimizer_0", "optimizer.bin"
 RANK = re.compile(r"optim(?:izer_0|_world_size_\d+)_rank_?(\d+)\.(?:bin|pt)")
 NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
-FROZEN = "is it frozen, or has it made no step yet? without --with-optimizer the weights are converted alone"
+FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a model that is trained as a whole"
 
 
 class Listing(NamedTuple):
@@ -103,8 +105,8 @@ def _files(folder: Path, files: Mapping[int, TorchFile]) -> Listing:
     def objects(prefix: str) -> Mapping[str, Any]:
         found = []
         for file in files.values():
-            held = file.value if isinstance(file.value, Mapping) else {}
-            found.append({name: plain(file, held[name], name) for name in held if str(name).startswith(prefix)})
+            held = {name: one for name, one in _objects(file.value) if name.startswith(prefix)}
+            found.append({name: plain(file, one, name) for name, one in held.items()})
             if found[-1] != found[0]:
                 raise SourceError(
                     f"{file.path} and {next(iter(files.values())).path} have optimizers of other settings"
@@ -113,6 +115,16 @@ def _files(folder: Path, files: Mapping[int, TorchFile]) -> Listing:
 
     names = [".".join(path) for path in paths]
     return Listing(folder, names, lambda some: dumps.load(files, [paths[i] for i in some]), objects)
+
+
+def _objects(value: Any, outer: str = "") -> Iterator[tuple[str, Any]]:
+    """What is no tensor in a dictionary of dictionaries, by its path."""
+    for key, one in value.items() if isinstance(value, Mapping) else ():
+        name = f"{outer}{key}"
+        if isinstance(one, Mapping):
+            yield from _objects(one, f"{name}.")
+        elif not isinstance(one, TensorRef):
+            yield name, one
 
 
 def _held(listing: Listing) -> Held | None:
@@ -227,7 +239,10 @@ def _groups(held: Held, keys: Mapping[str, Placed]) -> dict[str, Group]:
         about, where = settings[name], f"{listing.where}: group {name} of its optimizer"
         group = _group(about, where)
         members = about["params"] if isinstance(about.get("params"), list) else [name]
-        found |= {key: group for one in members if (key := fsdp.unwrapped(str(one))) in keys}
+        for key in (key for one in members if (key := fsdp.unwrapped(str(one))) in keys):
+            if key in found:
+                raise SourceError(f"{listing.where}: {key} is in two groups of its optimizer")
+            found[key] = group
     if settings and (lost := [key for key in keys if key not in found]):
         raise SourceError(f"{listing.where}: {lost[0]} is in no group of its optimizer")
     return found
@@ -274,7 +289,7 @@ def _bytes(fragment: Fragment) -> bytes:
 
 def _number(value: Any, what: str) -> float:
     if isinstance(value, Small) and value.dtype in NUMBERS and prod(value.shape) == 1:
-        return float(struct.unpack(NUMBERS[value.dtype], value.raw)[0])
-    if type(value) not in (int, float):
+        value = struct.unpack(NUMBERS[value.dtype], value.raw)[0]
+    if type(value) not in (int, float) or not math.isfinite(value):
         raise SourceError(f"{what} is {short(value)}, which is no number")
     return float(value)

@@ -65,7 +65,8 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
     sides: dict[bool, set[Group]] = {True: set(), False: set()}
     for placed in source.tensors:
         for name in set(placed.slot.rule.pattern.tensors) - BUFFERS:
-            sides[decays(placed.key, placed.slot.shape)].add(found.groups[name, placed.slot.layer])
+            decayed = decays(placed.key, placed.slot.shape) and not name.endswith("_bias")  # experts' lie in one matrix
+            sides[decayed].add(found.groups[name, placed.slot.layer])
     for decayed, kinds in sides.items():
         if len(kinds) > 1:
             what = "matrices" if decayed else "vectors and biases"
@@ -76,6 +77,12 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
             )
     (matrices,) = sides[True]
     (vectors,) = sides[False] or sides[True]
+    if vectors.lr != matrices.lr:
+        raise UnsupportedError(
+            f"{source.home} trains norms and biases at the rate {vectors.lr:g}, and all else at {matrices.lr:g}: "
+            "Megatron has one rate for both",
+            "convert the weights without --with-optimizer",
+        )
     step = Small("F32", (), struct.pack("<f", found.step))
     groups = [_words(matrices, 1.0, found.step), _words(vectors._replace(weight_decay=0.0), 0.0, found.step)]
     schedule = {

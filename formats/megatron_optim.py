@@ -114,7 +114,8 @@ def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> O
         return optimizer
     for state, dtypes in optimizer.dtypes.items():
         if others := set(dtypes.values()) - {"F32"}:
-            raise UnsupportedError(f"{state} is {others.pop()}: only a distributed optimizer keeps it so")
+            kept = "a distributed one is made of float32" if distributed else "only a distributed one keeps it so"
+            raise UnsupportedError(f"{state} of the optimizer is {others.pop()}: {kept}", "leave --optimizer out")
     weights = tuple(one for one in source.tensors if not BUFFERS.intersection(one.slot.rule.pattern.tensors))
     groups, step, states = [dict(group) for group in optimizer.groups], optimizer.step, dict(optimizer.states)
     if distributed:

@@ -54,7 +54,7 @@ def read(source: Checkpoint) -> Optimizer:
         step, owners = step_of(partitions), _owners(partitions)
     else:
         step, owners = _universal(source.home, held)
-    if set(source.dtypes().values()) == {"F32"}:
+    if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
         states.pop("fp32")  # the weights are the masters
     samples = model.get("global_samples")
     groups = _groups(states["exp_avg"], owners)

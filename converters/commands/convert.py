@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint
     from formats.megatron_args import Options
 
-USE_HF2MEGATRON = "for Hugging Face to Megatron use `convert hf2megatron`"
+USE_HF2MEGATRON = "any other format to Megatron is `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
 READ = "megatron_dist megatron"
 """The formats of Megatron."""

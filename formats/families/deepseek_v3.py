@@ -42,7 +42,14 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     tensors=rules(TABLE),
     drops=(r"model\.layers\.61\..*",),
-    requires={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
+    requires={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
     mha=True,
     keys={
         "head_dim": "v_head_dim",

@@ -91,6 +91,10 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "two optimizers": (lambda s: s.update(critic=s["optim"]), 4, ("several optimizers: critic, optim",)),
     "in no group": (lambda s: s["optim"]["param_groups"][1]["params"].pop(), 3, (f"{NORM} is in no group",)),
     "no rate": (lambda s: s["optim"]["param_groups"][0].pop("lr"), 3, ("group 0", "its lr is None")),
+    "a rate that is none": (
+        lambda s: s["optim"]["param_groups"][0].update(lr=float("nan")), 3, ("group 0", "its lr is nan"),
+    ),
+    "in two groups": (lambda s: s["optim"]["param_groups"][1]["params"].append(UP), 3, (f"{UP} is in two groups",)),
     "no betas": (lambda s: s["optim"]["param_groups"][0].update(betas=0.9), 3, ("group 0", "the betas 0.9")),
     "none": (lambda s: s.pop("optim"), 3, ("holds no optimizer", "without --with-optimizer")),
     "flat, no moment": (

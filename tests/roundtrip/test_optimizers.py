@@ -9,6 +9,9 @@ import pytest
 from converters.engine import Limits, digest_of
 from converters.optimizer import optimizer_of, state_jobs
 from formats.checkpoint import Settings
+from formats.errors import UnsupportedError
+from formats.megatron_adam import native
+from formats.optimizer import Group, Optimizer
 from formats.registry import open_checkpoint
 from tests.optimizers import add_optimizer
 
@@ -44,6 +47,25 @@ def test_through_fsdp(model, convert, tmp_path, name):
     ran = convert("hf2megatron", moved, out, *wanted.split(), *words)
     assert ran.code == 0, ran.err
     assert "--override-opt_param-scheduler" in ran.err
+    assert "stays behind" not in ran.err
     assert convert("verify", out).code == 0
     assert states(run) == states(out) != {}
     assert convert("diff", run, out).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "treated", "changes", "says"),
+    [
+        ("llama", "norm", {"lr": 0.5}, "norms and biases at the rate 0.5, and all else at 0.01"),
+        ("llama", "gate", {"weight_decay": 0.5}, "trains its matrices with different settings"),
+        ("starcoder2", "query_bias", {"betas": (0.8, 0.9)}, "trains its vectors and biases with different settings"),
+        ("gpt_oss", "expert_up_bias", {"weight_decay": 0.5}, "trains its vectors and biases with different settings"),
+    ],
+)
+def test_settings_that_megatron_has_no_place_for(model, name, treated, changes, says):
+    """Of the biases of experts too, which are one matrix in Hugging Face."""
+    source = open_checkpoint(model(name), Settings())
+    group = Group(0.01, (0.9, 0.999), 1e-8, 0.0)
+    groups = {key: group._replace(**changes) if treated in key[0] else group for key in source.dtypes()}
+    with pytest.raises(UnsupportedError, match=says):
+        native(source, Optimizer({}, 3, groups))

@@ -330,3 +330,17 @@ def test_hf2hf_casts_and_cuts_anew(model, convert, tmp_path):
     assert convert("diff", tmp_path / "half", tmp_path / "fsdp").code == 0
     assert convert("hf2megatron", source, tmp_path / "m").code == 0
     assert "this command reads huggingface" in convert("hf2hf", tmp_path / "m", tmp_path / "out").err
+
+
+def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model("llama"), tmp_path / "hf")
+    (path,) = (tmp_path / "hf").glob("*.safetensors")
+    weights = load_file(path)
+    key = "model.layers.0.mlp.up_proj.weight"
+    save_file({**weights, key: weights[key].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
+    ran = convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--dtype", "bf16")
+    assert (ran.code, "holds F8_E4M3 weights, whose scales a cast would not apply" in ran.err) == (4, True), ran.err
+    assert convert("hf2hf", tmp_path / "hf", tmp_path / "out").code == 0

@@ -42,7 +42,7 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
     # sdpa and varlen know no cap and no sinks; transformers 5.23.0 has no sdpa for these, with a cap or not
     capped = config.model_type in ("gemma2", "gpt_oss") or getattr(config, "attn_logit_softcapping", None) is not None
     has = {
-        "flash": half and find_spec("flash_attn") is not None,
+        "flash": half and config.model_type != "gpt_oss" and find_spec("flash_attn") is not None,
         "varlen": half and not capped and find_spec("torch.nn.attention.varlen") is not None,
         "flex": device.type == "cuda" and not rocm,
         "sdpa": not capped,
@@ -101,6 +101,29 @@ def named(backend: str) -> str:
         AttentionInterface.register(BACKENDS[backend], varlen)
         ALL_MASK_ATTENTION_FUNCTIONS.register(BACKENDS[backend], lambda *_, **__: None)
     return BACKENDS[backend]
+
+
+def keep_apart(model: Any) -> None:
+    """Give layers of GPT-OSS masks that see where documents begin: those of transformers 5.23.0 get no positions."""
+    if model.config.model_type != "gpt_oss":
+        return
+    from transformers import masking_utils
+
+    makers = {
+        "full_attention": masking_utils.create_causal_mask,
+        "sliding_attention": masking_utils.create_sliding_window_causal_mask,
+    }
+
+    def masked(kind: str) -> Any:
+        def hook(_: Any, given: tuple[torch.Tensor], words: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            about = {"position_ids": words["position_ids"], "attention_mask": None, "past_key_values": None}
+            mask = makers[kind](config=model.config, inputs_embeds=given[0], **about)
+            return given, {**words, "attention_mask": mask}
+
+        return hook
+
+    for layer, kind in zip(model.get_decoder().layers, model.config.layer_types, strict=True):
+        layer.register_forward_pre_hook(masked(kind), with_kwargs=True)
 
 
 def forward_words(flat: Flat, device: torch.device, backend: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from formats.errors import SourceError, UnsupportedError
-from train.attention import forward_words, named
+from train.attention import forward_words, keep_apart, named
 from train.experts import Fused, keys_of
 from train.rows import CHUNK, IGNORED, Flat
 from train.source import MAKE
@@ -40,6 +40,7 @@ class Trainee(nn.Module):
     def __init__(self, model: Any, backend: str, kernels: str = "torch") -> None:
         super().__init__()
         self.model, self.backend, self.kernels = model, backend, kernels
+        keep_apart(model)
         head = model.get_output_embeddings()
         head.forward = _with_loss(head.forward, model.config)
 

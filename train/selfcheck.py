@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from formats.errors import UnsupportedError, UsageError, VerificationError
-from train.attention import forward_words, named
+from train.attention import BACKENDS, forward_words, keep_apart, named
 from train.model import adjusted
 from train.rows import Flat
 
@@ -54,7 +54,7 @@ def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dty
         raise VerificationError(
             f"documents of a row see each other with the attention {backend} on {device.type}: hidden states differ by "
             f"{apart:.2g} of the largest, {TOLERANCE[dtype]:g} is allowed",
-            "choose another one: --model.attention sdpa",
+            f"choose another one: --model.attention {'|'.join(BACKENDS)}",
         )
     return apart
 
@@ -67,6 +67,7 @@ def _apart(config: Any, device: torch.device, backend: str, dtype: torch.dtype) 
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
     flat = Flat(words.numpy(), words.numpy(), positions.numpy(), ends.numpy(), max(LENGTHS), 0)
+    keep_apart(model)
     given = forward_words(flat, device, backend)
     packed = decoder(**given).last_hidden_state[0]
     _require_logits(model, packed, given)

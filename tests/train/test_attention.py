@@ -137,3 +137,22 @@ def test_logits_that_a_model_scales_or_caps(model, documents, monkeypatch, famil
     monkeypatch.setattr("train.selfcheck.adjusted", lambda logits, _: logits)
     with pytest.raises(UnsupportedError, match=f"{family} does something with its logits that is not known here"):
         self_check(config, CPU, backend, torch.float32)
+
+
+def test_gpt_oss_sees_where_documents_begin(model, documents):
+    """Its masks, of all tokens and of a window, get no positions from transformers."""
+    folder = model("gpt_oss", vocab_size=253)
+    config = config_of(folder)
+    assert resolve("auto", config, CPU, torch.float32) == "eager"
+    for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        assert self_check(config, CPU, "eager", dtype) < most
+    trainee = Trainee(loaded(folder, "eager", dtype=torch.float32), "eager")
+    packed = trainee(flat_of(documents), CPU)
+    packed.backward()
+    wanted = {name: one.grad.clone() for name, one in trainee.named_parameters()}
+    trainee.zero_grad()
+    alone = [trainee(flat_of([one]), CPU) for one in documents]
+    sum(alone).backward()
+    assert packed.item() == pytest.approx(sum(one.item() for one in alone), rel=1e-6)
+    for name, one in trainee.named_parameters():
+        assert torch.allclose(one.grad, wanted[name], atol=2e-5, rtol=1e-4), name

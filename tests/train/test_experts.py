@@ -64,9 +64,10 @@ def test_a_loss_of_the_router_is_refused(model):
 
 
 @pytest.mark.distributed
-def test_two_ranks_train_as_one(run, settings, convert, tmp_path):
-    alone = run(settings("qwen3_moe"), save="alone")
-    both = run(settings("qwen3_moe"), ranks=2, save="both")
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_two_ranks_train_as_one(run, settings, convert, tmp_path, name):
+    alone = run(settings(name), save="alone")
+    both = run(settings(name), ranks=2, save="both")
     assert (alone.code, both.code) == (0, 0), alone.out + both.out
     assert both.series("loss") == pytest.approx(alone.series("loss"), abs=NEAR)
     newest = both.save / (both.save / "latest").read_text().strip()

@@ -7,6 +7,7 @@ the leaves of each side tile its box: each element comes from exactly one place 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +22,8 @@ from formats.storage import DTYPES, FLOATS, Fragment
 
 PADDING = "padding"
 """The state that rows of a vocabulary's padding are in, where a training goes on with them."""
+SCALE = re.compile(r".*[._]scale(?:_inv)?")
+"""What weights of 8 bits are multiplied by."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
@@ -127,7 +130,7 @@ def make_plan(
 
     Raises:
         RefusedError: a side does not cover a tensor, or covers it twice.
-        UnsupportedError: what would be cast are weights of 8 bits.
+        UnsupportedError: what would be cast are weights of 8 bits with scales.
     """
     held, twins = _parts(source.tensors), _parts(source.twins)
     partial = {
@@ -139,11 +142,8 @@ def make_plan(
     wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
     repeated = _padding(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
-    if cast and (scaled := sorted(one for one in set(dtypes.values()) if one.startswith("F8_"))):
-        raise UnsupportedError(
-            f"{source.root} holds {scaled[0]} weights, whose scales a cast would not apply",
-            "leave --dtype out",
-        )
+    if cast and any(one.startswith("F8_") for one in dtypes.values()):
+        _require_no_scales(source)
     jobs = []
     padded = source.extra.get("padded_vocab")
     boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)
@@ -176,6 +176,19 @@ def make_plan(
     if target:
         _prove_filled(target)
     return Plan(source, spec or source.spec, tuple(jobs), target)
+
+
+def _require_no_scales(source: Checkpoint) -> None:
+    """A cast takes the tensors one by one: weights of 8 bits would stay, and their scales be rounded.
+
+    Raises:
+        UnsupportedError: there are scales.
+    """
+    scale = next((placed.key for placed in source.tensors if SCALE.fullmatch(placed.key)), None)
+    if scale:
+        raise UnsupportedError(
+            f"{source.root} holds weights of 8 bits with scales, such as {scale}", "leave --dtype out"
+        )
 
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:

@@ -30,7 +30,7 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.huggingface import BUFFERS
 from formats.layout import Placed, match
 from formats.optimizer import Group, Optimizer
-from formats.pickles import TensorRef
+from formats.pickles import Opaque, TensorRef
 from formats.scattered import Scattered, spread
 from formats.storage import Fragment, read_into
 from formats.streams import Reader
@@ -118,12 +118,12 @@ def _files(folder: Path, files: Mapping[int, TorchFile]) -> Listing:
 
 
 def _objects(value: Any, outer: str = "") -> Iterator[tuple[str, Any]]:
-    """What is no tensor in a dictionary of dictionaries, by its path."""
+    """What is no tensor in a dictionary of dictionaries, whole or a rank's part, by its path."""
     for key, one in value.items() if isinstance(value, Mapping) else ():
         name = f"{outer}{key}"
         if isinstance(one, Mapping):
             yield from _objects(one, f"{name}.")
-        elif not isinstance(one, TensorRef):
+        elif not isinstance(one, TensorRef | Opaque):
             yield name, one
 
 

@@ -340,7 +340,9 @@ def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp
     (path,) = (tmp_path / "hf").glob("*.safetensors")
     weights = load_file(path)
     key = "model.layers.0.mlp.up_proj.weight"
-    save_file({**weights, key: weights[key].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
-    ran = convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--dtype", "bf16")
-    assert (ran.code, "holds F8_E4M3 weights, whose scales a cast would not apply" in ran.err) == (4, True), ran.err
-    assert convert("hf2hf", tmp_path / "hf", tmp_path / "out").code == 0
+    small = {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(1, 1)}
+    save_file({**weights, **small}, path, {"format": "pt"})
+    ran = convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--dtype", "bf16", "--verbatim")
+    says = f"holds weights of 8 bits with scales, such as {key}_scale_inv"
+    assert (ran.code, says in ran.err) == (4, True), ran.err
+    assert convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--verbatim").code == 0

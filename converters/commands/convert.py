@@ -282,8 +282,10 @@ def hf2hf(src: Path, out: Path, **options: Any) -> None:
 @click.option(
     "--with-optimizer",
     is_flag=True,
-    help="Of an FSDP training: moments, step and groups too; it goes on with any number of ranks.",
+    help="Of a training in any framework: masters, moments and step too; it goes on with any number of ranks.",
 )
+@deepspeed_reading
+@gqa_layout
 @reading
 @writing
 def hf2fsdp(src: Path, out: Path, **options: Any) -> None:

@@ -193,6 +193,7 @@ def _library(name: str, quiet: bool = False) -> None:
         raise UnsupportedError(f"this needs the library {name}: {error}", INSTALL) from None
     if name != "datasets":
         return
+    module.config.TORCH_AVAILABLE = False  # it would import torch: seconds, in which a signal ends in C++
     if hasattr(module.config, "HF_DATASETS_TRUST_REMOTE_CODE"):  # before 4.0 a set could hold code
         module.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     if quiet or not sys.stderr.isatty():

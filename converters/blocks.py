@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from converters.checksums import Checksums
+from converters.checksums import Checksums, crc_of
 from converters.edges import Array
 from converters.regions import Nearby, region, runs
+from formats.checkpoint import OutputFile
 from formats.errors import OutputError, SourceError
 from formats.storage import Fragment, read_into, write_from
 from formats.streams import Reader, Stream
@@ -76,6 +79,21 @@ class Files:
     def __exit__(self, *_: object) -> None:
         for fd in self.descriptors.values():
             os.close(fd)
+
+
+def finish_files(targets: Iterable[OutputFile], files: Files, threads: int) -> None:
+    """Write what is no tensor, with the checksums that a zip archive needs."""
+
+    def finish(file: OutputFile) -> None:
+        fd, sums = files.get(file.path, writable=True), {}  # opened, if only to be synced
+        for name, (offset, nbytes) in file.checksums.items():
+            counted = files.sums.get(file.path, offset) if files.sums else None
+            sums[name] = crc_of(files.get(file.path), offset, nbytes, file.path) if counted is None else counted
+        for offset, content in file.headers(sums):
+            write_from(fd, memoryview(content), offset)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(finish, targets))
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------

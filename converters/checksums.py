@@ -7,16 +7,14 @@ The arithmetic is that of polynomials over GF(2) modulo the CRC's, in the reflec
 
 from __future__ import annotations
 
-import os
 import threading
 import zlib
 from bisect import bisect
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from formats.checkpoint import OutputFile
-from formats.storage import Fragment, read_into, write_from
+from formats.storage import Fragment, read_into
 
 POLYNOMIAL = 0xEDB88320
 ONES = 0xFFFFFFFF
@@ -93,20 +91,3 @@ def crc_of(fd: int, offset: int, nbytes: int, path: Path, step: int = 1 << 20) -
         read_into(fd, piece, offset + position, path)
         crc = zlib.crc32(piece, crc)
     return crc
-
-
-def finish_files(files: Iterable[OutputFile], known: Checksums | None, threads: int) -> None:
-    """Write what is no tensor, with the checksums that a zip archive needs, and force each file to disk."""
-
-    def finish(file: OutputFile) -> None:
-        with file.path.open("r+b") as handle:
-            fd, sums = handle.fileno(), {}
-            for name, (offset, nbytes) in file.checksums.items():
-                counted = known.get(file.path, offset) if known else None
-                sums[name] = crc_of(fd, offset, nbytes, file.path) if counted is None else counted
-            for offset, content in file.headers(sums):
-                write_from(fd, memoryview(content), offset)
-            os.fsync(fd)
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(finish, files))

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters import assets, digest
-from converters.blocks import Files
-from converters.checksums import Checksums, finish_files
+from converters.blocks import Files, finish_files
+from converters.checksums import Checksums
 from converters.durable import stoppable, sync_folder
 from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, Share, fingerprint, open_journal
@@ -258,12 +258,13 @@ def run(plan: Plan, request: Request, drifted: Drifted = lambda *_: None) -> dic
         _prove(plan.source.proof, request)
     with stoppable() as stopped, opened as journal:
         try:
-            with _disk(request):
-                _write(plan, target, request, journal, stopped, drifted)
-            if stopped():
-                raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
-            if request.verify:
-                _verify_output(plan, request, journal.digests, stopped)
+            sums = None if journal.digests else Checksums(target.files)  # runs before this one counted for themselves
+            with _disk(request), Files(sums) as files, journal.kept(files):  # reading back begins while the disk writes
+                _write(plan, target, request, journal, files, stopped, drifted)
+                if stopped():
+                    raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
+                if request.verify:
+                    _verify_output(plan, request, journal.digests, stopped)
         except (RefusedError, UnsupportedError, VerificationError):
             shutil.rmtree(request.staging)  # nothing of it can be used: the same command starts over
             raise
@@ -287,8 +288,8 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
     """
     target, opened = _begin(plan, request, share)
     jobs = share.jobs(plan.jobs)
-    with stoppable() as stopped, opened as journal, _disk(request):
-        _execute(jobs, target, request, journal, None, stopped, drifted)
+    with stoppable() as stopped, opened as journal, _disk(request), Files() as files, journal.kept(files):
+        _execute(jobs, target, request, journal, files, stopped, drifted)
     return jobs
 
 
@@ -329,7 +330,7 @@ def _execute(
     target: Target,
     request: Request,
     journal: Journal,
-    sums: Checksums | None,
+    files: Files,
     stopped: Callable[[], bool],
     drifted: Drifted,
 ) -> None:
@@ -340,8 +341,7 @@ def _execute(
         with file.path.open("ab") as handle:
             handle.truncate(file.size)  # changes nothing in one that other shares have begun
     todo = [job for job in jobs if job.name not in journal.digests]
-    progress = Progress("converting", sum(job.nbytes for job in todo), request.quiet)
-    with Files(sums) as files, journal.kept(files), progress:
+    with Progress("converting", sum(job.nbytes for job in todo), request.quiet) as progress:
         execute(
             todo,
             files,
@@ -354,12 +354,17 @@ def _execute(
 
 
 def _write(
-    plan: Plan, target: Target, request: Request, journal: Journal, stopped: Callable[[], bool], drifted: Drifted
+    plan: Plan,
+    target: Target,
+    request: Request,
+    journal: Journal,
+    files: Files,
+    stopped: Callable[[], bool],
+    drifted: Drifted,
 ) -> None:
-    """Write everything into the staging folder."""
-    sums = None if journal.digests else Checksums(target.files)  # runs before this one counted for themselves
-    _execute(plan.jobs, target, request, journal, sums, stopped, drifted)
-    finish_files(target.files, sums, request.limits.threads)
+    """Write everything into the staging folder. What `files` has open is not on disk yet."""
+    _execute(plan.jobs, target, request, journal, files, stopped, drifted)
+    finish_files(target.files, files, request.limits.threads)
     digest.check_source(plan, journal.digests)
     texts = dict(target.texts)
     if plan.again is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,9 @@ import pytest
 
 from tests.faults.dcp_tools import refused
 from tests.golden.test_universal import YML
-from tests.golden.zero_worlds import PARALLEL, World, make
+from tests.golden.zero_worlds import PARALLEL
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory) -> Callable[[World], Path]:
-    return lambda world: make(world, tmp_path_factory)
 
 
 @pytest.fixture

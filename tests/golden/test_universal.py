@@ -7,9 +7,7 @@ no metadata (everything is put together along dimension 0): these cases are amon
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,20 +16,16 @@ import pytest
 
 from tests.faults.dcp_tools import refused
 from tests.golden.test_zero import ALONE, FOUR, TWO, bits, differences
-from tests.golden.zero_worlds import PARALLEL, SCRIPT, World, checkpoint, make
+from tests.golden.zero_worlds import PARALLEL, checkpoint
 
 pytestmark = pytest.mark.distributed
+DEEPSPEED = Path(str(find_spec("deepspeed").submodule_search_locations[0]))
 STATES = {"fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 YML = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "max_position_embeddings": 64,
     "pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True,
     "use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "make_vocab_size_divisible_by": 1,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory) -> Callable[[World], Path]:
-    return lambda world: make(world, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +41,13 @@ def made(tmp_path_factory) -> Callable[[World], Path]:
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_deepspeed_loads_it(made, convert, tmp_path, world, kind, ranks, stage):
+def test_deepspeed_loads_it(made, zero, convert, tmp_path, world, kind, ranks, stage):
     """Every master and both moments, bit for bit."""
     ran = convert("zero2universal", checkpoint(made(world), kind), tmp_path / "out")
     assert ran.code == 0, ran.err
     truth = made(world) / f"{kind}.truth.safetensors"
-    words = ["load-universal", tmp_path / "out", made(world) / "hf", ranks, stage, truth]
-    command = [sys.executable, str(SCRIPT), *map(str, words)]
-    loaded = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert loaded.returncode == 0, loaded.stdout[-2000:] + loaded.stderr[-2000:]
+    code, told = zero("load-universal", tmp_path / "out", made(world) / "hf", ranks, stage, truth)
+    assert code == 0, told[-4000:]
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3"])
@@ -70,17 +62,16 @@ def test_and_back_to_hugging_face(made, convert, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3"])
-def test_what_deepspeed_makes_is_read(made, convert, tmp_path, kind):
+def test_what_deepspeed_makes_is_read(made, zero, convert, tmp_path, monkeypatch, kind):
     """Its universal checkpoints of stage 3 hold flat tensors without a shape."""
     source = made(TWO) / kind / "global_step3"
-    command = [
-        sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", source,
-        "--output_folder", tmp_path / "theirs" / "u", "--num_extract_workers", 1, "--num_merge_workers", 1,
-        "--inject_missing_state",
+    words = [
+        "--input_folder", source, "--output_folder", tmp_path / "theirs" / "u", "--num_extract_workers", 1,
+        "--num_merge_workers", 1, "--inject_missing_state",
     ]  # fmt: skip
-    env = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, env=env, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    code, told = zero(*words, script=DEEPSPEED / "checkpoint" / "ds_to_universal.py")
+    assert code == 0, told[-2000:]
     assert convert("zero2hf", tmp_path / "theirs", tmp_path / "out", "--config", made(TWO) / "hf").code == 0
     assert differences(tmp_path / "out", made(TWO) / f"{kind}.truth.safetensors", "fp32") == []
     ran = convert("zero2universal", tmp_path / "theirs", tmp_path / "ours", "--config", made(TWO) / "hf")
@@ -250,7 +241,7 @@ def test_masters_of_neox_names_come_back(made, convert, tmp_path, yml, kind):
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(0, 2), (2, 2), (2, 1), (0, 1)])
-def test_deepspeed_loads_what_we_write_for_neox(made, convert, tmp_path, yml, pp, tp):
+def test_deepspeed_loads_what_we_write_for_neox(made, zero, convert, tmp_path, yml, pp, tp):
     """Its PipelineModule and its plain engine, strictly, at another topology than that of the training (TP2)."""
     import torch
     from safetensors.torch import load_file
@@ -259,9 +250,8 @@ def test_deepspeed_loads_what_we_write_for_neox(made, convert, tmp_path, yml, pp
     kind = ["--layout", "pipeline", "--pp", pp] if pp else ["--layout", "sequential"]
     run = tmp_path / "run"
     assert convert("reshard", made(PARALLEL) / "tp2", run, *flags, *kind, "--tp", tp).code == 0
-    command = [sys.executable, str(SCRIPT), "load-neox", str(run), str(tmp_path / "held"), str(pp), str(tp)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    code, told = zero("load-neox", run, tmp_path / "held", pp, tp)
+    assert code == 0, told[-4000:]
     held = load_file(tmp_path / "held")
     truth = truth_of(made(PARALLEL), "tp2")
     assert len({key.split(".", 1)[1].removeprefix("sequential.") for key in held}) == 21

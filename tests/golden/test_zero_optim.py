@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from formats.optimizer import Group, Optimizer
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import refused
 from tests.golden.test_zero import ALONE, FOUR, ODD, TIED, TWO, differences, name
-from tests.golden.zero_worlds import PARALLEL, SCRIPT, World, checkpoint, make
+from tests.golden.zero_worlds import PARALLEL, checkpoint
 
 pytestmark = pytest.mark.distributed
 NEOX = Path(__file__).parent / "neox"
@@ -28,11 +26,6 @@ CASES = (
     (ALONE, "zero2"), (TWO, "zero1"), (TWO, "zero1-fp32"), (TWO, "bf16-optimizer"), (TWO, "zero3-sub-groups"),
     (TIED, "zero3"), (ODD, "zero3"), (ODD, "zero1"), (FOUR, "zero2-round-robin"),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory) -> Callable[[World], Path]:
-    return lambda world: make(world, tmp_path_factory)
 
 
 def optimizer(path: Path, **settings: Any) -> Optimizer:
@@ -102,15 +95,14 @@ def test_a_universal_checkpoint_of_any_optimizer(made, convert, tmp_path):
     assert convert("verify", second, first, "--config", made(TWO) / "hf", "--weights", "exp_avg").code == 0
 
 
-def test_the_training_goes_on_as_if_it_had_not_stopped(made, convert, tmp_path):
+def test_the_training_goes_on_as_if_it_had_not_stopped(made, zero, convert, tmp_path):
     """Real DeepSpeed, three steps more in each stage: every loss is that of the training that never stopped."""
     assert convert("zero2universal", made(TWO) / "zero1", tmp_path / "one").code == 0
     ran = convert("zero2universal", tmp_path / "one", tmp_path / "universal", "--config", made(TWO) / "hf")
     assert ran.code == 0, ran.err
-    command = [sys.executable, SCRIPT, "go-on", tmp_path / "universal", made(TWO) / "hf", 2, 1, 2, 3, "bf16-optimizer"]
-    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=250, check=False)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-    whole, *parts = map(json.loads, ended.stdout.splitlines())
+    code, out = zero("go-on", tmp_path / "universal", made(TWO) / "hf", 2, 1, 2, 3, "bf16-optimizer")
+    assert code == 0, out[-4000:]
+    whole, *parts = map(json.loads, out.splitlines())
     assert len(whole) == 2
     assert len({loss for rank in whole for loss in rank}) == 6
     assert parts == [whole] * 4

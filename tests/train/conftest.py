@@ -122,8 +122,7 @@ def forking(folder: Path, *modules: str, path: Path = ROOT) -> Iterator[Forks]:
     env = environment() | untouched | {"PYTHONPATH": f"{ROOT}:{path}"}
     mother = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     yield Forks(mother, folder)
-    mother.stdin.close()  # type: ignore[union-attr]
-    mother.wait(timeout=60)
+    mother.communicate(timeout=60)  # which closes what it reads
 
 
 @pytest.fixture(scope="session")

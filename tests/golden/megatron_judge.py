@@ -22,6 +22,7 @@ import re
 import sys
 import warnings
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,8 @@ LATENT = ("deepseek_v2", "deepseek_v3")
 SIGMOID = ("dots1", "deepseek_v3")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", *LATENT)
 FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2", *EXPERTS)
+for _family in FAMILIES:  # else each rank that is forked imports them anew
+    import_module(f"transformers.models.{_family}.modeling_{_family}")
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 """Activation: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -18,3 +18,10 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """torch.distributed, accelerate and transformers: `fsdp(words, 1, script)`."""
     with forking(tmp_path_factory.mktemp("fsdp"), *FSDP, path=HERE) as forks:
         yield forks
+
+
+@pytest.fixture(scope="session")
+def megatron_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """megatron-core and transformers: `megatron_core(words, ranks, script)`."""
+    with forking(tmp_path_factory.mktemp("megatron"), "megatron_dist_judge", path=HERE) as forks:
+        yield forks

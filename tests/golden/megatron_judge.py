@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import os
 import re
 import sys
@@ -86,6 +87,24 @@ class WideAttention(DotProductAttention):
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
+@functools.cache
+def gloo_device() -> Any:
+    """A thread that listens to sockets: it wakes every 10 ms, and every group would have one of its own."""
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def share_gloo_device() -> None:
+    """Let the groups of a rank, of which megatron-core makes more than fifty, have one device."""
+    begin = dist.ProcessGroupGloo.__init__
+
+    def init(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [gloo_device()], timeout
+        begin(self, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = init
+
+
 def patch_for_cpu() -> None:
     """Replace the CUDA calls that megatron-core makes even when nothing is on a GPU.
 
@@ -95,6 +114,7 @@ def patch_for_cpu() -> None:
     HAVE_TE, which is true without it: transformer/multi_latent_attention.py:185.
     te_general_gemm, of a router where Transformer Engine can be imported: transformer/moe/moe_utils.py.
     """
+    share_gloo_device()
     megatron_moe.te_general_gemm = None
     megatron_mla.HAVE_TE = False
     LocalSpecProvider.core_attention = lambda self: WideAttention

@@ -198,11 +198,15 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
     judge.agree(failures)
 
 
+def fork_results_queue() -> None:
+    """A save's own queue is of a process that is started anew and imports torch again, for the sake of GPUs."""
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+
+
 def judge_all(jobs: Path, rank: int) -> int:
     """All entries, on one rank."""
     faulthandler.dump_traceback_later(240.0, exit=True)
-    # Its own is of a process that is started anew and imports torch again, for the sake of GPUs.
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    fork_results_queue()
     where = f"file://{jobs}.meeting"
     dist.init_process_group("gloo", where, timedelta(seconds=60), world_size=RANKS, rank=rank)
     logits_of: dict[str, torch.Tensor] = {}

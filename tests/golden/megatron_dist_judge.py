@@ -29,6 +29,8 @@ import multiprocessing
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -198,15 +200,18 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
     judge.agree(failures)
 
 
-def fork_results_queue() -> None:
+@contextmanager
+def forked_results_queue() -> Iterator[None]:
     """A save's own queue is of a process that is started anew and imports torch again, for the sake of GPUs."""
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    with multiprocessing.get_context("fork").Manager() as manager:
+        filesystem_async._results_queue = manager.Queue()
+        yield
 
 
+@forked_results_queue()
 def judge_all(jobs: Path, rank: int) -> int:
     """All entries, on one rank."""
     faulthandler.dump_traceback_later(240.0, exit=True)
-    fork_results_queue()
     where = f"file://{jobs}.meeting"
     dist.init_process_group("gloo", where, timedelta(seconds=60), world_size=RANKS, rank=rank)
     logits_of: dict[str, torch.Tensor] = {}

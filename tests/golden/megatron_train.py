@@ -343,10 +343,10 @@ def do(job: dict[str, Any]) -> None:
     judge.agree([] if same != job.get("damaged", False) else [f"losses {losses}, unbroken {wanted}"])
 
 
+@dist_judge.forked_results_queue()
 def train_all(jobs: Path, rank: int) -> int:
     """All trainings, on one rank."""
     faulthandler.dump_traceback_later(240.0, exit=True)
-    dist_judge.fork_results_queue()
     dist.init_process_group("gloo", f"file://{jobs}.meeting", timedelta(seconds=60), world_size=RANKS, rank=rank)
     groups = None
     for job in json.loads(jobs.read_text()):

@@ -1,4 +1,4 @@
-"""Real DeepSpeed, started once in each worker and forked for all that is asked of it."""
+"""Real frameworks, each started once for all tests of a worker, and forked for what they are asked."""
 
 from __future__ import annotations
 
@@ -12,15 +12,32 @@ import pytest
 from tests.golden.zero_worlds import SCRIPT, World, Zero, make
 from tests.train.conftest import Forks, forking
 
+HERE = Path(__file__).parent
+FSDP = ("fsdp_optim_world", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
+
+
+@pytest.fixture(scope="session")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """torch.distributed, accelerate and transformers: `fsdp(words, 1, script)`."""
+    with forking(tmp_path_factory.mktemp("fsdp"), *FSDP, path=HERE) as forks:
+        yield forks
+
+
+@pytest.fixture(scope="session")
+def megatron_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """megatron-core and transformers: `megatron_core(words, ranks, script)`."""
+    with forking(tmp_path_factory.mktemp("megatron"), "megatron_dist_judge", path=HERE) as forks:
+        yield forks
+
 
 @pytest.fixture(scope="session")
 def zero(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zero]:
-    """`zero(words)`: run zero_world.py, or another script, where its imports are done: exit code and output."""
+    """`zero(words)`: run zero_world.py, or another script, where DeepSpeed is imported: exit code and output."""
     with ExitStack() as ended:
 
         @cache
         def mother() -> Forks:
-            return ended.enter_context(forking(tmp_path_factory.mktemp("zero"), SCRIPT.stem, path=SCRIPT.parent))
+            return ended.enter_context(forking(tmp_path_factory.mktemp("zero"), SCRIPT.stem, path=HERE))
 
         yield lambda *words, script=SCRIPT: mother()([*map(str, words)], 1, script)
 

@@ -1,6 +1,6 @@
 """Real trainings with FSDP1, FSDP2 and tensor parallelism: what they leave after three steps, and how they go on.
 
-    python -c "import fsdp_optim_world; fsdp_optim_world.main()" JOBS.json
+    python fsdp_optim_world.py JOBS.json
 
 Each job has a folder `hf`, a number of `ranks`, and either `saves`, {folder: key of FORMS}, or `loads`, a folder. The
 first trains three steps, saves, and trains three more: their losses and what Adam keeps of each parameter go to
@@ -189,3 +189,7 @@ def main() -> None:
         done = functools.partial(begin if "saves" in job else go_on, job=job)
         failed += launch(job["ranks"], Path(job["hf"]), done)
     sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

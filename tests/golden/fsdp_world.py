@@ -3,6 +3,7 @@
     python fsdp_world.py MODEL_DIR OUT_DIR WORLD KIND [KIND ...]
     python fsdp_world.py load DCP_DIR MODEL_DIR WORLD
     python fsdp_world.py load-accelerate CHECKPOINT_DIR MODEL_DIR WORLD
+    python fsdp_world.py all CALLS.json
 
 The first writes OUT_DIR/KIND for every kind of the table KINDS, all in one start of WORLD processes, because starting
 takes longest. The weights are those of MODEL_DIR, a Hugging Face folder, bit for bit. `edge` alone is no model: what
@@ -10,6 +11,8 @@ it holds is in OUT_DIR/edge.safetensors.
 
 The other two build the model with other weights, shard it, let the framework load the checkpoint, gather, and compare
 every tensor bit for bit with MODEL_DIR's. Exit status 0 when all are equal.
+
+The last makes several of these calls, a list of lists of words, and names those that fail.
 """
 
 from __future__ import annotations
@@ -33,7 +36,6 @@ from typing import Any, NamedTuple
 warnings.filterwarnings("ignore")  # torch announces every deprecation once a rank
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
@@ -572,6 +574,7 @@ def rank_main(rank: int, size: int, store: str, model: nn.Module, job: Callable[
 def launch(size: int, model_dir: Path, job: Callable[[World], None]) -> int:
     """Fork the ranks, once everything is imported and the model loaded; one that fails ends its sisters."""
     torch.set_num_threads(1)
+    os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
     quiet()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
     with tempfile.TemporaryDirectory() as folder:
@@ -586,6 +589,11 @@ def launch(size: int, model_dir: Path, job: Callable[[World], None]) -> int:
 def main(words: list[str]) -> int:
     """The command line."""
     loaders = {"load": load, "load-accelerate": load_accelerate}
+    if len(words) == 2 and words[0] == "all":
+        failed = [call for call in json.loads(Path(words[1]).read_text()) if main(call)]
+        for call in failed:
+            print("failed:", *call, file=sys.stderr)
+        return int(bool(failed))
     if len(words) == 4 and words[0] in loaders:
         job = functools.partial(loaders[words[0]], folder=Path(words[1]))
         return launch(int(words[3]), Path(words[2]), job)

@@ -4,7 +4,7 @@ The real megatron-core (0.16.1, local layer spec, CPU, gloo) is built from the H
 folder with `dist_checkpointing.load(strict="raise_all")`, and must give the logits of transformers. Then it may save
 what it holds by its own `dist_checkpointing.save`. Exit status 0 means that everything agrees.
 
-    python -c 'import megatron_dist_judge as j; exit(j.main())' JOBS.json    (as a script, `save` would start it anew)
+    python megatron_dist_judge.py JOBS.json
 
 JOBS.json is a list; its entries are done one after another in one start of the framework, which takes longest, those of
 one topology together:
@@ -23,13 +23,19 @@ one topology together:
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
+import multiprocessing
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch reads it
 
 import megatron.core.transformer.moe.experts as megatron_experts
 import megatron_judge as judge
@@ -38,6 +44,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing as dc
 from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -193,6 +200,15 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
     judge.agree(failures)
 
 
+@contextmanager
+def forked_results_queue() -> Iterator[None]:
+    """A save's own queue is of a process that is started anew and imports torch again, for the sake of GPUs."""
+    with multiprocessing.get_context("fork").Manager() as manager:
+        filesystem_async._results_queue = manager.Queue()
+        yield
+
+
+@forked_results_queue()
 def judge_all(jobs: Path, rank: int) -> int:
     """All entries, on one rank."""
     faulthandler.dump_traceback_later(240.0, exit=True)
@@ -227,8 +243,10 @@ def main() -> int:
     logging.disable_progress_bar()
     judge.patch_for_cpu()
     megatron_experts.gg.assert_grouped_gemm_is_available = lambda: None
+    os.fsync = lambda fd: None  # a test's files need not outlive a power cut
     torch.cuda.synchronize = lambda *args, **kwargs: None  # dist_checkpointing/strategies/filesystem_async.py
     Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
+    gc.freeze()  # else collecting touches, and so copies, what the ranks share
     children = []
     for rank in range(RANKS):
         children.append(os.fork())
@@ -236,3 +254,7 @@ def main() -> int:
             return judge_all(Path(sys.argv[1]), rank)
     codes = [os.waitpid(child, 0)[1] for child in children]
     return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,11 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import os
 import re
 import sys
 import warnings
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +53,8 @@ LATENT = ("deepseek_v2", "deepseek_v3")
 SIGMOID = ("dots1", "deepseek_v3")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", *LATENT)
 FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2", *EXPERTS)
+for _family in FAMILIES:  # else each rank that is forked imports them anew
+    import_module(f"transformers.models.{_family}.modeling_{_family}")
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 """Activation: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -83,6 +87,24 @@ class WideAttention(DotProductAttention):
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
+@functools.cache
+def gloo_device() -> Any:
+    """A thread that listens to sockets: it wakes every 10 ms, and every group would have one of its own."""
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def share_gloo_device() -> None:
+    """Let the groups of a rank, of which megatron-core makes more than fifty, have one device."""
+    begin = dist.ProcessGroupGloo.__init__
+
+    def init(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [gloo_device()], timeout
+        begin(self, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = init
+
+
 def patch_for_cpu() -> None:
     """Replace the CUDA calls that megatron-core makes even when nothing is on a GPU.
 
@@ -92,6 +114,7 @@ def patch_for_cpu() -> None:
     HAVE_TE, which is true without it: transformer/multi_latent_attention.py:185.
     te_general_gemm, of a router where Transformer Engine can be imported: transformer/moe/moe_utils.py.
     """
+    share_gloo_device()
     megatron_moe.te_general_gemm = None
     megatron_mla.HAVE_TE = False
     LocalSpecProvider.core_attention = lambda self: WideAttention

@@ -4,7 +4,7 @@ Real megatron-core (0.16.1, local layer spec, CPU, gloo, two ranks) trains with 
 functions, loads and trains on. Its loop around them, megatron/training, is not in the package: `saved` and `resume`
 put and take the entries of megatron/training/checkpointing.py (0032978f), written here once more.
 
-    python -c 'import megatron_train as t; exit(t.main())' JOBS.json    (as a script, a save would start it anew)
+    python -c 'import megatron_train as t; exit(t.main())' JOBS.json
 
 JOBS.json is a list of trainings, done one after another in one start of the framework, which takes longest:
 
@@ -35,6 +35,8 @@ from copy import copy, deepcopy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch reads it
 
 import megatron.core.transformer.moe.experts as megatron_experts
 import megatron_dist_judge as dist_judge
@@ -341,6 +343,7 @@ def do(job: dict[str, Any]) -> None:
     judge.agree([] if same != job.get("damaged", False) else [f"losses {losses}, unbroken {wanted}"])
 
 
+@dist_judge.forked_results_queue()
 def train_all(jobs: Path, rank: int) -> int:
     """All trainings, on one rank."""
     faulthandler.dump_traceback_later(240.0, exit=True)

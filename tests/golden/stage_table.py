@@ -1,6 +1,8 @@
 """megatron-core's own answer to "which layers does each pipeline stage have?".
 
-Reads a JSON list of configs (or one config) on stdin and prints the answers, in the same order, as JSON:
+    python stage_table.py ASKED.json ANSWERS.json
+
+Reads a JSON list of configs and writes the answers, in the same order:
 
     {"layers": 8, "pp": 2, "vpp": 2, "first": 4, "last": 4, "embedding": false, "loss": false, "layout": ""}
     -> {"stages": [[{"offset": 0, "layers": 2}, ...one per virtual stage], ...one per rank], "complete": true}
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 warnings.filterwarnings("ignore")  # megatron-core announces every missing accelerator package
@@ -78,11 +81,9 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer what stdin asks."""
-    asked = json.load(sys.stdin)
-    answers = answer(asked) if isinstance(asked, dict) else [answer(case) for case in asked]
-    json.dump(answers, sys.stdout)
-    print()
+    """Answer what is asked."""
+    asked, answers = map(Path, sys.argv[1:])
+    answers.write_text(json.dumps([answer(case) for case in json.loads(asked.read_text())]))
 
 
 if __name__ == "__main__":

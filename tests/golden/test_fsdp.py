@@ -5,8 +5,7 @@ And back: what we write, dcp.load and accelerate read on any number of ranks.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faults.dcp_tools import edit, places, save, weights
-from tests.golden.worlds import KINDS, WORLDS, Made, World, make, run
+from tests.golden.worlds import KINDS, SCRIPT, WORLDS, Made, Run, World, make
 from tests.models import files
 
 pytestmark = pytest.mark.distributed
@@ -24,9 +23,21 @@ LLAMA, WIDE, TIED, QWEN = WORLDS
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory) -> Callable[[World], Made]:
+def run(fsdp, tmp_path_factory) -> Run:
+    """`run(calls)`: make several calls of fsdp_world.py."""
+    path = tmp_path_factory.mktemp("calls") / "calls.json"
+
+    def make_all(calls: list[list[str]]) -> tuple[int, str]:
+        path.write_text(json.dumps(calls))
+        return fsdp(["all", str(path)], 1, SCRIPT)
+
+    return make_all
+
+
+@pytest.fixture(scope="session")
+def made(run, tmp_path_factory) -> Callable[[World], Made]:
     """`made(world)`: its checkpoints of every kind."""
-    return lambda world: make(world, tmp_path_factory)
+    return lambda world: make(world, tmp_path_factory, run)
 
 
 def same_bits(a: Any, b: Any) -> bool:
@@ -77,7 +88,7 @@ for words in zip(sys.argv[1::2], sys.argv[2::2]):
 
 
 @pytest.mark.parametrize("world", [LLAMA, WIDE], ids=str)
-def test_accelerate_merges_to_the_same_bytes(made, convert, tmp_path, world):
+def test_accelerate_merges_to_the_same_bytes(made, convert, fsdp, tmp_path, world):
     """`accelerate merge-weights`, where it works; it takes the folder with .metadata alone."""
     kinds = ["accelerate", "fsdp2", "fsdp2-files", "hsdp", "tp-fsdp", "fsdp1"]
     words = []
@@ -85,9 +96,10 @@ def test_accelerate_merges_to_the_same_bytes(made, convert, tmp_path, world):
         place = made(world).checkpoint(kind)
         inside = place / "pytorch_model_fsdp_0"
         words += [str(inside if inside.exists() else place), str(tmp_path / f"{kind}-theirs")]
-    command = [sys.executable, "-c", MERGE, *words]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    script = tmp_path / "merge.py"
+    script.write_text(MERGE)
+    code, out = fsdp(words, 1, script)
+    assert code == 0, out
     for kind in kinds:
         place = tmp_path / kind
         assert convert("fsdp2hf", made(world).checkpoint(kind), place, "--config", made(world).source, "-q").code == 0
@@ -204,16 +216,16 @@ def loads(folder: Path, source: Path, sizes: tuple[int, ...]) -> list[list[str]]
 
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("llama-tied", "bfloat16")])
-def test_torch_and_accelerate_load_what_we_write(model, convert, tmp_path, name, dtype, ranks):
+def test_torch_and_accelerate_load_what_we_write(model, convert, run, tmp_path, name, dtype, ranks):
     source, folder = model(name, dtype), tmp_path / "checkpoint-0/pytorch_model_fsdp_0"
     assert convert("hf2fsdp", source, folder, "--ranks", ranks, "-q").code == 0
     assert len(list(folder.glob("*.distcp"))) == ranks
-    ran = run(loads(folder, source, SIZES))
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
-    assert ran.stdout.count("equal ") == len(SIZES) + 1
+    code, out = run(loads(folder, source, SIZES))
+    assert code == 0, out
+    assert out.count("equal ") == len(SIZES) + 1
 
 
-def test_the_judge_sees_what_is_wrong(model, convert, tmp_path):
+def test_the_judge_sees_what_is_wrong(model, convert, run, tmp_path):
     source, other, calls = model("llama"), model("llama", num_hidden_layers=5), []
     for number, (taken, words) in enumerate([(source, ()), (other, ()), (source, ("--dtype", "bf16"))]):
         folder = tmp_path / f"{number}"
@@ -227,14 +239,14 @@ def test_the_judge_sees_what_is_wrong(model, convert, tmp_path):
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
-    ran = run(calls, keep_going=True)
-    assert ran.returncode != 0
-    assert ran.stderr.count("failed: ") == len(calls)
+    code, out = run(calls)
+    assert code != 0
+    assert out.count("failed: ") == len(calls)
     for said in ("differs in 1 of", "model.layers.4.mlp.up_proj.weight is unexpected", "stored as torch.bfloat16"):
-        assert said in ran.stdout
+        assert said in out
 
 
-def test_one_checkpoint_becomes_another(made, convert, tmp_path):
+def test_one_checkpoint_becomes_another(made, convert, run, tmp_path):
     """From any kind to the folder that dcp.load reads: nothing of Hugging Face in between."""
     world, calls = made(WIDE), []
     for kind in ("tp-fsdp", "hf-shards"):
@@ -242,6 +254,6 @@ def test_one_checkpoint_becomes_another(made, convert, tmp_path):
         words = ("--config", world.source, "--ranks", 3, "-q")
         assert convert("hf2fsdp", world.checkpoint(kind), folder, *words).code == 0
         calls.append(["load", str(folder), str(world.source), "2"])
-    ran = run(calls)
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
-    assert ran.stdout.count("equal ") == len(calls)
+    code, out = run(calls)
+    assert code == 0, out
+    assert out.count("equal ") == len(calls)

@@ -6,19 +6,18 @@ What they load is what the training had, to the bit, and their losses are those 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from converters.digest import remembered_states
+from tests.golden.worlds import once
+from tests.models import build
+from tests.train.conftest import Forks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
-HERE = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("fsdp_optim_world.py")
 TRAININGS = {
     "fsdp2": (2, ("plain", "app", "flattened", "accelerate", "accelerate-full", "accelerate-dumps", "verl")),
     "fsdp1": (2, ("plain", "accelerate")),
@@ -32,29 +31,33 @@ RESUMED = [
 """Which of these goes on as what."""
 
 
-def work(jobs: list[dict[str, Any]], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Do the jobs in one process, because importing torch takes longest."""
+def work(fsdp: Forks, jobs: list[dict[str, Any]], folder: Path) -> tuple[int, str]:
+    """Do the jobs in one process: exit code and output."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-c", "import fsdp_optim_world; fsdp_optim_world.main()", str(folder / "jobs.json")]
-    env = os.environ | {"PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
+    return fsdp([str(folder / "jobs.json")], 1, SCRIPT)
 
 
 @pytest.fixture(scope="module")
-def made(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def made(fsdp: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The model that all trainings began with, and their folder."""
-    source, folder, jobs = model("llama-tied", num_hidden_layers=2), tmp_path_factory.mktemp("trained"), []
+    folder = once("fsdp-trained", tmp_path_factory, lambda begun: begin(fsdp, begun))
+    return folder / "hf", folder
+
+
+def begin(fsdp: Forks, folder: Path) -> None:
+    """Build a model and train it in every way."""
+    source, jobs = folder / "hf", []
+    build(source, "llama-tied", "float32", num_hidden_layers=2)
     for name, (ranks, forms) in TRAININGS.items():
         out = folder / name
         out.mkdir()
         saves = {str(out / form / "checkpoint-3"): form for form in forms}
         jobs.append({"hf": str(source), "ranks": ranks, "model": name, "out": str(out), "saves": saves})
-    ran = work(jobs, folder)
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
-    return source, folder
+    code, said = work(fsdp, jobs, folder)
+    assert code == 0, said
 
 
-def test_a_training_goes_on(made, convert, tmp_path):
+def test_a_training_goes_on(made, convert, fsdp, tmp_path):
     source, folder = made
     found: dict[str, set[str]] = {name: set() for name in TRAININGS}
     for name, (_, forms) in TRAININGS.items():
@@ -77,10 +80,10 @@ def test_a_training_goes_on(made, convert, tmp_path):
         for name, form, as_what, ranks in RESUMED
         for out in [f"{name}-{form}"]
     ]
-    ran = work([*jobs, {**jobs[0], "out": str(folder / "tp")}], tmp_path)
-    assert ran.stdout.count("largest relative loss difference") == len(jobs), ran.stdout + ran.stderr[-4000:]
-    assert ran.returncode == 1, "another training's states are noticed"
-    assert "exp_avg differs in" in ran.stdout
+    code, said = work(fsdp, [*jobs, {**jobs[0], "out": str(folder / "tp")}], tmp_path)
+    assert said.count("largest relative loss difference") == len(jobs), said
+    assert code == 1, "another training's states are noticed"
+    assert "exp_avg differs in" in said
 
 
 def test_a_training_that_is_cut_again_is_the_same(made, convert, tmp_path):

@@ -6,8 +6,6 @@ And back: what it writes from its own model, we read, and the Hugging Face files
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -17,17 +15,15 @@ from formats.errors import VitruvianError
 from formats.pipeline import Pipeline, chunks
 from tests.golden.cases import TOPOLOGIES
 from tests.models import files
-from tests.train.conftest import forking
 
 pytestmark = pytest.mark.megatron
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory):
-    """`judge(ranks, ...)`: run the judge: exit code and output. The framework is started once, and forked."""
-    with forking(tmp_path_factory.mktemp("judge"), "megatron_judge", path=HERE) as forks:
-        yield lambda ranks, *words: forks([*map(str, words)], ranks, HERE / "megatron_judge.py")
+@pytest.fixture
+def judge(megatron_core):
+    """`judge(ranks, ...)`: run the judge: exit code and output."""
+    return lambda ranks, *words: megatron_core([*map(str, words)], ranks, HERE / "megatron_judge.py")
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -71,7 +67,7 @@ def test_the_judge_sees_what_digests_cannot(model, convert, judge, tmp_path, dam
     assert ("layernorm_epsilon" if damage == "epsilon" else "logit difference") in told.partition("FAILED")[2]
 
 
-def test_pipeline_stages_are_those_of_megatron_core():
+def test_pipeline_stages_are_those_of_megatron_core(megatron_core, tmp_path):
     """Every split that megatron-core accepts, layer for layer; what it cannot place, we refuse."""
     grid = [
         {"layers": layers, "pp": pp, "vpp": vpp, "first": first, "last": last, "embedding": embedding, "loss": loss}
@@ -90,12 +86,12 @@ def test_pipeline_stages_are_those_of_megatron_core():
         {"layers": 12, "pp": 3, "vpp": 2, "layout": "E(t,t|)*5,ttL"},
         {"layers": 5, "pp": 2, "vpp": 2, "layout": "E|t|t*3|t,L"},
     ]
-    ran = subprocess.run(
-        [sys.executable, str(HERE / "stage_table.py")], input=json.dumps(grid), capture_output=True, text=True,
-        timeout=200, check=True,
-    )  # fmt: skip
+    asked, answers = tmp_path / "asked.json", tmp_path / "answers.json"
+    asked.write_text(json.dumps(grid))
+    code, out = megatron_core([str(asked), str(answers)], 1, HERE / "stage_table.py")
+    assert code == 0, out
     accepted = 0
-    for case, answer in zip(grid, json.loads(ran.stdout), strict=True):
+    for case, answer in zip(grid, json.loads(answers.read_text()), strict=True):
         pipeline = Pipeline(
             case.get("pp", 1), case.get("vpp") or 1, case.get("first"), case.get("last"),
             case.get("embedding", False), case.get("loss", False), case.get("layout"),

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +16,7 @@ from tests.golden.test_coverage import lines, used
 from tests.models import EXPERTS, files
 
 pytestmark = pytest.mark.megatron
-HERE = Path(__file__).parent
+JUDGE = Path(__file__).with_name("megatron_dist_judge.py")
 
 
 class Case(NamedTuple):
@@ -64,15 +61,6 @@ SPREAD = {(2, 2): {"ep": 2, "etp": 1}, (2, 1): {"ep": 2, "etp": 2}, (1, 2): {"ep
 GROUPED = ("mixtral", "dots1")
 
 
-def judge(jobs: list[dict[str, Any]], folder: Path, seconds: int = 280) -> subprocess.CompletedProcess[str]:
-    """Run the judge, which forks four ranks."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    call = "import sys, megatron_dist_judge; sys.exit(megatron_dist_judge.main())"
-    command = [sys.executable, "-c", call, str(folder / "jobs.json")]
-    env = os.environ | {"PYTHONPATH": str(HERE)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
-
-
 def write(convert, source: Path, out: Path, case: Case) -> None:
     """The folder of a case. The vocabulary is padded to 224 rows at TP1, to 256 at TP2."""
     words = ["--tp", case.tp, "--pp", case.pp, "--norm", case.norm, "--make-vocab-size-divisible-by", 32]
@@ -97,7 +85,7 @@ def damaged(folder: Path, what: str) -> None:
     one.path.write_bytes(changed)
 
 
-def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, tmp_path):
+def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, megatron_core, tmp_path):
     sources = [model(case.model, case.dtype) for case in CASES]
     for number, (case, source) in enumerate(zip(CASES, sources, strict=True)):
         write(convert, source, tmp_path / f"m{number}", case)
@@ -116,9 +104,10 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, tmp_path)
     for number in grouped:
         one = {"dist": str(tmp_path / f"m{number}"), "hf": str(sources[number]), "te": CASES[number].norm == "te"}
         jobs.append({**one, "tp": 2, "pp": 2, "ep": 2, "etp": 1, "grouped": str(tmp_path / f"g{number}")})
-    ran = judge(jobs, tmp_path)
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
-    assert ran.stdout.count("max abs logit difference") == len(jobs) - len(grouped)
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    code, out = megatron_core([str(tmp_path / "jobs.json")], 1, JUDGE)
+    assert code == 0, out
+    assert out.count("max abs logit difference") == len(jobs) - len(grouped)
     for number in grouped:
         back = tmp_path / f"grouped{number}"
         assert any(megatron.GROUPED.fullmatch(key) for key, _ in used(tmp_path / f"g{number}"))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import fcntl
-import json
+import functools
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -17,6 +16,8 @@ from tests.models import build
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "fsdp_world.py"
+Run = Callable[[list[list[str]]], tuple[int, str]]
+"""Several calls of the script in one process: its exit code and output."""
 
 
 def _kinds() -> list[str]:
@@ -62,32 +63,29 @@ class Made(NamedTuple):
         )
 
 
-def make(world: World, factory: pytest.TempPathFactory) -> Made:
+def make(world: World, factory: pytest.TempPathFactory, run: Run) -> Made:
     """The checkpoints of a world, in a folder that all workers of a test run share."""
-    shared = factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    place = shared / f"world-{world}"
-    with (shared / f"world-{world}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not place.exists():
-            begun = shared / f"begun-{world}"
-            build(begun / "hf", world.model, world.dtype)
-            words = [str(begun / "hf"), str(begun / "kinds"), str(world.ranks), *KINDS]
-            ran = run([words])
-            assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
-            begun.rename(place)
+    place = once(f"world-{world}", factory, functools.partial(_begin, world, run))
     return Made(place / "hf", place / "kinds")
 
 
-def run(calls: list[list[str]], *, keep_going: bool = False, seconds: int = 280) -> subprocess.CompletedProcess[str]:
-    """Call the script's `main` several times in one process, because importing torch takes longest."""
-    code = (
-        "import json, sys\nimport fsdp_world\nfailed = [0]\nfor words in json.loads(sys.argv[1]):\n"
-        "    failed.append(fsdp_world.main(words))\n"
-        "    if failed[-1]:\n        print('failed:', *words, file=sys.stderr)\n"
-        f"        if not {keep_going}: break\n"
-        "sys.exit(max(failed))"
-    )
-    command = [sys.executable, "-c", code, json.dumps(calls)]
-    env: dict[str, Any] = os.environ | {"PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
+def _begin(world: World, run: Run, begun: Path) -> None:
+    """Let the ranks of a world save a model."""
+    build(begun / "hf", world.model, world.dtype)
+    code, out = run([[str(begun / "hf"), str(begun / "kinds"), str(world.ranks), *KINDS]])
+    assert code == 0, out
+
+
+def once(name: str, factory: pytest.TempPathFactory, begin: Callable[[Path], None]) -> Path:
+    """The folder that the first worker of a test run who needs it fills, by a name that it does not keep."""
+    shared = factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    place = shared / name
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            begun = shared / f"begun-{name}"
+            begun.mkdir(exist_ok=True)
+            begin(begun)
+            begun.rename(place)
+    return place

@@ -350,7 +350,7 @@ def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Itera
     """The states of stage 0, which keeps them whole, in the order of its groups and without a name.
 
     Each takes the first parameter of its shape that is left. That this is right, the comparison of the masters with the
-    module proves, also where moments are asked for.
+    module proves, also where moments are asked for: `converters/copies.py` lets no one switch it off.
 
     Raises:
         SourceError: there are none, or they fit no parameter.

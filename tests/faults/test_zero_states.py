@@ -22,8 +22,8 @@ def save(root: Path, model: Mapping[str, Any], optimizer: Any = None, stage: int
     tag = root / "global_step1"
     tag.mkdir(parents=True)
     (root / "latest").write_text(tag.name)
-    config = {"model_type": "foo", "vocab_size": 8, "architectures": ["FooForCausalLM"]}
-    (root / "config.json").write_text(json.dumps(config | {"eos_token_id": 1}))
+    config = {"model_type": "foo", "architectures": ["FooForCausalLM"], "eos_token_id": 1}
+    (root / "config.json").write_text(json.dumps(config))
     about = {"buffer_names": [], "shared_params": {}, "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1}
     name = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00"
     torch.save(about | {"optimizer": None} | model, tag / f"{name}_model_states.pt")
@@ -76,3 +76,44 @@ def test_a_part_of_a_frozen_matrix_lies_in_one_row(convert, tmp_path, kind):
         assert torch.equal(weights(tmp_path / "out")["f.weight"], flat.reshape(3, 4))
     else:
         refused(told, 3, "holds the frozen f.weight as", "no flat tensor")
+
+
+@pytest.mark.parametrize("kind", ["fp32-master", "exp_avg"])
+@pytest.mark.parametrize("policy", ["verify", "first", "mean"])
+def test_states_without_names_are_compared_whatever_is_asked(convert, tmp_path, kind, policy):
+    """Stage 0, with weights that decay in one group and biases of the same shape in another: shapes do not tell."""
+    import torch
+
+    values = {"a.weight": 1.0, "a.bias": 2.0, "b.weight": 3.0}
+    module = {name: torch.full((4,), value).bfloat16() for name, value in values.items()}
+    module[EMBEDDING] = torch.arange(32.0).reshape(8, 4).bfloat16()
+    groups = [[module[name].float() for name in names] for names in (("a.weight", "b.weight", EMBEDDING), ("a.bias",))]
+    flat = [one for group in groups for one in group]
+    state = {number: {"step": 1, "exp_avg": one * 10, "exp_avg_sq": one} for number, one in enumerate(flat)}
+    inner = {"state": state, "param_groups": [{"params": [0, 1, 2]}, {"params": [3]}]}
+    model = {"module": module, "optimizer": {"fp32_groups": groups, "optimizer_state_dict": inner}}
+    words = [save(tmp_path / "run", model), tmp_path / "out", "--weights", kind, "--replicas", policy]
+    told = convert("zero2hf", *words)
+    refused(told, 6, "are not the rounded float32 masters", "--weights module")
+    assert "--replicas" not in told.err
+
+
+def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, tmp_path):
+    """In the second of two tiles: what the first one left in memory is compared with nothing."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    rows = 8190
+    embedding = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0))
+    model = {"module": {EMBEDDING: embedding.bfloat16()}, "param_shapes": [{EMBEDDING: (rows, 64)}]}
+    run = save(tmp_path / "run", model, partition(embedding.flatten()))
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(rows)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(run / "tokenizer.json"))
+    (run / "tokenizer_config.json").write_text('{"eos_token": "w1"}')
+    words = [*MASTERS, "--chat-template", "chatml", "--memory", "3MiB", "-j", 1]
+    told = convert("zero2hf", run, tmp_path / "out", *words)
+    assert told.code == 0, told.err
+    held = weights(tmp_path / "out")[EMBEDDING]
+    assert len(held) > rows
+    assert torch.equal(held[:rows], embedding)

@@ -22,7 +22,7 @@ from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, Share, fingerprint, open_journal
 from converters.plan import Job, Plan, cast_dtype, cast_dtypes, make_plan
 from converters.report import Progress, size
-from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, neox, neox_writer, optimizer
+from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, neox, neox_args, neox_writer, optimizer
 from formats.checkpoint import Checkpoint, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError
 from formats.megatron_args import DIST, Options
@@ -170,7 +170,8 @@ def plan_megatron(
         name = megatron_llm.TOKENIZER
         places = [folder / name for folder in (source.assets, source.root) if folder and (folder / name).is_file()]
         copies |= {name: places[0]} if places else {}
-    return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
+    plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
+    return replace(plan, notes=megatron_llm.window_notes(spec) if llm == [False, True] else ())
 
 
 def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options) -> Plan:
@@ -181,7 +182,9 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     dtypes = cast_dtypes(source, request.cast)
     target = neox_writer.write(request.root, source.spec, dtypes, options)
     texts, copies = _inside(source, request, neox.ASSETS)
-    return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
+    notes = () if source.format == neox.NAME else neox_args.window_notes(source.spec)
+    plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
+    return replace(plan, notes=notes)
 
 
 def _inside(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -33,53 +35,54 @@ class Copies:
 
     Attributes:
         drift: how far apart the copies were that had to be averaged.
+        nameless: masters lie in the model's own file, as in ZeRO stage 0, which gives them no names: that each is the
+            tensor's own only the comparison tells, and no policy does without it.
     """
 
     def __init__(self, job: Job, files: Files, policy: str) -> None:
         axes, heeded = len(job.shape), policy != "first"
         self.job, self.files = job, files
         self.replicas = {name: Nearby(one, axes) for name, one in job.replicas.items()} if heeded or job.partial else {}
-        self.twins = Nearby(job.twins, axes) if job.twins and heeded else None
+        self.nameless = bool(job.twins) and job.twins[0].fragment.path == job.sources[0].fragment.path
+        self.twins = Nearby(job.twins, axes) if job.twins and (heeded or self.nameless) else None
         self.mean = policy in ("mean", "drift") and job.source_dtype in FLOATS
         self.plausible = policy == "drift" and not job.name.startswith("exp_avg")  # moments may be far apart
         self.worst: dict[str, float] = {}
         self.drift, self.unequal = 0.0, 0
 
-    def settle(self, values: Array, tile: Tile) -> Array:
-        """The elements of a tile that count, given those of the first copy."""
+    def settle(self, values: Array, tile: Tile) -> None:
+        """Make of the elements of the first copy in a tile those that count. Rows that no copy has are left alone."""
+        rows = self.job.rows
+        if rows is not None:
+            values = values[: max(0, rows - tile.start[0]) * (len(values) // tile.shape[0])]
         if self.twins:
             self._round(values, tile, self.twins)
-        if not self.replicas:
-            return values
-        if self.job.partial:
-            return edges.add(self._all(values, tile), self.job.source_dtype)
-        if not self.mean:
-            self._compare(values, tile)
-            return values
-        every = self._all(values, tile)
-        apart = [copy for copy in every[1:] if not np.array_equal(every[0], copy)]
-        for copy in apart:
-            distance = _distance(every[0], copy, self.job.source_dtype)
-            self.drift = max(self.drift, distance)
-            if self.plausible and not distance <= FARTHEST * _largest(every[0], self.job.source_dtype):
-                self.worst["its copies"] = max(self.worst.get("its copies", 0.0), distance)
-        return edges.mean(every, self.job.source_dtype) if apart else values
+        if self.job.partial and self.replicas:
+            values[:] = edges.add(chain([values], self._others(values, tile)), self.job.source_dtype)
+        elif self._apart(values, tile) and self.mean:
+            values[:] = edges.mean(chain([values], self._others(values, tile)), self.job.source_dtype)
 
-    def _all(self, values: Array, tile: Tile) -> list[Array]:
-        found, other = [values.copy()], tile.other.view(values.dtype)[: len(values)]
+    def _others(self, values: Array, tile: Tile) -> Iterator[Array]:
+        """The further copies, one after the other in the same memory."""
+        other = tile.other.view(values.dtype)[: len(values)]
         for parts in self.replicas.values():
             gather(self.files, parts, tile.start, tile.shape, other, tile.scratch.view(values.dtype))
-            found.append(other.copy())
-        return found
+            yield other
 
-    def _compare(self, values: Array, tile: Tile) -> None:
-        count, rows, other = len(values), self.job.rows, tile.other.view(values.dtype)[: len(values)]
-        held = count if rows is None else min(count, max(0, rows - tile.start[0]) * (count // tile.shape[0]))
-        for name, parts in self.replicas.items():
-            gather(self.files, parts, tile.start, tile.shape, other, tile.scratch.view(values.dtype))
-            if not np.array_equal(values[:held], other[:held]):
-                distance = _distance(values[:held], other[:held], self.job.source_dtype)
+    def _apart(self, values: Array, tile: Tile) -> bool:
+        """Whether copies differ; how far is noted."""
+        dtype, found = self.job.source_dtype, False
+        for name, copy in zip(self.replicas, self._others(values, tile), strict=True):
+            if np.array_equal(values, copy):
+                continue
+            found, distance = True, _distance(values, copy, dtype)
+            if not self.mean:
                 self.worst[name] = max(self.worst.get(name, 0.0), distance)
+                continue
+            self.drift = max(self.drift, distance)
+            if self.plausible and not distance <= FARTHEST * _largest(values, dtype):
+                self.worst["its copies"] = max(self.worst.get("its copies", 0.0), distance)
+        return found
 
     def _round(self, values: Array, tile: Tile, twins: Nearby) -> None:
         """Count the elements in which the rounded masters differ from what the model computes with."""
@@ -100,10 +103,11 @@ class Copies:
         job = self.job
         if self.unequal:
             alone = "without its optimizer" if job.state else "with zero2hf or neox2hf --weights module"
+            unchecked = "" if self.nameless else "; --replicas first takes the masters unchecked"
             raise VerificationError(
                 f"{self.unequal} of {prod(job.shape)} elements of {job.name} in {job.twins[0].fragment.path} are not "
                 f"the rounded float32 masters of {job.sources[0].fragment.path}",
-                f"the model goes alone {alone}; --replicas first takes the masters unchecked",
+                f"the model goes alone {alone}{unchecked}",
             )
         if not self.worst:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -98,23 +99,26 @@ def finite(words: Array, dtype: str) -> bool:
     return dtype not in FLOATS or all(int((piece & words.dtype.type(mask)).max()) < exponent for piece in pieces)
 
 
-def mean(copies: list[Array], dtype: str) -> Array:
+def mean(copies: Iterable[Array], dtype: str) -> Array:
     """The mean of diverged replicas, taken in float32 (float64 for F64) and rounded once."""
-    total = _total(copies, dtype)
-    total /= len(copies)
+    total, count = _total(copies, dtype)
+    total /= count
     return _rounded(total, dtype, "the mean")
 
 
-def add(copies: list[Array], dtype: str) -> Array:
+def add(copies: Iterable[Array], dtype: str) -> Array:
     """The sum of what several ranks hold, taken in float32 (float64 for F64) and rounded once."""
-    return _rounded(_total(copies, dtype), dtype, "the sum")
+    return _rounded(_total(copies, dtype)[0], dtype, "the sum")
 
 
-def _total(copies: list[Array], dtype: str) -> Array:
-    total: Array = to_float(copies[0], dtype).copy()
-    for copy in copies[1:]:
+def _total(copies: Iterable[Array], dtype: str) -> tuple[Array, int]:
+    """The sum of copies, each of which is done with when the next one is asked for, and how many there were."""
+    rest = iter(copies)
+    total, count = to_float(next(rest), dtype).copy(), 1
+    for copy in rest:
         total += to_float(copy, dtype)
-    return total
+        count += 1
+    return total, count
 
 
 def _rounded(values: Array, dtype: str, name: str) -> Array:

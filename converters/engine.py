@@ -3,7 +3,8 @@
 Each job passes through a buffer in canonical order, tile by tile: source leaves are read into the tile, the tile is
 cast if it has to be, hashed, and written out to the target leaves. So each source byte is read once and each target
 byte written once, whatever the two layouts are, and the digest comes for free. Payloads are never mapped and never
-held whole; a thread owns a tile, a second one for casts and replicas, and a scratch buffer.
+held whole; a thread owns a tile, a second one for casts and replicas, and a scratch buffer. Where copies are summed or
+averaged, their total is as many floats again.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def run_job(
         count = prod(shape)
         values = tile[:count]
         gather(files, sources, start, shape, values, scratch)
-        values = copies.settle(values, Tile(start, shape, buffers.other, buffers.scratch))
+        copies.settle(values, Tile(start, shape, buffers.other, buffers.scratch))
         if job.rows is not None:
             _grow(values, job.rows, fill, start, shape)
         room = buffers.other.view(WORDS[DTYPES[job.dtype]])[:count]

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby, product
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -244,8 +245,15 @@ class Placed(NamedTuple):
     part: Cut | None = None
 
     def leaves(self) -> list[Leaf]:
-        """What the fragment holds."""
-        return self.slot.leaves(None if self.fragment.row_major else self.fragment.strides, self.part)
+        """What the fragment holds.
+
+        Raises:
+            SourceError: it is an interval of elements that do not lie one behind the other.
+        """
+        fragment, flat = self.fragment, self.part is not None and self.part.flat
+        if flat and not fragment.row_major and prod(fragment.shape) > 1:
+            raise SourceError(f"{fragment.path} holds {self.key} in a flat piece with gaps: strides {fragment.strides}")
+        return self.slot.leaves(None if fragment.row_major else fragment.strides, self.part)
 
 
 def match(

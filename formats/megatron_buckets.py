@@ -150,5 +150,5 @@ def _cut(source: Checkpoint, parameters: Sequence[Parameter], buckets: Sequence[
             if begin >= end:
                 break
             offset = flat.offset + (low - begin) * DTYPES[flat.dtype]
-            part = flat._replace(offset=offset, shape=(high - low,), strides=(1,))
+            part = flat._replace(offset=offset, shape=(high - low,))
             yield Placed(one.key, one.slot, part, Cut(((low - at, high - at),), flat=True))

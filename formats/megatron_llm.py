@@ -11,6 +11,7 @@ tests/golden/megatron_llm.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,7 @@ ARGS = {
     "rope_theta": "rope_theta",
     "sliding_window": "sliding_window_size",
 }
-"""Setting: argument (megatron/arguments.py). A window is one token wider there than in transformers: flash-attn is told to
-look so many tokens back."""
+"""Setting: argument (megatron/arguments.py)."""
 
 ONLY = {
     "glu_activation": ("swiglu",),
@@ -137,7 +137,19 @@ def from_args(
         values |= {name: getattr(base, name) for name in forgotten if base}
     values["vocab"] = vocab = settings.vocab_size or args.get("true_vocab_size") or _vocab(args, base, assets, release)
     lost = base is not None and isinstance(vocab, int) and vocab < (base.vocab or 0)  # a training only adds tokens
-    return agreed(values, Facts(), settings.values, base, where, apart=() if lost else ("vocab",))
+    spec = agreed(values, Facts(), settings.values, base, where, apart=() if lost else ("vocab",))
+    return replace(spec, notes=(*spec.notes, *window_notes(spec)))
+
+
+def window_notes(spec: ModelSpec) -> tuple[str, ...]:
+    """What a window is there, if there is one: flash-attn is told to look so many tokens back (model/transformer.py).
+
+    The number is kept all the same: its own converters keep it, and its Mistral takes no other than that of the Hub's.
+    """
+    if spec.sliding_window is None:
+        return ()
+    said = f"sliding_window_size = {spec.sliding_window}"
+    return (f"{said} of Megatron-LLM sees a token more than that of transformers; its own converters keep it too",)
 
 
 def _is_rotary(value: Any) -> bool:

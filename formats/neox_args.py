@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ NEOX = {
     "kv_heads": ("num_kv_heads", None),
     "max_positions": ("max_position_embeddings", None),
     "rope_theta": ("rotary_emb_base", 10000),
-    "sliding_window": ("sliding_window_width", None),
 }
 """Setting: key, and what NeoX takes when it is absent."""
+WINDOW = "sliding_window_width"
+"""How many tokens before itself a token sees: flash-attn is told so much to the left (transformer.py:602), and the mask
+has so many diagonals below the main one (utils.py:77)."""
 
 NEOX_ONLY: Mapping[str, tuple[Any, ...]] = {
     "pos_emb": ("rotary",),
@@ -169,8 +172,19 @@ def from_neox(
     }
     if (values["family"], family) == ("llama", "mistral"):
         values["family"] = family
+    if config.get(WINDOW) is not None and "sliding_window" not in settings:
+        values["sliding_window"] = whole(config[WINDOW], WINDOW, where) + 1
     _require_dense(config, where)
-    return checked(values | dict(settings), where)
+    spec = checked(values | dict(settings), where)
+    return spec if "sliding_window" in settings else replace(spec, notes=window_notes(spec))
+
+
+def window_notes(spec: ModelSpec) -> tuple[str, ...]:
+    """How each side counts the tokens of a window, if there is one."""
+    window = spec.sliding_window
+    if window is None:
+        return ()
+    return (f"sliding_window = {window} counts the token itself, {WINDOW} = {window - 1} of GPT-NeoX those before it",)
 
 
 def number(value: Any) -> Any:
@@ -201,7 +215,7 @@ def _family(config: Mapping[str, Any], biases: bool, gqa: bool, where: str) -> d
     fraction, parallel = number(config.get("rotary_pct", 1.0)), config.get("gpt_j_residual", False)
     rms = NORMS.get(norm) == "rms_norm_epsilon"
     if rms and is_gated(config) and not biases and not parallel and fraction == 1.0:
-        return {"family": "mistral" if config.get("sliding_window_width") else "llama"}
+        return {"family": "mistral" if config.get(WINDOW) else "llama"}
     real(fraction, "rotary_fraction", where)
     if (
         not rms
@@ -319,7 +333,7 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
     if spec.family in ("llama", "mistral"):
         return {
             **({"num_kv_heads": spec.kv_heads} if spec.kv_heads != spec.heads else {}),
-            **({"sliding_window_width": spec.sliding_window} if spec.sliding_window else {}),
+            **({WINDOW: spec.sliding_window - 1} if spec.sliding_window else {}),
             "norm": "rmsnorm",
             "rms_norm_epsilon": spec.norm_epsilon,
             "rotary_pct": 1.0,

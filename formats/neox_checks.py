@@ -85,8 +85,13 @@ def _says_topology(held: Mapping[str, Any], *, layered: bool) -> bool:
 
 
 def require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, where: str) -> None:
-    """The config.json of Hugging Face that goes with a checkpoint describes the same model as its yml."""
+    """The config.json of Hugging Face that goes with a checkpoint describes the same model as its yml.
+
+    Its window may be a token narrower: the scripts of GPT-NeoX copy the number, with which a token sees one more there.
+    """
     decided = {*settings.values, "max_positions", "vocab"}
+    if spec.sliding_window is not None and base.sliding_window == spec.sliding_window - 1:
+        decided.add("sliding_window")
     wrong = [line for line in differences(spec, base) if line.partition(":")[0] not in decided]
     if wrong:
         raise RefusedError(

@@ -186,7 +186,7 @@ def number(file: TorchFile, value: Any) -> float:
 
 
 def _fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
-    if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or ref.strides not in ((1,), (0,)):
+    if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or (ref.strides != (1,) and ref.shape[0] > 1):
         raise SourceError(f"{file.path} holds {name} as {short(ref)}, which is no flat tensor")
     return file.fragment(ref, name)
 
@@ -302,7 +302,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def frozen(files: Sequence[TorchFile]) -> Iterator[tuple[str, Scattered]]:
-    """The parameters that are not trained: whole in stage 2, a part on each rank in stage 3.
+    """The parameters that are not trained: in stage 2 whole, as they lay in memory, in stage 3 a part on each rank.
 
     Args:
         files: the model files of all data parallel ranks; of stage 2 only the first is there.
@@ -316,13 +316,16 @@ def frozen(files: Sequence[TorchFile]) -> Iterator[tuple[str, Scattered]]:
             ref = (file.value.get("frozen_param_fragments") or {}).get(name)
             if not isinstance(ref, TensorRef):
                 raise SourceError(f"{file.path} holds no fragment of {name}, which is frozen")
-            fragment = file.fragment(ref, name)
-            stop = min(prod(shape), start + prod(fragment.shape))
+            if ref.shape == shape and len(files) == 1:
+                fragment = file.fragment(ref, name)
+                pieces.append(Piece(whole_part(shape), fragment))
+                continue
+            fragment = _fragment(file, ref, f"the frozen {name}")
+            stop = min(prod(shape), start + fragment.shape[0])
             if stop > start:
-                flat = fragment._replace(shape=(prod(fragment.shape),), strides=(1,))
-                pieces.append(_piece(flat, 0, start, stop))
+                pieces.append(_piece(fragment, 0, start, stop))
             start = stop
-        yield name, _whole(name, shape, pieces, fragment._replace(shape=(1,), strides=(1,)))
+        yield name, _whole(name, shape, pieces, fragment)
 
 
 def module(file: TorchFile) -> dict[str, Fragment]:
@@ -347,7 +350,7 @@ def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Itera
     """The states of stage 0, which keeps them whole, in the order of its groups and without a name.
 
     Each takes the first parameter of its shape that is left. That this is right, the comparison of the masters with the
-    module proves, also where moments are asked for.
+    module proves, also where moments are asked for: `converters/copies.py` lets no one switch it off.
 
     Raises:
         SourceError: there are none, or they fit no parameter.

@@ -141,12 +141,14 @@ def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
 @click.argument("two", type=FOLDER)
 @reading
 @weights
+@replicas
 @memory
 @as_json
 def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> None:
     """Compare two checkpoints in any formats; exit 6 when they differ."""
     from converters.convert import plan_reading
     from converters.diff import compare
+    from converters.engine import Limits
     from converters.report import Progress, table
     from formats.spec import differences
 
@@ -157,7 +159,7 @@ def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> No
     settings = differences(first.spec, second.spec)
     left, right = plan_reading(first), plan_reading(second)
     with Progress("comparing", left.nbytes, as_json) as progress:
-        found = compare(left, right, memory, progress.advance)
+        found = compare(left, right, Limits(1, memory, options["replicas"]), progress.advance)
     if as_json:
         tensors = [{"name": d.name, "what": d.what, "elements": d.count, "largest": d.largest} for d in found]
         facts = {"equal": not settings and not found, "settings": settings, "tensors": tensors}

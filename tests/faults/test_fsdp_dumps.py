@@ -181,6 +181,18 @@ def test_a_missing_rank_of_flat_pieces_is_noticed(flat, merge, lost):
     refused(merge(flat), 3, flat, "missing" if lost == 3 else f"rank {lost}")
 
 
+def test_a_flat_piece_with_gaps_is_refused(flat, merge):
+    """What torch.save leaves of a view: its storage is twice as long."""
+    import torch
+
+    path = flat / f"pytorch_model_fsdp_rank{RANKS - 1}.bin"
+    held = torch.load(path)
+    key = next(key for key, one in held.items() if one.numel() > 1)
+    held[key] = held[key].repeat_interleave(2)[::2]
+    torch.save(held, path)
+    refused(merge(flat), 3, path, key, "in a flat piece with gaps: strides (2,)")
+
+
 def test_flat_pieces_of_a_model_without_a_table_are_refused(flat, merge):
     assert merge(flat, "--verbatim").code in (0, 4)
 

@@ -163,6 +163,17 @@ def test_what_is_there_is_said(convert, name):
 # --- what it does not say --------------------------------------------------------------------------------------------
 
 
+def test_a_window_keeps_its_number_and_is_told(convert, tmp_path):
+    """Upstream's flash-attn looks so many tokens back; its converters and its Mistral know no other number."""
+    told = "note: sliding_window_size = 4096 of Megatron-LLM sees a token more than that of transformers"
+    ran = convert("hf2megatron", HERE / "mistral/hf", tmp_path / "m", "--format", "megatron-llm")
+    assert told in ran.err
+    for run in (tmp_path / "m", HERE / "mistral/sharded"):
+        assert told in convert("megatron2hf", run, tmp_path / "hf", "--config", HERE / "mistral/hf", "--force").err
+    assert convert("reshard", tmp_path / "m", tmp_path / "two", "--tp", 2).err.count(told) == 1
+    assert "sliding_window" not in convert("megatron2hf", HERE / "llama2/raw", tmp_path / "llama").err
+
+
 def test_an_unknown_vocabulary_is_asked_for(convert, tmp_path):
     run = HERE / "llama2/trained"
     ran = convert("megatron2hf", run, tmp_path / "out")

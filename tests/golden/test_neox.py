@@ -264,3 +264,43 @@ def test_no_machine_is_named_in_the_files():
     for case in CASES:
         for path in case.rglob("*"):
             assert not path.is_file() or b"/home/" not in path.read_bytes(), path
+
+
+def test_diff_adds_up_what_ranks_hold_of_a_bias(convert, tmp_path):
+    """As verify does: of two ranks with a parallel residual, each holds a summand."""
+    import shutil
+
+    import torch
+
+    case, out = HERE / "neox-parallel-tp2", tmp_path / "out"
+    assert convert("neox2hf", case, out, *flags(case)).code == 0
+    other = shutil.copytree(case, tmp_path / "other")
+    ran = convert("diff", case, out, "--vocab-size", 101)
+    assert ran.code == 0, ran.out
+    path = tag(other) / "mp_rank_01_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["module"]["sequential.2.attention.dense.bias"] += 1
+    torch.save(state, path)
+    ran = convert("diff", case, other, "--vocab-size", 101)
+    assert ran.code == 6
+    assert [line.split()[0] for line in ran.out.splitlines()] == ["output_bias.0"]
+
+
+def test_diff_knows_copies_that_drifted(convert, tmp_path):
+    """It is told what to do with them, as verify is."""
+    import shutil
+
+    import torch
+
+    case = HERE / "llama-mha-tp2"
+    other = shutil.copytree(case, tmp_path / "other")
+    path = tag(other) / "mp_rank_01_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["module"]["sequential.5.norm.scale"] += 0.5
+    torch.save(state, path)
+    words = ["diff", case, other, "--vocab-size", 101]
+    refused(convert(*words), 6, "final_norm differs between its copies", "--replicas first")
+    assert convert(*words, "--replicas", "first").code == 0
+    ran = convert(*words, "--replicas", "mean")
+    assert ran.code == 6
+    assert ran.out.split()[0] == "final_norm"

@@ -86,3 +86,29 @@ def test_the_flags_of_neox_own_script_are_understood(model, convert, tmp_path):
     assert convert("neox2hf", tag).code == 2
     assert convert("neox2hf", tag, tmp_path / "x", "--output_dir", tmp_path / "y").code == 2
     assert convert("neox2hf", tag, tmp_path / "x", "--precision", "fp16", "--dtype", "bf16").code == 2
+
+
+def test_a_window_is_counted_in_either_way(model, convert, tmp_path):
+    """hf2neox writes one less and neox2hf one more; a yml that has the number of the config counts, and it is told."""
+    import yaml
+
+    source = model("mistral", head_dim=8)
+    told = "sliding_window = 8 counts the token itself, sliding_window_width = 7 of GPT-NeoX those before it"
+    ran = convert("hf2neox", source, tmp_path / "run")
+    assert f"note: {told}" in ran.err
+    assert ran.code == 0
+    (path,) = (tmp_path / "run").glob("*/configs/*.yml")
+    held = yaml.safe_load(path.read_text())
+    assert held["sliding_window_width"] == 7
+    ran = convert("neox2hf", tmp_path / "run", tmp_path / "back")
+    assert f"note: {told}" in ran.err
+    assert files(tmp_path / "back") == files(source)
+    path.write_text(yaml.safe_dump(held | {"sliding_window_width": 8}))
+    ran = convert("neox2hf", tmp_path / "run", tmp_path / "wider")
+    assert ran.code == 0, ran.err
+    assert "note: sliding_window = 9" in ran.err
+    assert json.loads((tmp_path / "wider" / "config.json").read_text())["sliding_window"] == 9
+    path.write_text(yaml.safe_dump(held | {"sliding_window_width": 9}))
+    ran = convert("neox2hf", tmp_path / "run", tmp_path / "other")
+    assert ran.code == 5
+    assert "sliding_window: 10 | 8" in ran.err

@@ -188,6 +188,24 @@ def test_diff_compares_types_as_numbers_and_settings_by_name(model, convert, tmp
     assert "setting norm_epsilon: 1e-06 | 1e-05" in ran.out
 
 
+@pytest.mark.parametrize(("there", "bits"), [(-0.0, 0x8000), (float("nan"), 0x7FC1)])
+def test_diff_and_verify_look_at_bits(model, convert, tmp_path, there, bits):
+    """A zero with a sign, and a NaN with another payload, are no other numbers, and other weights."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    here = torch.tensor(there).abs().bfloat16()
+    folders = [shutil.copytree(model("llama", "bfloat16"), tmp_path / name) for name in "ab"]
+    for folder, value in zip(folders, (here, torch.tensor(bits, dtype=torch.uint16).view(torch.bfloat16)), strict=True):
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"][:3] = value
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert convert("verify", *folders).code == 6
+    ran = convert("diff", *folders)
+    assert ran.code == 6
+    assert " ".join(ran.out.split()) == "final_norm bits of zeros or NaN 3 elements differ by up to 0"
+
+
 @pytest.mark.parametrize(
     ("dtype", "there", "name"),
     [("float32", "bf16", "bfloat16"), ("bfloat16", "fp32", "float32"), ("float32", "fp16", "float16")],

@@ -43,3 +43,38 @@ def test_threads_and_memory_do_not_change_the_output(model, convert, tmp_path):
         assert convert("hf2megatron", source, tmp_path / str(number), "--tp", 2, "--pp", 2, *words).code == 0
         seen.append(files(tmp_path / str(number)))
     assert seen[0] == seen[1] == seen[2] == seen[3]
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["mean", "sum"])
+def test_copies_are_added_up_one_by_one(tmp_path, partial):
+    """A thousand ranks need no more memory than two."""
+    import tracemalloc
+
+    import numpy as np
+
+    from converters.blocks import Files
+    from converters.engine import Limits, execute
+    from converters.plan import Job, Part
+    from formats.pattern import Leaf, Span
+    from formats.storage import Fragment
+
+    count, size = 40, 1 << 18
+    values = np.random.default_rng(0).normal(size=(count, size)).astype(np.float32)
+    values.tofile(tmp_path / "copies")
+    result = np.zeros(size, np.float32)
+    result.tofile(tmp_path / "result")
+    leaf = Leaf("final_norm", (Span("hidden", 0, size, 1),), 0)
+    parts = [
+        (Part(leaf, Fragment(tmp_path / "copies", 4 * size * index, "F32", (size,), (1,))),) for index in range(count)
+    ]
+    target = Part(leaf, Fragment(tmp_path / "result", 0, "F32", (size,), (1,)))
+    others = {f"tp rank {index}": parts[index] for index in range(1, count)}
+    job = Job("final_norm", None, (size,), "F32", "F32", parts[0], others, (target,), partial=partial)
+    tracemalloc.start()
+    with Files() as files:
+        execute([job], files, Limits(1, 3 << 20, "mean"), done=lambda *_: None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 << 20
+    wanted = values.cumsum(0, dtype=np.float32)[-1] / np.float32(1 if partial else count)
+    assert np.array_equal(np.fromfile(tmp_path / "result", np.float32), wanted)

@@ -31,6 +31,23 @@ def test_a_llama():
     assert spec(LLAMA | {"sliding_window_width": 512}).family == "mistral"
 
 
+def test_a_window_is_as_wide_as_in_neox():
+    """Its mask, computed here as it does (megatron/utils.py:67-80), is that of transformers with our setting."""
+    import torch
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    mask = torch.triu(torch.tril(torch.ones(9, 9)), diagonal=-3) >= 0.5
+    found = spec(LLAMA | {"sliding_window_width": 3})
+    sees = sliding_window_causal_mask_function(found.sliding_window)
+    theirs = [[bool(sees(0, 0, torch.tensor(row), torch.tensor(column))) for column in range(9)] for row in range(9)]
+    assert torch.equal(mask, torch.tensor(theirs))
+    assert to_neox(found, 1, 0, 1, {})["sliding_window_width"] == 3
+    assert "sliding_window = 4 counts the token itself, sliding_window_width = 3 of GPT-NeoX" in found.notes[0]
+    assert (spec(LLAMA | {"sliding_window_width": 3}, sliding_window=3).sliding_window, spec(LLAMA).notes) == (3, ())
+    with pytest.raises(SourceError, match="sliding_window_width = 0"):
+        spec(LLAMA | {"sliding_window_width": 0})
+
+
 def test_what_neox_takes_when_a_key_is_absent():
     """megatron/neox_arguments/neox_args.py at ea7aefd8: tied, LayerNorm with 1e-5, GELU, serial, whole heads turn."""
     bare = {key: PYTHIA[key] for key in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")}

@@ -1,0 +1,119 @@
+"""Folders of DeepSpeed in which names, strides or rows are unlike those of every day: right or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.dcp_tools import refused, weights
+
+MASTERS = ("--weights", "fp32-master", "-q")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def save(root: Path, model: Mapping[str, Any], optimizer: Any = None, stage: int = 2) -> Path:
+    """A checkpoint of a model that no table knows, of one rank, in the files that its stage has."""
+    import torch
+
+    tag = root / "global_step1"
+    tag.mkdir(parents=True)
+    (root / "latest").write_text(tag.name)
+    config = {"model_type": "foo", "architectures": ["FooForCausalLM"], "eos_token_id": 1}
+    (root / "config.json").write_text(json.dumps(config))
+    about = {"buffer_names": [], "shared_params": {}, "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1}
+    name = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00"
+    torch.save(about | {"optimizer": None} | model, tag / f"{name}_model_states.pt")
+    if optimizer is not None:
+        torch.save({"optimizer_state_dict": optimizer}, tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    return root
+
+
+def partition(flat: Any, stage: int = 2) -> dict[str, Any]:
+    """What the only rank of a training keeps of its only group."""
+    settings = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    inner = {"state": {0: {"step": 1, "exp_avg": flat, "exp_avg_sq": flat}}, "param_groups": [settings]}
+    if stage == 3:
+        return {"zero_stage": 3, "fp32_flat_groups": [flat], "optimizer_state_dict": inner, "partition_count": 1}
+    held = {"single_partition_of_fp32_groups": [flat], "group_paddings": [0], "partition_count": [1]}
+    return held | {"zero_stage": stage, "base_optimizer_state": inner}
+
+
+def frozen(name: str, fragment: Any, shape: Sequence[int]) -> dict[str, Any]:
+    """What a model file says of a parameter that is not trained."""
+    return {"frozen_param_shapes": {name: tuple(shape)}, "frozen_param_fragments": {name: fragment}}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_frozen_matrix_comes_back_in_its_own_order(convert, tmp_path, stage):
+    """DeepSpeed saves `param.detach().cpu()`, which keeps the strides (engine.py, 0.19.8)."""
+    import torch
+
+    embedding, matrix = torch.arange(32.0).reshape(8, 4), torch.arange(12.0).reshape(4, 3).t().bfloat16()
+    assert matrix.stride() == (1, 3)
+    module = {EMBEDDING: embedding.bfloat16(), "f.weight": matrix}
+    model = {"module": module, "param_shapes": [{EMBEDDING: (8, 4)}], **frozen("f.weight", matrix, (3, 4))}
+    run = save(tmp_path / "run", model, partition(embedding.flatten(), stage), stage)
+    assert convert("zero2hf", run, tmp_path / "out", *MASTERS).code == 0
+    assert torch.equal(weights(tmp_path / "out")["f.weight"], matrix)
+
+
+@pytest.mark.parametrize("kind", ["one row", "every other element", "one element"])
+def test_a_part_of_a_frozen_matrix_lies_in_one_row(convert, tmp_path, kind):
+    """Of stage 3, whose parts are intervals."""
+    import torch
+
+    embedding, flat = torch.arange(32.0), torch.arange(12.0).bfloat16()
+    part = {"one row": flat, "every other element": flat.repeat_interleave(2)[::2], "one element": flat[:1].expand(12)}
+    held = {"module": {EMBEDDING: torch.empty(0)}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    model = held | frozen("f.weight", part[kind], (3, 4))
+    told = convert("zero2hf", save(tmp_path / "run", model, partition(embedding, 3), 3), tmp_path / "out", *MASTERS)
+    if kind == "one row":
+        assert told.code == 0
+        assert torch.equal(weights(tmp_path / "out")["f.weight"], flat.reshape(3, 4))
+    else:
+        refused(told, 3, "holds the frozen f.weight as", "no flat tensor")
+
+
+@pytest.mark.parametrize("kind", ["fp32-master", "exp_avg"])
+@pytest.mark.parametrize("policy", ["verify", "first", "mean"])
+def test_states_without_names_are_compared_whatever_is_asked(convert, tmp_path, kind, policy):
+    """Stage 0, with weights that decay in one group and biases of the same shape in another: shapes do not tell."""
+    import torch
+
+    values = {"a.weight": 1.0, "a.bias": 2.0, "b.weight": 3.0}
+    module = {name: torch.full((4,), value).bfloat16() for name, value in values.items()}
+    module[EMBEDDING] = torch.arange(32.0).reshape(8, 4).bfloat16()
+    groups = [[module[name].float() for name in names] for names in (("a.weight", "b.weight", EMBEDDING), ("a.bias",))]
+    flat = [one for group in groups for one in group]
+    state = {number: {"step": 1, "exp_avg": one * 10, "exp_avg_sq": one} for number, one in enumerate(flat)}
+    inner = {"state": state, "param_groups": [{"params": [0, 1, 2]}, {"params": [3]}]}
+    model = {"module": module, "optimizer": {"fp32_groups": groups, "optimizer_state_dict": inner}}
+    words = [save(tmp_path / "run", model), tmp_path / "out", "--weights", kind, "--replicas", policy]
+    told = convert("zero2hf", *words)
+    refused(told, 6, "are not the rounded float32 masters", "--weights module")
+    assert "--replicas" not in told.err
+
+
+def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, tmp_path):
+    """In the second of two tiles: what the first one left in memory is compared with nothing."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    rows = 8190
+    embedding = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0))
+    model = {"module": {EMBEDDING: embedding.bfloat16()}, "param_shapes": [{EMBEDDING: (rows, 64)}]}
+    run = save(tmp_path / "run", model, partition(embedding.flatten()))
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(rows)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(run / "tokenizer.json"))
+    (run / "tokenizer_config.json").write_text('{"eos_token": "w1"}')
+    words = [*MASTERS, "--chat-template", "chatml", "--memory", "3MiB", "-j", 1]
+    told = convert("zero2hf", run, tmp_path / "out", *words)
+    assert told.code == 0, told.err
+    held = weights(tmp_path / "out")[EMBEDDING]
+    assert len(held) > rows
+    assert torch.equal(held[:rows], embedding)

@@ -28,9 +28,8 @@ from converters.publish.small_files import (
 from converters.publish.vocabulary import NAME, Vocabulary, read_vocabulary
 from formats.errors import SourceError, UsageError, short
 from formats.huggingface import INDEX, SINGLE, read_json, read_weight_map
+from formats.rows import EMBEDDING
 from formats.storage import read_safetensors
-
-EMBEDDING = "embed_tokens.weight"
 
 
 class Finding(NamedTuple):
@@ -65,18 +64,14 @@ def embedding_rows(folder: Path) -> int:
     """
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         placed = read_weight_map(folder)
-        names = (
-            [SINGLE] if placed is None else sorted({name for key, name in placed.items() if key.endswith(EMBEDDING)})
-        )
-        for name in names:
+        held = {SINGLE} if placed is None else {name for key, name in placed.items() if EMBEDDING.fullmatch(key)}
+        for name in sorted(held):
             for key, tensor in read_safetensors(folder / name)[0].items():
-                if key.endswith(EMBEDDING) and tensor.shape:
+                if EMBEDDING.fullmatch(key) and tensor.shape:
                     return tensor.shape[0]
     vocab = read_json(folder / CONFIG).get("vocab_size") if (folder / CONFIG).is_file() else None
     if type(vocab) is not int:
-        raise UsageError(
-            f"{folder} is no Hugging Face model: neither an {EMBEDDING} nor a vocab_size in its config.json"
-        )
+        raise UsageError(f"{folder} is no Hugging Face model: neither an embedding nor a vocab_size in its config.json")
     return vocab
 
 

@@ -41,13 +41,14 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
 
     The token is that of HF_TOKEN or of `hf auth login`.
     """
-    from converters.publish import hub
+    from converters.publish.hub import require_token
+    from converters.publish.push_plan import plan_push
     from formats.errors import RefusedError
 
     quiet = quiet or as_json
     if not dry_run:
-        hub.require_token()
-    plan = hub.plan_push(out, repo, quiet=quiet, **options)
+        require_token()
+    plan = plan_push(out, repo, quiet=quiet, **options)
     problems = problems_of(out)
     if dry_run:
         _show(plan, problems, as_json)
@@ -61,9 +62,10 @@ def _send(plan: Push, quiet: bool, as_json: bool) -> None:
     """Verify, send, and say what came of it."""
     from converters.digest import MANIFEST
     from converters.publish import hub
+    from converters.publish.push_plan import verify_folder
     from converters.report import size
 
-    digest = hub.verify_folder(plan.folder, quiet=quiet)
+    digest = verify_folder(plan.folder, quiet=quiet)
     notes = [
         *plan.notes,
         *([] if digest else [f"{plan.folder} holds no {MANIFEST}: there was nothing to compare the weights with"]),

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from converters.assets import files
 from converters.publish.chat import probe
 from converters.publish.small_files import (
     CONFIG,
@@ -44,17 +43,6 @@ class Finding(NamedTuple):
     blocks: bool = True
 
 
-def problems(folder: Path, rows: int | None, need_template: bool = False) -> list[str]:
-    """What is wrong with a folder that is to be published, one sentence each.
-
-    Args:
-        folder: a Hugging Face model.
-        rows: the rows of its embedding, None if they are not known.
-        need_template: whether a model without a chat template is one too few.
-    """
-    return [finding.sentence for finding in findings(dict(files(folder)), rows, need_template)]
-
-
 def embedding_rows(folder: Path) -> int:
     """The rows of a model's embedding: of the tensor, or without weights as config.json says.
 
@@ -76,7 +64,7 @@ def embedding_rows(folder: Path) -> int:
 
 
 def findings(assets: Assets, rows: int | None, need_template: bool = False) -> list[Finding]:
-    """As `problems`, of files that need not lie in one folder, and with what each means for serving.
+    """What is wrong with files that are to be published, which need not lie in one folder.
 
     Args:
         assets: relative name to path.

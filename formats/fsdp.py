@@ -71,7 +71,7 @@ def detect(path: Path) -> bool:
     return any(_kind(path / inside) for inside in INSIDE)
 
 
-def checkpoints(path: Path) -> list[Path]:
+def checkpoints(path: Path, detect: Callable[[Path], bool] = detect) -> list[Path]:
     """The checkpoints of a run's folder, the newest first; none when the folder is a checkpoint itself."""
     try:
         if not path.is_dir() or detect(path):

@@ -62,7 +62,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "
     iterations = [name for name in entries if re.fullmatch(r"iter_\d+|release", name)]
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
-    runs = fsdp.checkpoints(path) or zero.checkpoints(path)
+    runs = fsdp.checkpoints(path) or fsdp.checkpoints(path, zero.detect)
     if runs:
         raise SourceError(f"{path} holds {len(runs)} checkpoints", f"name one: {runs[0]}")
     held = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "") or "nothing"

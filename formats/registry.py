@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import RefusedError, SourceError
+from formats.errors import RefusedError, SourceError, some
 from formats.families import FAMILIES, FAMILY_FILE
 
 FORMATS = {
@@ -65,9 +65,9 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "
     runs = fsdp.checkpoints(path) or fsdp.checkpoints(path, zero.detect)
     if runs:
         raise SourceError(f"{path} holds {len(runs)} checkpoints", f"name one: {runs[0]}")
-    held = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "") or "nothing"
     raise SourceError(
-        f"{path} is no checkpoint of a known format; it holds {held}", "`convert formats` lists what is read"
+        f"{path} is no checkpoint of a known format; it holds {some(entries, 6) or 'nothing'}",
+        "`convert formats` lists what is read",
     )
 
 

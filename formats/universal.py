@@ -24,6 +24,7 @@ import numpy as np
 
 from formats.archived import archived
 from formats.checkpoint import Checkpoint, OutputFile
+from formats.deepspeed import model_name
 from formats.errors import SourceError, short
 from formats.layout import Placed, Slot
 from formats.pickles import Namespace, StorageRef, TensorRef, keeps
@@ -102,7 +103,7 @@ def texts(
     head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
     head |= {"module": {}, "universal_checkpoint_info": info, "optimizer": None}
     for rank in range(ranks):
-        found[f"mp_rank_{rank:02d}_model_states.pt"] = packed(head)
+        found[model_name(rank)] = packed(head)
         found[f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt"] = packed(head)
     return found
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from formats import deepspeed, huggingface, universal, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, short, some
 from formats.fsdp import unwrapped
 from formats.layout import Cut, Placed, Slot, match
 from formats.optimizer import STATES
@@ -242,10 +242,9 @@ def _require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] 
         wanted = {slot.keys[0] for slot in needed if not any(key in keys for key in slot.keys)}
     lost = sorted(wanted.difference(keys))
     if lost:
-        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
         raise SourceError(
             f"{tag} is a universal checkpoint, which holds no parameters that were not trained: it lacks "
-            f"{', '.join(lost[:8])}{more}",
+            f"{some(lost, 8)}",
             "convert the checkpoint that it was made of: convert zero2hf",
         )
 

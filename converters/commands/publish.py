@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json
+from converters.entry import printable
 
 if TYPE_CHECKING:
     from converters.publish.push_plan import Push
@@ -71,13 +72,13 @@ def _send(plan: Push, quiet: bool, as_json: bool) -> None:
         *([] if digest else [f"{plan.folder} holds no {MANIFEST}: there was nothing to compare the weights with"]),
     ]
     for note in notes:
-        click.echo(_printable(f"note: {note}"), err=True)
+        click.echo(printable(f"note: {note}"), err=True)
     if not quiet:
         click.echo(f"sending {len(plan.files)} files, {size(plan.nbytes)}", err=True)
         sys.stderr.flush()
     done = hub.push(plan, quiet=quiet)
     for note in done.notes:
-        click.echo(_printable(f"note: {note}"), err=True)
+        click.echo(printable(f"note: {note}"), err=True)
     if as_json:
         facts = {"repo": plan.repo, "revision": done.revision, "commit": done.commit, "url": done.url}
         counts = {"files": len(plan.files), "bytes": plan.nbytes, "digest": digest}
@@ -102,12 +103,7 @@ def _show(plan: Push, problems: list[str], as_json: bool) -> None:
     click.echo(f"{plan.folder} to {target} of {plan.repo} ({kind} if it is new): {size(plan.nbytes)}")
     click.echo(table((file.sha256, f"{file.size:>14}", file.name) for file in plan.files))
     for name, why in plan.left_out:
-        click.echo(_printable(f"not sent: {name} ({why})"))
+        click.echo(printable(f"not sent: {name} ({why})"))
     for note in plan.notes:
         click.echo(f"note: {note}")
-    click.echo(_printable(f"\n--- README.md ---\n{plan.card}"), nl=False)
-
-
-def _printable(text: str) -> str:
-    """Without anything that a terminal would obey: the text may come with a model."""
-    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
+    click.echo(printable(f"\n--- README.md ---\n{plan.card}"), nl=False)

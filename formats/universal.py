@@ -29,6 +29,7 @@ from formats.errors import SourceError, short
 from formats.layout import Placed, Slot
 from formats.pickles import Namespace, StorageRef, TensorRef, keeps
 from formats.torchfile import TorchFile, packed, read_torch
+from formats.unpickle import DAMAGE
 from formats.zero_partitions import Partition, number
 
 LATEST = "latest_universal"
@@ -155,7 +156,7 @@ def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
         inner = file.value.get("optimizer_state_dict", {}).get("state", {})
         step = number(file, inner[0]["step"]) if inner else None
         return tuple(map(dict, file.value["param_groups"])), step
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except DAMAGE:
         raise SourceError(f"{file.path} holds no parameter groups of an optimizer in a form that is known") from None
 
 
@@ -171,7 +172,7 @@ def step(tag: Path, name: str) -> float | None:
     file = read_torch(path)
     try:
         return number(file, file.value)
-    except (TypeError, ValueError):
+    except DAMAGE:
         raise SourceError(f"{path} holds no number of steps") from None
 
 

@@ -12,7 +12,6 @@ the stored masters is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ran
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,11 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats import deepspeed
+from formats.archived import plain
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout import Cut
 from formats.pickles import Opaque, TensorRef
 from formats.scattered import Piece, Scattered, scattered, whole_part
-from formats.storage import DTYPES, Fragment, read_into
+from formats.storage import DTYPES, Fragment
 from formats.torchfile import TorchFile
 from formats.unpickle import DAMAGE
 
@@ -174,11 +174,7 @@ def number(file: TorchFile, value: Any) -> float:
     """A number, or that of a tensor with one element."""
     if not isinstance(value, TensorRef):
         return float(value)
-    fragment = file.fragment(value, "a number")
-    raw = bytearray(DTYPES[fragment.dtype])
-    with file.path.open("rb") as opened:
-        read_into(opened.fileno(), memoryview(raw), fragment.offset, file.path)
-    return float(struct.unpack({"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}[fragment.dtype], raw)[0])
+    return float(plain(file, value, "a number").number)
 
 
 def _fragment(file: TorchFile, ref: Any, name: str) -> Fragment:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -161,11 +160,11 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
+    from converters.durable import synced
+
     path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as handle:
+    with synced(path) as handle:
         handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
 
 
 def _states(out: Path, work: Work) -> dict[str, str]:

@@ -30,7 +30,7 @@ def module(name: str) -> ModuleType:
     return import_module(f"formats.{name}")
 
 
-def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "") -> Checkpoint:
+def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[str, ...] = ()) -> Checkpoint:
     """Recognise a checkpoint and read its headers.
 
     Args:
@@ -49,7 +49,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "
             raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
         tag = settings.tag if settings else None
         place = path / tag if tag and Path(tag).name == tag and (path / tag).is_dir() else path
-        for name in [*first.split(), *FORMATS]:
+        for name in [*first, *FORMATS]:
             if module(name).detect(place) or (place != path and module(name).detect(path)):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())
                 _check_family(checkpoint)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from converters.commands.options import FOLDER, as_json
+from converters.durable import sync_folder, synced
 from formats.errors import RefusedError, SourceError, UsageError
 
 if TYPE_CHECKING:
@@ -112,8 +113,6 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
 
 def publish(out: Path, work: Work) -> None:
     """Put the files in their places, each in one step."""
-    from converters.durable import sync_folder
-
     for name, path in work.staged.items():
         (out / name).parent.mkdir(exist_ok=True)
         path.replace(out / name)
@@ -160,8 +159,6 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    from converters.durable import synced
-
     path.parent.mkdir(exist_ok=True)
     with synced(path) as handle:
         handle.write(content)

@@ -7,13 +7,13 @@ changed on the way.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from converters.durable import synced
 from formats import fsdp, zero
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError
@@ -146,10 +146,8 @@ def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) ->
     for name, content in texts.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as handle:
+        with synced(path) as handle:
             handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
     for name, source in copies.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,10 +155,8 @@ def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) ->
             reader = source.open("rb")
         except OSError as error:
             raise SourceError(f"{source}: {error.strerror}") from None
-        with reader, path.open("wb") as writer:
-            try:
+        try:
+            with reader, synced(path) as writer:
                 shutil.copyfileobj(reader, writer)
-                writer.flush()
-                os.fsync(writer.fileno())
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from None
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None

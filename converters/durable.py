@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from formats.errors import OutputError
 
@@ -63,13 +64,20 @@ def write_all(handle: int, content: bytes) -> None:
         content = content[os.write(handle, content) :]
 
 
+@contextmanager
+def synced(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, forced to disk once it is complete."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a small file in one step: it is there as a whole, or as it was before."""
     staged = path.with_name(path.name + ".tmp")
-    with staged.open("wb") as file:
+    with synced(staged) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
     staged.rename(path)
 
 

@@ -42,9 +42,9 @@ class Sections(click.Group):
                 formatter.write_dl([(str(command.name), command.get_short_help_str(80)) for command in commands])
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """A message without anything that a terminal would obey: names in it come from files."""
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
 
 
 def run(group: click.Group, program: str) -> None:
@@ -65,14 +65,14 @@ def run(group: click.Group, program: str) -> None:
     except VitruvianError as error:
         if verbose:
             raise
-        click.echo(f"error: {_printable(str(error))}", err=True)
+        click.echo(f"error: {printable(str(error))}", err=True)
         if error.hint:
-            click.echo(f"hint: {_printable(error.hint)}", err=True)
+            click.echo(f"hint: {printable(error.hint)}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
         if verbose:
             raise
-        click.echo(f"error: {_printable(str(error.filename or 'output'))}: {error.strerror}", err=True)
+        click.echo(f"error: {printable(str(error.filename or 'output'))}: {error.strerror}", err=True)
         sys.exit(7)
     except Exception as error:  # the last resort, which says that it is a bug
         if verbose:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ from converters.plan import PADDING, Plan, filled
 from converters.report import size, table
 from formats import fsdp, fsdp_optim, hf_config, megatron_args, megatron_llm, megatron_resume
 from formats.checkpoint import Checkpoint
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import SourceError, UnsupportedError, some
 from formats.huggingface import read_json
 
 FRESH = {
@@ -216,18 +216,13 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield table((name, size(nbytes)) for name, nbytes in list(target["files"].items())[:MOST_FILES])
     if len(target["files"]) > MOST_FILES:
         yield f"  … and {len(target['files']) - MOST_FILES} more"
-    yield f"       and {_some(target['small files'], MOST_FILES)}"
+    yield f"       and {some(target['small files'], MOST_FILES)}"
     for name, keys in record["residue"].items():
-        names = _some(keys, 12)
+        names = some(keys, 12)
         kept = "kept as they are" if name == "config.json" else "kept by reshard, a config cannot hold them"
         yield f"keep   settings of {name} that are in no table ({kept}): {names}"
     for note in record["notes"]:
         yield f"note   {note}"
-
-
-def _some(names: Sequence[str], most: int) -> str:
-    """Names, the first of many."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def drift_lines(drifted: Mapping[str, float]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -15,6 +16,8 @@ from formats.pickles import STORAGE_OF, StorageRef, TensorRef, keeps
 from formats.storage import DTYPES, Fragment, read_into, row_major
 from formats.torchfile import STREAM, TorchFile, packed, plan_archive
 
+NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+
 
 class Small(NamedTuple):
     """A tensor of a few numbers, whole: element type, shape and bytes."""
@@ -22,6 +25,11 @@ class Small(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     raw: bytes
+
+    @property
+    def number(self) -> Any:
+        """The one number that it holds."""
+        return struct.unpack(NUMBERS[self.dtype], self.raw)[0]
 
 
 Held = tuple[str, Slot | None, tuple[int, ...], str]

@@ -26,7 +26,7 @@ from formats.scattered import Piece, Scattered, scattered
 from formats.storage import MAX_DIMENSIONS, Fragment, file_size
 from formats.streams import Stream
 from formats.torchfile import TorchFile, parse_archive, read_archive
-from formats.unpickle import loads
+from formats.unpickle import DAMAGE, loads
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -148,9 +148,6 @@ def read_objects(folder: Path, names: Collection[str]) -> dict[str, TorchFile]:
     return found
 
 
-_DAMAGE = (AttributeError, KeyError, TypeError, ValueError, IndexError)
-
-
 def _metadata(file: Path) -> Mapping[str, Any]:
     """The fields of a metadata pickle, checked for what is used of them."""
     if file_size(file) > MAX_METADATA:
@@ -170,7 +167,7 @@ def _metadata(file: Path) -> Mapping[str, Any]:
             _ = [name + "" for name in info.state.get("transform_descriptors") or ()]
             _ = index.state["fqn"] + info.state["relative_path"], info.state["offset"] + info.state["length"]
         _ = [tuple(path) for path in (held.get("planner_data") or {}).values()]
-    except _DAMAGE:
+    except DAMAGE:
         raise SourceError(f"{file} is damaged, or of a version that is not known") from None
     return held
 

@@ -28,6 +28,11 @@ OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_sta
 EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
 
 
+def model_name(rank: int) -> str:
+    """The file of a model parallel rank."""
+    return f"mp_rank_{rank:02d}_model_states.pt"
+
+
 def is_model(name: str) -> bool:
     """Whether a file is named as one with the state of a model parallel rank."""
     return bool(MODEL.fullmatch(name) or MODEL_OF_STAGE_3.fullmatch(name))
@@ -135,6 +140,6 @@ def model_files(tag: Path) -> dict[int, Path]:
         raise SourceError(f"{found[max(found)]} has the name of a rank that no run has")
     lost = [rank for rank in range(max(found, default=0)) if rank not in found]
     if lost or not found:
-        wanted = [f"mp_rank_{rank:02d}_model_states.pt" for rank in lost or [0]]
+        wanted = [model_name(rank) for rank in lost or [0]]
         raise SourceError(f"{tag} lacks {', '.join(wanted[:8])}", "copy the files of all ranks into one folder")
     return dict(sorted(found.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -61,6 +62,11 @@ class Interrupted(VitruvianError):
     """Stopped by a signal; running the same command again goes on where it stopped."""
 
     exit_code = 75
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """Names, the first of many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def short(value: Any, limit: int = 80) -> str:

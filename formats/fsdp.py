@@ -23,7 +23,7 @@ from typing import NamedTuple
 from formats import dcp, dcp_writer, dumps, huggingface, titan
 from formats.archived import Small
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
-from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.layout import Cut, Slot, match, slots
 from formats.optimizer import Group, Optimizer
 from formats.rows import EMBEDDING
@@ -71,7 +71,7 @@ def detect(path: Path) -> bool:
     return any(_kind(path / inside) for inside in INSIDE)
 
 
-def checkpoints(path: Path) -> list[Path]:
+def checkpoints(path: Path, detect: Callable[[Path], bool] = detect) -> list[Path]:
     """The checkpoints of a run's folder, the newest first; none when the folder is a checkpoint itself."""
     try:
         if not path.is_dir() or detect(path):
@@ -322,8 +322,7 @@ def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path
 
 
 def _names(containers: Iterable[tuple[str, ...]]) -> str:
-    names = [".".join(one) or "the top level" for one in containers]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return some([".".join(one) or "the top level" for one in containers], 8)
 
 
 def _native_slots(spec: Spec) -> list[Slot]:

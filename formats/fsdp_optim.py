@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats import dcp, dumps, fsdp
-from formats.archived import Small, plain
+from formats.archived import NUMBERS, Small, plain
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
 from formats.huggingface import BUFFERS
@@ -42,7 +41,6 @@ OWN = re.compile(r"(?P<container>optim)\.(?P<key>.+)\.(?P<state>step|exp_avg|exp
 GROUPS = "param_groups"
 FOLDER, FULL = "optimizer_0", "optimizer.bin"
 RANK = re.compile(r"optim(?:izer_0|_world_size_\d+)_rank_?(\d+)\.(?:bin|pt)")
-NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a model that is trained as a whole"
 
 
@@ -289,7 +287,7 @@ def _bytes(fragment: Fragment) -> bytes:
 
 def _number(value: Any, what: str) -> float:
     if isinstance(value, Small) and value.dtype in NUMBERS and prod(value.shape) == 1:
-        value = struct.unpack(NUMBERS[value.dtype], value.raw)[0]
+        value = value.number
     if type(value) not in (int, float) or not math.isfinite(value):
         raise SourceError(f"{what} is {short(value)}, which is no number")
     return float(value)

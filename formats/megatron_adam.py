@@ -36,7 +36,7 @@ def read(source: Checkpoint) -> Optimizer:
     native = megatron_resume.read(source)
     try:
         groups = {bool(group["wd_mult"]): _group(group) for group in native.groups}
-        step = _number(native.step) if native.step is not None else int(native.groups[0]["step"])
+        step = int(native.step.number) if native.step is not None else int(native.groups[0]["step"])
         treated = {
             (name, placed.slot.layer): groups[decays(placed.key, placed.slot.shape)]
             for placed in source.tensors
@@ -116,11 +116,6 @@ def _said(group: Group) -> str:
 def _group(group: Mapping[str, Any]) -> Group:
     first, second = group["betas"]
     return Group(float(group["lr"]), (float(first), float(second)), float(group["eps"]), float(group["weight_decay"]))
-
-
-def _number(step: Small) -> int:
-    kind = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}[step.dtype]
-    return int(struct.unpack(kind, step.raw)[0])
 
 
 def _samples(native: Native) -> int | None:

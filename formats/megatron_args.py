@@ -267,7 +267,7 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
     Raises:
         RefusedError: Megatron has no such rotary embedding, or no such activation.
     """
-    facts = family_named(spec.family)
+    facts = family_named(spec.family).facts
     args: dict[str, Any] = {
         name: getattr(spec, setting) for setting, names in MEGATRON.items() for name in names.split()
     }

@@ -32,6 +32,7 @@ from formats.megatron_shards import folder_of
 from formats.optimizer import STATES
 from formats.spec import ModelSpec, whole
 from formats.storage import DTYPES, Fragment
+from formats.unpickle import DAMAGE
 
 NAME, GROUP = "dp_reshardable", "optimizer.distributed.dp_group_idx_"
 BUCKET = CHAINED + (
@@ -41,7 +42,6 @@ BUCKET = CHAINED + (
 OBJECT = "{}.{}/shard_0_1"
 Settings = tuple[list[dict[str, Any]], Any]
 """Parameter groups, and the scaler of losses."""
-_DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 def read(source: Checkpoint) -> tuple[dict[str, Checkpoint], Settings]:
@@ -123,7 +123,7 @@ def _settings(source: Checkpoint, ranks: Sequence[int]) -> Settings:
         try:
             groups = joined([(one, one.value[0]["param_groups"]) for one in kept if one]) if all(kept) else []
             found.append((groups, same_scaler([(one, one.value[0] if one else None) for one in scalers])))
-        except _DAMAGE:
+        except DAMAGE:
             what = f"{source.home} holds no settings of the optimizer on rank {rank} that are known"
             raise SourceError(what) from None
         if found[-1] != found[0]:

@@ -334,10 +334,10 @@ def _states_of(optimizer: Optimizer, held: Sequence[dcp_writer.Stored]) -> Itera
 def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
     """The names of the `_extra_state` entries that megatron-core asks for, of local or Transformer Engine's layers."""
     te, family = norm == "te", family_named(spec.family)
-    attention = megatron_mla.states(spec, te=te) if family.latent else STATES
-    every = [*attention, *(TE_STATES if te else ()), *(TE_NORMS if te and family.qk_norm else ())]
+    attention = megatron_mla.states(spec, te=te) if family.facts.latent else STATES
+    every = [*attention, *(TE_STATES if te else ()), *(TE_NORMS if te and family.facts.qk_norm else ())]
     sparse = ["pre_mlp_layernorm"] if te else []
-    sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_up" in family.experts else []
+    sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_up" in family.facts.experts else []
     for layer in range(spec.layers):
         place, number = (f"{LAYERS}{layer}.", "0_1") if spec.mixed else (LAYERS, f"{layer}_{spec.layers}")
         experts = layer in spec.sparse_layers

@@ -156,8 +156,8 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
             "moe_router_topk_scaling_factor": held["router_scale"] if held["router_scale"] != 1.0 else None,
             "moe_router_score_function": family.router,
             "moe_router_pre_softmax": not sigmoid and not normalized,
-            "moe_router_enable_expert_bias": "router_bias" in family.experts,
-            "moe_shared_expert_gate": "shared_router" in family.experts,
+            "moe_router_enable_expert_bias": "router_bias" in family.facts.experts,
+            "moe_shared_expert_gate": "shared_router" in family.facts.experts,
             "moe_layer_freq": [int(layer in sparse) for layer in range(spec.layers)] if spec.mixed else 1,
         }
     )

@@ -228,13 +228,13 @@ def check_topology(spec: ModelSpec, tp: int, pipeline: Pipeline) -> None:
 def lacks(family: Family) -> str:
     """Why Megatron-LLM holds no model of a family; empty where it does."""
     reasons = {
-        "its norms are RMSNorm and its MLP has a gate": family.plain,
+        "its norms are RMSNorm and its MLP has a gate": family.facts.plain,
         "its linear layers have biases everywhere or nowhere, and this model has them on query, key and value": (
-            family.qkv_bias
+            family.facts.qkv_bias
         ),
-        "it has no norms on query and key": family.qk_norm,
+        "it has no norms on query and key": family.facts.qk_norm,
         "its positions are rotary": family.rope_theta is None,
-        "its MLP has no experts": bool(family.experts),
+        "its MLP has no experts": bool(family.facts.experts),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -121,7 +121,7 @@ def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> O
     if distributed:
         if step is not None and (step.dtype, step.shape) != ("F32", ()):
             raise UnsupportedError(f"its optimizer counts steps as {step.dtype} {list(step.shape)}, which is not known")
-        groups = groups if step is None else [{**group, "step": struct.unpack("<f", step.raw)[0]} for group in groups]
+        groups = groups if step is None else [{**group, "step": step.number} for group in groups]
         states = {"fp32": replace(source, tensors=weights, without=BUFFERS)} | states
         return replace(optimizer, states=states, groups=groups, distributed=True, step=None)
     if all(type(group.get("step")) is float for group in groups):

@@ -29,6 +29,7 @@ from formats.pickles import TensorRef
 from formats.scattered import spread
 from formats.storage import DTYPES, Fragment, row_major
 from formats.torchfile import TorchFile, read_torch
+from formats.unpickle import DAMAGE
 
 HEAD = ("opt_param_scheduler", "lr_scheduler", "num_floating_point_operations_so_far")
 """Entries beside the optimizer that are the same on all ranks, and travel on with it."""
@@ -39,7 +40,6 @@ Chunks = Mapping[str, Mapping[str, Fragment]]
 """Tensors by file and chunk, and key."""
 Found = dict[str, dict[str, dict[str, Fragment]]]
 """The same by state."""
-_DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 def read(source: Checkpoint) -> Optimizer:
@@ -130,7 +130,7 @@ def _dist(source: Checkpoint) -> Optimizer:
         scaler = same_scaler([(file, outer.get("grad_scaler")) for outer in outers])
         held = [inner.get("state", {}).get("common_step") for inner in inners]
         steps = {plain(file, step, "the step") for step in held if step is not None}
-    except _DAMAGE:
+    except DAMAGE:
         raise SourceError(f"{file.path} holds no optimizer of a kind that is known") from None
     if len(steps) > 1:
         raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
@@ -173,7 +173,7 @@ def _classic(source: Checkpoint) -> Optimizer:
         }
         try:
             heads.append(_shard(shard, apart(chunks, several=is_spread(args)), entries(shard.file, args), found))
-        except _DAMAGE:
+        except DAMAGE:
             raise SourceError(f"{shard.file.path} holds no optimizer of a kind that is known") from None
         if heads[-1] != heads[0]:
             first = source.home / next(iter(source.files))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from formats import deepspeed, huggingface, neox_checks, neox_gqa, universal, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
 from formats.layout import Placed, Slot, match, rules, slots
 from formats.neox_args import from_neox, is_gated, read_yml
 from formats.optimizer import STATES
@@ -165,8 +165,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=_is_layered(found)))
     lost = sorted({slot.file for slot in wanted} - found.keys())
     if lost:
-        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        raise SourceError(f"{tag} lacks {', '.join(lost[:4])}{more}", "copy the files of all ranks into one folder")
+        raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
     return _Opened(run, tag, models, found, tp, model, wanted, settings)
 
 
@@ -390,7 +389,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
 
 
 def _file(index: int, rank: int, *, layered: bool) -> str:
-    return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else f"mp_rank_{rank:02d}_model_states.pt"
+    return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else deepspeed.model_name(rank)
 
 
 def _partitions(opened: _Opened, states: Sequence[str]) -> dict[int, list[Partition]]:

@@ -67,14 +67,10 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     head = _head(spec, options, padded)
     files = [_file(root / tag / name, held, head, layered=options.pp > 0) for name, held in by_file.items()]
     if options.pp:
-        ranks = range(options.tp * options.pp)
-        files += [_archived(root / tag / _name(rank), (), lambda _: {**head, "module": None}) for rank in ranks]
+        names = map(deepspeed.model_name, range(options.tp * options.pp))
+        files += [_archived(root / tag / name, (), lambda _: {**head, "module": None}) for name in names]
     texts = {deepspeed.LATEST: tag.encode(), f"{tag}/{YML}": dump_yml(config)}
     return Target(tuple(files), texts, {}, tag)
-
-
-def _name(rank: int) -> str:
-    return f"mp_rank_{rank:02d}_model_states.pt"
 
 
 def _held(slot: Slot, dtypes: Mapping[tuple[str, int | None], str], *, layered: bool) -> Held:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import RefusedError, SourceError
+from formats.errors import RefusedError, SourceError, some
 from formats.families import FAMILIES, FAMILY_FILE
 
 FORMATS = {
@@ -30,7 +30,7 @@ def module(name: str) -> ModuleType:
     return import_module(f"formats.{name}")
 
 
-def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "") -> Checkpoint:
+def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[str, ...] = ()) -> Checkpoint:
     """Recognise a checkpoint and read its headers.
 
     Args:
@@ -49,7 +49,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "
             raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
         tag = settings.tag if settings else None
         place = path / tag if tag and Path(tag).name == tag and (path / tag).is_dir() else path
-        for name in [*first.split(), *FORMATS]:
+        for name in [*first, *FORMATS]:
             if module(name).detect(place) or (place != path and module(name).detect(path)):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())
                 _check_family(checkpoint)
@@ -62,12 +62,12 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: str = "
     iterations = [name for name in entries if re.fullmatch(r"iter_\d+|release", name)]
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
-    runs = fsdp.checkpoints(path) or zero.checkpoints(path)
+    runs = fsdp.checkpoints(path) or fsdp.checkpoints(path, zero.detect)
     if runs:
         raise SourceError(f"{path} holds {len(runs)} checkpoints", f"name one: {runs[0]}")
-    held = ", ".join(entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "") or "nothing"
     raise SourceError(
-        f"{path} is no checkpoint of a known format; it holds {held}", "`convert formats` lists what is read"
+        f"{path} is no checkpoint of a known format; it holds {some(entries, 6) or 'nothing'}",
+        "`convert formats` lists what is read",
     )
 
 

@@ -93,7 +93,7 @@ class ModelSpec:
     def conditions(self) -> frozenset[str]:
         """The layout conditions that follow from the settings."""
         residual = {None: set[str](), True: {"parallel"}, False: {"serial"}}[self.parallel_residual]
-        plain = {"plain"} if family_named(self.family).plain else set()
+        plain = {"plain"} if family_named(self.family).facts.plain else set()
         query = {"compressed" if self.query_rank else "uncompressed", "latent"} if self.latent_rank else {"direct"}
         return frozenset({"tied" if self.tied else "untied", *residual, *plain, *query})
 
@@ -282,9 +282,9 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     fraction = spec.rotary_fraction
     if fraction is not None and real(fraction, "rotary_fraction", where) > 1:
         raise SourceError(f"{where} says rotary_fraction = {fraction}", "correct it with --set rotary_fraction=VALUE")
-    if family_named(spec.family).experts:
+    if family_named(spec.family).facts.experts:
         _check_experts(spec, where)
-    if family.latent:
+    if family.facts.latent:
         _check_latent(spec, where)
     if spec.head_dim % 2:
         raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, and no table here has such heads")

@@ -24,10 +24,12 @@ import numpy as np
 
 from formats.archived import archived
 from formats.checkpoint import Checkpoint, OutputFile
+from formats.deepspeed import model_name
 from formats.errors import SourceError, short
 from formats.layout import Placed, Slot
 from formats.pickles import Namespace, StorageRef, TensorRef, keeps
 from formats.torchfile import TorchFile, packed, read_torch
+from formats.unpickle import DAMAGE
 from formats.zero_partitions import Partition, number
 
 LATEST = "latest_universal"
@@ -102,7 +104,7 @@ def texts(
     head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
     head |= {"module": {}, "universal_checkpoint_info": info, "optimizer": None}
     for rank in range(ranks):
-        found[f"mp_rank_{rank:02d}_model_states.pt"] = packed(head)
+        found[model_name(rank)] = packed(head)
         found[f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt"] = packed(head)
     return found
 
@@ -154,7 +156,7 @@ def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
         inner = file.value.get("optimizer_state_dict", {}).get("state", {})
         step = number(file, inner[0]["step"]) if inner else None
         return tuple(map(dict, file.value["param_groups"])), step
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except DAMAGE:
         raise SourceError(f"{file.path} holds no parameter groups of an optimizer in a form that is known") from None
 
 
@@ -170,7 +172,7 @@ def step(tag: Path, name: str) -> float | None:
     file = read_torch(path)
     try:
         return number(file, file.value)
-    except (TypeError, ValueError):
+    except DAMAGE:
         raise SourceError(f"{path} holds no number of steps") from None
 
 

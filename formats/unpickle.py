@@ -324,7 +324,8 @@ _PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-_DAMAGE = (IndexError, KeyError, ValueError, TypeError, AttributeError, OverflowError, struct.error)
+DAMAGE = (IndexError, KeyError, ValueError, TypeError, AttributeError, OverflowError, struct.error)
+"""What reading a value of another shape than expected raises."""
 
 
 def loads(data: bytes, name: str) -> Any:
@@ -341,5 +342,5 @@ def loads(data: bytes, name: str) -> Any:
         return _Machine(data).run()
     except SourceError as error:
         raise SourceError(f"{name}: {error}") from None
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise SourceError(f"{name}: the pickle is damaged ({type(error).__name__})") from None

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from formats import deepspeed, huggingface, universal, zero_partitions
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import SourceError, UnsupportedError, short
-from formats.fsdp import STEPS, WRAPPERS
+from formats.errors import SourceError, UnsupportedError, short, some
+from formats.fsdp import unwrapped
 from formats.layout import Cut, Placed, Slot, match
 from formats.optimizer import STATES
 from formats.scattered import Piece, Scattered, scattered, spread, whole_part
@@ -38,14 +38,6 @@ OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
 def detect(path: Path) -> bool:
     """Whether a folder is DeepSpeed's."""
     return deepspeed.detect(path)
-
-
-def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a run of the HF Trainer, the newest first; none when the folder is a checkpoint itself."""
-    if not path.is_dir() or detect(path):
-        return []
-    found = [(int(step[1]), child) for child in path.iterdir() if (step := STEPS.fullmatch(child.name))]
-    return [child for _, child in sorted(found, reverse=True) if child.is_dir() and detect(child)]
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
@@ -244,16 +236,15 @@ def _require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] 
         model.get("buffer_names"),
         *(said.values() if isinstance(said, dict) else ()),
     ]
-    wanted = {_key(str(name)) for names in lists if isinstance(names, list | dict) for name in names}
+    wanted = {unwrapped(str(name)) for names in lists if isinstance(names, list | dict) for name in names}
     if slots is not None:
         needed = [slot for slot in slots if "optional" not in slot.rule.conditions]
         wanted = {slot.keys[0] for slot in needed if not any(key in keys for key in slot.keys)}
     lost = sorted(wanted.difference(keys))
     if lost:
-        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
         raise SourceError(
             f"{tag} is a universal checkpoint, which holds no parameters that were not trained: it lacks "
-            f"{', '.join(lost[:8])}{more}",
+            f"{some(lost, 8)}",
             "convert the checkpoint that it was made of: convert zero2hf",
         )
 
@@ -347,15 +338,11 @@ def _keys(tensors: Mapping[str, Scattered], tag: Path) -> dict[str, str]:
         raise UnsupportedError(f"{tag} holds a PEFT adapter ({adapter})", "merge it into the model first")
     keys: dict[str, str] = {}
     for name in tensors:
-        key = _key(name)
+        key = unwrapped(name)
         if key in keys:
             raise SourceError(f"{tag} holds {key} twice: {name} and {keys[key]}")
         keys[key] = name
     return keys
-
-
-def _key(name: str) -> str:
-    return re.sub(r"^(?:module\.)+", "", WRAPPERS.sub("", name))
 
 
 def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path:

@@ -12,7 +12,6 @@ the stored masters is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ran
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,14 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats import deepspeed
-from formats.errors import SourceError, UnsupportedError, short
+from formats.archived import plain
+from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout import Cut
 from formats.pickles import Opaque, TensorRef
 from formats.scattered import Piece, Scattered, scattered, whole_part
-from formats.storage import DTYPES, Fragment, read_into
+from formats.storage import DTYPES, Fragment
 from formats.torchfile import TorchFile
-
-MOST_RANKS = 1 << 20
+from formats.unpickle import DAMAGE
 
 
 class Flat(NamedTuple):
@@ -79,11 +78,11 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
         raise SourceError(f"{folder} holds no optimizer states of mp_rank_{mp:02d}", "--weights module needs none")
     partitions = {rank: _partition(deepspeed.opened(path), states) for rank, path in found.items()}
     wanted = max([max(found) + 1, *(n for one in partitions.values() for n in one.ranks)])
-    if wanted > MOST_RANKS:
+    if wanted > deepspeed.MOST_RANKS:
         raise SourceError(f"{folder} claims {wanted} data parallel ranks", "a file is damaged, or has another's name")
     lost = sorted(set(range(wanted)) - set(found))
     if lost:
-        names = ", ".join(map(str, lost[:8])) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+        names = some(list(map(str, lost)), 8)
         raise SourceError(
             f"{folder} lacks the optimizer states of data parallel ranks {names} of {wanted} for mp_rank_{mp:02d}",
             "copy them from their nodes, or take --weights module",
@@ -114,13 +113,10 @@ def _require_same_save(partitions: Sequence[Partition]) -> None:
                 )
 
 
-_DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-
-
 def _partition(file: TorchFile, states: Sequence[str]) -> Partition:
     try:
         return _parse(file, file.value["optimizer_state_dict"], states)
-    except _DAMAGE:
+    except DAMAGE:
         raise SourceError(f"{file.path} holds no ZeRO partition of a version that is known") from None
 
 
@@ -178,11 +174,7 @@ def number(file: TorchFile, value: Any) -> float:
     """A number, or that of a tensor with one element."""
     if not isinstance(value, TensorRef):
         return float(value)
-    fragment = file.fragment(value, "a number")
-    raw = bytearray(DTYPES[fragment.dtype])
-    with file.path.open("rb") as opened:
-        read_into(opened.fileno(), memoryview(raw), fragment.offset, file.path)
-    return float(struct.unpack({"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}[fragment.dtype], raw)[0])
+    return float(plain(file, value, "a number").number)
 
 
 def _fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
@@ -364,7 +356,7 @@ def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Itera
             del left[name]
             fragment = file.fragment(ref, state)
             yield name, scattered(name, fragment.shape, fragment.dtype, [Piece(whole_part(fragment.shape), fragment)])
-    except (*_DAMAGE, StopIteration):
+    except (*DAMAGE, StopIteration):
         raise SourceError(
             f"{file.path} holds no {state} of its parameters in a form that is known", "take --weights module"
         ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from converters.commands.options import FOLDER, as_json
+from converters.durable import sync_folder, synced
 from formats.errors import RefusedError, SourceError, UsageError
 
 if TYPE_CHECKING:
@@ -113,8 +113,6 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
 
 def publish(out: Path, work: Work) -> None:
     """Put the files in their places, each in one step."""
-    from converters.durable import sync_folder
-
     for name, path in work.staged.items():
         (out / name).parent.mkdir(exist_ok=True)
         path.replace(out / name)
@@ -162,10 +160,8 @@ def _read(path: Path) -> bytes:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as handle:
+    with synced(path) as handle:
         handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
 
 
 def _states(out: Path, work: Work) -> dict[str, str]:

@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 USE_HF2MEGATRON = "any other format to Megatron is `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
-READ = "megatron_dist megatron"
+READ = ("megatron_dist", "megatron")
 """The formats of Megatron."""
 SHARDS = {
-    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts"), tuple(READ.split())),
+    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts"), READ),
     "layout": ("neox",),
 }
 """Option of `reshard`: the formats that it is for."""
-DIALECTS = {"norm": "torch torch_dist", "experts": "torch torch_dist", "tokens": "megatron-llm"}
+DIALECTS = {**dict.fromkeys(("norm", "experts"), ("torch", "torch_dist")), "tokens": ("megatron-llm",)}
 """Option: each --format of Megatron that it is for."""
 
 
@@ -107,7 +107,7 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     from converters.optimizer import plan_resumed
 
     source = opened(src, options)
-    if source.format in READ.split():
+    if source.format in READ:
         raise UsageError(f"{src} is a checkpoint of Megatron already", USE_RESHARD)
     wanted = _wanted(options, options["norm"] or "te", options["multiple"], _dialect(options))
     request = request_of(out, options, source)
@@ -146,8 +146,8 @@ def _dialect(options: Mapping[str, Any], known: str = "") -> str:
     """
     dialect = MEGATRON.get(options["kind"], known)
     for name, kinds in DIALECTS.items():
-        if options[name] is not None and dialect not in map(MEGATRON.get, kinds.split()):
-            known_for = " and ".join(kinds.split())
+        if options[name] is not None and dialect not in map(MEGATRON.get, kinds):
+            known_for = " and ".join(kinds)
             raise UsageError(f"--{flag_of(name)} is for Megatron folders of the format {known_for}", "leave it out")
     return dialect
 
@@ -233,7 +233,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     failed: list[SourceError] = []
     for run, place in runs.items():
         try:
-            source = opened(run, options, "fsdp")
+            source = opened(run, options, ("fsdp",))
             request = request_of(place, options, source)
             plan = plan_huggingface(source, request, options["shard_size"], options["template"])
             if len(runs) > 1 and not request.force and same_output(plan, place):
@@ -264,7 +264,7 @@ def hf2hf(src: Path, out: Path, **options: Any) -> None:
     """Hugging Face folder to another one: cast, other file sizes, a chat template with rows for its tokens."""
     from converters.convert import plan_huggingface
 
-    source = opened(src, options, "huggingface")
+    source = opened(src, options, ("huggingface",))
     request = request_of(out, options, source)
     carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
 
@@ -335,7 +335,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 def reshard(src: Path, out: Path, **options: Any) -> None:
     """Megatron or GPT-NeoX shards to shards of another topology."""
     source = opened(iteration_folder(src, options["iteration"]), options)
-    if source.format not in (*READ.split(), "neox"):
+    if source.format not in (*READ, "neox"):
         raise UsageError(f"{src} is a checkpoint of the format {source.format}, which has no shards", USE_HF2MEGATRON)
     if source.format == "neox" and options["with_optimizer"]:
         raise UsageError(

@@ -75,7 +75,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
         raise UsageError(f"the tokenizer has {found.size} tokens, --vocab-size says {options['vocab_size']}")
     if found and options["vocab_size"] is None:
         options["vocab_size"] = found.size
-    source = opened(src, options, "neox")
+    source = opened(src, options, ("neox",))
     if architecture not in (None, ARCHITECTURES.get(source.spec.family)):
         raise UsageError(f"--architecture {architecture}, but {src} holds a {source.spec.family}", "leave it out")
     request = request_of(out, options, source)

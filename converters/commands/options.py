@@ -240,23 +240,23 @@ def require_effect(options: Mapping[str, Any], *sources: Checkpoint, known: Mapp
 
 
 def opened(
-    path: Path, options: Mapping[str, Any], wanted: str = "", instead: str = "", *, alone: bool = True
+    path: Path, options: Mapping[str, Any], wanted: tuple[str, ...] = (), instead: str = "", *, alone: bool = True
 ) -> Checkpoint:
     """Open the checkpoint that a command was given.
 
     Args:
         path: its folder.
         options: those of `reading`.
-        wanted: the formats that the command reads; empty for any.
+        wanted: the formats that the command reads; none for any.
         instead: what to do with another one.
         alone: whether the options were meant for this one, so that each must have an effect on it.
     """
     from formats.registry import open_checkpoint
 
     source = open_checkpoint(path, settings_of(options), wanted)
-    if wanted and source.format not in wanted.split():
+    if wanted and source.format not in wanted:
         raise UsageError(
-            f"{path} is a checkpoint of the format {source.format}, this command reads {' and '.join(wanted.split())}",
+            f"{path} is a checkpoint of the format {source.format}, this command reads {' and '.join(wanted)}",
             instead or READS[source.format],
         )
     if alone:

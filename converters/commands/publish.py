@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json
+from converters.entry import printable
 
 if TYPE_CHECKING:
     from converters.publish.push_plan import Push
@@ -41,13 +42,14 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
 
     The token is that of HF_TOKEN or of `hf auth login`.
     """
-    from converters.publish import hub
+    from converters.publish.hub import require_token
+    from converters.publish.push_plan import plan_push
     from formats.errors import RefusedError
 
     quiet = quiet or as_json
     if not dry_run:
-        hub.require_token()
-    plan = hub.plan_push(out, repo, quiet=quiet, **options)
+        require_token()
+    plan = plan_push(out, repo, quiet=quiet, **options)
     problems = problems_of(out)
     if dry_run:
         _show(plan, problems, as_json)
@@ -61,21 +63,22 @@ def _send(plan: Push, quiet: bool, as_json: bool) -> None:
     """Verify, send, and say what came of it."""
     from converters.digest import MANIFEST
     from converters.publish import hub
+    from converters.publish.push_plan import verify_folder
     from converters.report import size
 
-    digest = hub.verify_folder(plan.folder, quiet=quiet)
+    digest = verify_folder(plan.folder, quiet=quiet)
     notes = [
         *plan.notes,
         *([] if digest else [f"{plan.folder} holds no {MANIFEST}: there was nothing to compare the weights with"]),
     ]
     for note in notes:
-        click.echo(_printable(f"note: {note}"), err=True)
+        click.echo(printable(f"note: {note}"), err=True)
     if not quiet:
         click.echo(f"sending {len(plan.files)} files, {size(plan.nbytes)}", err=True)
         sys.stderr.flush()
     done = hub.push(plan, quiet=quiet)
     for note in done.notes:
-        click.echo(_printable(f"note: {note}"), err=True)
+        click.echo(printable(f"note: {note}"), err=True)
     if as_json:
         facts = {"repo": plan.repo, "revision": done.revision, "commit": done.commit, "url": done.url}
         counts = {"files": len(plan.files), "bytes": plan.nbytes, "digest": digest}
@@ -100,12 +103,7 @@ def _show(plan: Push, problems: list[str], as_json: bool) -> None:
     click.echo(f"{plan.folder} to {target} of {plan.repo} ({kind} if it is new): {size(plan.nbytes)}")
     click.echo(table((file.sha256, f"{file.size:>14}", file.name) for file in plan.files))
     for name, why in plan.left_out:
-        click.echo(_printable(f"not sent: {name} ({why})"))
+        click.echo(printable(f"not sent: {name} ({why})"))
     for note in plan.notes:
         click.echo(f"note: {note}")
-    click.echo(_printable(f"\n--- README.md ---\n{plan.card}"), nl=False)
-
-
-def _printable(text: str) -> str:
-    """Without anything that a terminal would obey: the text may come with a model."""
-    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
+    click.echo(printable(f"\n--- README.md ---\n{plan.card}"), nl=False)

@@ -50,7 +50,7 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     """
     from converters.convert import plan_huggingface
 
-    source = opened(src, options, "zero")
+    source = opened(src, options, ("zero",))
     request = request_of(out, options, source)
     carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.assets import has_tokenizer
 from converters.digest import MANIFEST
 from formats.errors import SourceError
 from formats.huggingface import read_json
@@ -25,7 +26,6 @@ BEGIN, END = "<!-- vitruvian: begin -->", "<!-- vitruvian: end -->"
 FRONT = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:\r?\n)?^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 MOST = 1 << 20
 """Bytes of a README.md."""
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def write_card(folder: Path, repo: str, files: Sequence[File], base_model: str | None) -> tuple[str, list[str]]:
@@ -169,7 +169,7 @@ def has_chat_template(folder: Path) -> bool:
 
 def _usage(folder: Path, repo: str) -> str:
     """How to load what is sent."""
-    if not any((folder / name).is_file() for name in TOKENIZERS):
+    if not has_tokenizer(folder):
         lines = ["from transformers import AutoModelForCausalLM", "",
                  f"model = AutoModelForCausalLM.from_pretrained({_quoted(repo)}, dtype=\"auto\")"]  # fmt: skip
         return "\n".join(["## Usage", "", "```python", *lines, "```", ""])

@@ -33,9 +33,7 @@ from converters.publish.small_files import (
 from converters.publish.vocabulary import FLAGS, NAME, Vocabulary, read_vocabulary, with_tokens
 from formats.errors import RefusedError, SourceError, UsageError
 
-__all__ = [
-    "TEMPLATES", "Applied", "Probe", "Template", "apply_template", "load_template", "probe", "render", "terminator",
-]  # fmt: skip
+__all__ = ["TEMPLATES", "Applied", "Probe", "Template", "apply_template", "load_template", "probe", "render"]
 
 MAX_TEMPLATE = 1 << 20
 """Bytes of a template file."""
@@ -162,25 +160,6 @@ def probe(template: str, *, bos_token: str | None, eos_token: str | None) -> Pro
     dialogues.append(Dialogue([{"role": "system", "content": "Be brief."}, *turns], optional=True))
     (one, two, first, second, led), names = guarded(template, dialogues, bos_token=bos_token, eos_token=eos_token)
     return Probe(one, two, (first[0], second[0]), led[0], names)
-
-
-def terminator(
-    template: str, tokens: Iterable[str], *, bos_token: str | None = None, eos_token: str | None = None
-) -> str | None:
-    """The token that ends a reply in a template, None if no token does.
-
-    Args:
-        template: the text of a chat template, shipped or not.
-        tokens: the tokenizer's tokens that may be it; tokens of the form <|name|> that the template writes, and
-            `eos_token`, count too.
-        bos_token: what the tokenizer calls so.
-        eos_token: likewise.
-
-    Raises:
-        SourceError: the template does not render.
-    """
-    seen = probe(template, bos_token=bos_token, eos_token=eos_token)
-    return seen.terminator({*tokens, *seen.markers(), *([eos_token] if eos_token else [])})
 
 
 # --- a model's files -------------------------------------------------------------------------------------------------

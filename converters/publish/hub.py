@@ -26,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from converters.publish.card import version
-from converters.publish.push_plan import MAIN, STEP, WEIGHTS, File, Push, plan_push, verify_folder
+from converters.publish.push_plan import MAIN, STEP, WEIGHTS, File, Push
 from formats.errors import (
     Interrupted,
     NetworkError,
@@ -40,8 +40,6 @@ from formats.errors import (
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
-
-__all__ = ["Push", "Pushed", "plan_push", "push", "require_token", "verify_folder"]
 
 LIBRARIES = ("httpx2", "httpx", "requests", "hf_xet")
 """What huggingface_hub speaks through; an error of theirs is trouble with the network."""

@@ -92,7 +92,6 @@ def plan_push(
     revision: str | None = None,
     create_pr: bool = False,
     base_model: str | None = None,
-    threads: int = 2,
     quiet: bool = True,
 ) -> Push:
     """Find and hash what would be sent, in constant memory. Needs neither network nor token.
@@ -113,7 +112,7 @@ def plan_push(
     if not any(fnmatchcase(name, WEIGHTS[0]) for name in paths):
         raise SourceError(f"{folder} holds no *.safetensors file")
     paths.pop(card.NAME, None)
-    files = _hashed(paths, threads, quiet)
+    files = _hashed(paths, quiet)
     text, notes = card.write_card(folder, repo, files, base_model)
     content = text.encode()
     files.append(File(card.NAME, len(content), hashlib.sha256(content).hexdigest(), None))
@@ -169,7 +168,7 @@ def _irregular(path: Path) -> str:
         raise SourceError(f"{path} is a broken link" if path.is_symlink() else f"{path}: {error.strerror}") from None
 
 
-def _hashed(paths: Mapping[str, Path], threads: int, quiet: bool) -> list[File]:
+def _hashed(paths: Mapping[str, Path], quiet: bool) -> list[File]:
     from converters.report import Progress
 
     def one(name: str, path: Path) -> File:
@@ -185,11 +184,11 @@ def _hashed(paths: Mapping[str, Path], threads: int, quiet: bool) -> list[File]:
         return File(name, size, counted.hexdigest(), path)
 
     nbytes = sum(path.stat().st_size for path in paths.values())
-    with Progress("hashing", nbytes, quiet) as progress, ThreadPoolExecutor(threads) as pool:
+    with Progress("hashing", nbytes, quiet) as progress, ThreadPoolExecutor(2) as pool:
         return list(pool.map(one, paths.keys(), paths.values()))
 
 
-def verify_folder(folder: Path, *, threads: int = 2, quiet: bool = True) -> str | None:
+def verify_folder(folder: Path, *, quiet: bool = True) -> str | None:
     """Read all weights of a folder, and compare them with its manifest.
 
     Returns:
@@ -214,7 +213,7 @@ def verify_folder(folder: Path, *, threads: int = 2, quiet: bool = True) -> str 
         raise VerificationError(f"{folder} and its {MANIFEST} differ in settings: {', '.join(settings)}", hint)
     plan = plan_reading(checkpoint)
     with Progress("verifying", plan.nbytes, quiet) as progress:
-        found = digest_of(plan.jobs, Limits(threads=threads, finite=True), progress.advance)
+        found = digest_of(plan.jobs, Limits(finite=True), progress.advance)
     if remembered is None:
         return None
     wrong = sorted(name for name in {*found, *against} if found.get(name) != against.get(name))

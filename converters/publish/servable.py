@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from converters.assets import files
 from converters.publish.chat import probe
 from converters.publish.small_files import (
     CONFIG,
@@ -28,9 +27,8 @@ from converters.publish.small_files import (
 from converters.publish.vocabulary import NAME, Vocabulary, read_vocabulary
 from formats.errors import SourceError, UsageError, short
 from formats.huggingface import INDEX, SINGLE, read_json, read_weight_map
+from formats.rows import EMBEDDING
 from formats.storage import read_safetensors
-
-EMBEDDING = "embed_tokens.weight"
 
 
 class Finding(NamedTuple):
@@ -45,17 +43,6 @@ class Finding(NamedTuple):
     blocks: bool = True
 
 
-def problems(folder: Path, rows: int | None, need_template: bool = False) -> list[str]:
-    """What is wrong with a folder that is to be published, one sentence each.
-
-    Args:
-        folder: a Hugging Face model.
-        rows: the rows of its embedding, None if they are not known.
-        need_template: whether a model without a chat template is one too few.
-    """
-    return [finding.sentence for finding in findings(dict(files(folder)), rows, need_template)]
-
-
 def embedding_rows(folder: Path) -> int:
     """The rows of a model's embedding: of the tensor, or without weights as config.json says.
 
@@ -65,23 +52,19 @@ def embedding_rows(folder: Path) -> int:
     """
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         placed = read_weight_map(folder)
-        names = (
-            [SINGLE] if placed is None else sorted({name for key, name in placed.items() if key.endswith(EMBEDDING)})
-        )
-        for name in names:
+        held = {SINGLE} if placed is None else {name for key, name in placed.items() if EMBEDDING.fullmatch(key)}
+        for name in sorted(held):
             for key, tensor in read_safetensors(folder / name)[0].items():
-                if key.endswith(EMBEDDING) and tensor.shape:
+                if EMBEDDING.fullmatch(key) and tensor.shape:
                     return tensor.shape[0]
     vocab = read_json(folder / CONFIG).get("vocab_size") if (folder / CONFIG).is_file() else None
     if type(vocab) is not int:
-        raise UsageError(
-            f"{folder} is no Hugging Face model: neither an {EMBEDDING} nor a vocab_size in its config.json"
-        )
+        raise UsageError(f"{folder} is no Hugging Face model: neither an embedding nor a vocab_size in its config.json")
     return vocab
 
 
 def findings(assets: Assets, rows: int | None, need_template: bool = False) -> list[Finding]:
-    """As `problems`, of files that need not lie in one folder, and with what each means for serving.
+    """What is wrong with files that are to be published, which need not lie in one folder.
 
     Args:
         assets: relative name to path.

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from converters.publish import normalizer
 from converters.publish.normalizer import SPACE, literal, replace
+from converters.publish.vocabulary import FLAGS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -30,7 +31,6 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 """TrainerSpec.ModelType"""
 ROLES = ("bos", "eos", "pad", "unk")
-FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 MOST_BYTES = 1 << 28
 SERVING = (
     "a text that spells a control token becomes that token: serve with split_special_tokens=True, or escape messages"

@@ -89,9 +89,9 @@ def attached(source: Checkpoint, found: Tokenizer, folder: Path) -> Checkpoint:
 def _sentencepiece(path: Path) -> Tokenizer:
     from sentencepiece import SentencePieceProcessor
 
-    from converters.commands.tokenizer import check
     from converters.publish.chat import MARKER
     from converters.publish.tokenizer import convert_tokenizer
+    from converters.publish.tokenizer_proof import check
 
     converted = convert_tokenizer(path)
     tokens = [piece for piece in converted.pieces if MARKER.fullmatch(piece)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -94,51 +95,36 @@ class Family:
     full_until: tuple[str, int] | None = None
     file: Path | None = field(default=None, compare=False)
 
-    @property
-    def qkv_bias(self) -> bool:
-        """Whether query, key and value have biases."""
-        return any("query_bias" in rule.pattern.tensors for rule in self.tensors)
+    @cached_property
+    def holds(self) -> frozenset[str]:
+        """The logical tensors that its models can have."""
+        return frozenset(name for rule in self.tensors for name in rule.pattern.tensors)
 
-    @property
-    def qk_norm(self) -> bool:
-        """Whether each query and key head is normalised."""
-        return any("query_norm" in rule.pattern.tensors for rule in self.tensors)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the MLP has no gate, which every model that descends from Llama has."""
-        return not any({"gate", "expert_gate"} & set(rule.pattern.tensors) for rule in self.tensors)
-
-    @property
-    def experts(self) -> frozenset[str]:
-        """The tensors of `EXPERTS` that its models have; none without experts."""
-        return EXPERTS.intersection(name for rule in self.tensors for name in rule.pattern.tensors)
-
-    @property
-    def learned(self) -> bool:
-        """Whether positions are rows of a table."""
-        return any("positions" in rule.pattern.tensors for rule in self.tensors)
-
-    @property
-    def sinks(self) -> bool:
-        """Whether a part of each head's attention goes to no token."""
-        return any("sinks" in rule.pattern.tensors for rule in self.tensors)
-
-    @property
-    def latent(self) -> bool:
-        """Whether keys and values come out of a latent."""
-        return any("latent_down" in rule.pattern.tensors for rule in self.tensors)
+    @cached_property
+    def facts(self) -> Facts:
+        """What its tensors and keys tell of its models."""
+        held = self.holds
+        return Facts(
+            qkv_bias="query_bias" in held,
+            qk_norm="query_norm" in held,
+            window=bool(self.window),
+            partial="rotary_fraction" in self.keys,
+            plain=not {"gate", "expert_gate"} & held,
+            learned="positions" in held,
+            sinks="sinks" in held,
+            latent="latent_down" in held,
+            experts=EXPERTS & held,
+            router=self.router,
+        )
 
     def fits(self, facts: Facts) -> bool:
-        """Whether a model of Megatron with these facts can belong to the family."""
+        """Whether a model of Megatron with these facts can belong to the family. It need not use all that it may."""
+        own, biased = self.facts, facts.qkv_bias or facts.plain or facts.sinks
         return (
             not self.only_here
-            and self.qkv_bias == (facts.qkv_bias or facts.plain or facts.sinks)
-            and (self.qk_norm, self.plain, self.learned, self.sinks, self.latent)
-            == (facts.qk_norm, facts.plain, facts.learned, facts.sinks, facts.latent)
-            and (self.experts, self.router) == (facts.experts, facts.router)
-            and (bool(self.window) or not facts.window)
-            and ("rotary_fraction" in self.keys or not facts.partial)
+            and (own.window or not facts.window)
+            and (own.partial or not facts.partial)
+            and own == facts._replace(qkv_bias=biased, window=own.window, partial=own.partial)
         )
 
 

@@ -5,21 +5,11 @@ from dataclasses import replace
 from formats.families import falcon
 from formats.layout import rules
 
-TABLE = """
-transformer.word_embeddings.weight                            embedding: vocab hidden
-transformer.h.{layer}.self_attention.query_key_value.weight   (group (query: head half pair | key: half pair | value: dim)) hidden
-transformer.h.{layer}.self_attention.dense.weight             output: hidden (group head dim)
-transformer.h.{layer}.mlp.dense_h_to_4h.weight                up: ffn hidden
-transformer.h.{layer}.mlp.dense_4h_to_h.weight                down: hidden ffn
-transformer.h.{layer}.ln_attn.weight                          input_norm: hidden
-transformer.h.{layer}.ln_attn.bias                            input_norm_bias: hidden
+NORMS = """
 transformer.h.{layer}.ln_mlp.weight                           post_norm: hidden
 transformer.h.{layer}.ln_mlp.bias                             post_norm_bias: hidden
-transformer.ln_f.weight                                       final_norm: hidden
-transformer.ln_f.bias                                         final_norm_bias: hidden
-lm_head.weight                                                head: vocab hidden          untied
-lm_head.weight                                                embedding: vocab hidden     tied optional
-"""
+transformer.ln_f.weight""".lstrip()
+TABLE = falcon.TABLE.replace("input_layernorm", "ln_attn").replace("transformer.ln_f.weight", NORMS)
 
 FAMILY = replace(
     falcon.FAMILY,

@@ -180,6 +180,13 @@ def test_a_failure_half_way_leaves_out_as_it_was(world, monkeypatch):
     assert not list(out.glob(".*"))
 
 
+@pytest.mark.parametrize("key", ["wte.weight", "gpt_neox.embed_in.weight", "transformer.word_embeddings.weight"])
+def test_rows_of_an_embedding_by_any_name(tmp_path, key):
+    save_file({"wpe.weight": np.zeros((3, 2), "f4"), key: np.zeros((9, 2), "f4")}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    assert embedding_rows(tmp_path) == 9
+
+
 def test_rows_of_sharded_weights_and_without_weights(world, tmp_path):
     out, _ = world
     (out / "model.safetensors").rename(out / "model-00001-of-00002.safetensors")

@@ -9,10 +9,14 @@ from tokenizers import AddedToken
 
 from converters.assets import files
 from converters.publish.chat import TEMPLATES, apply_template, load_template
-from converters.publish.servable import findings, problems
+from converters.publish.servable import findings
 from tests.chat import worlds
 
 NO_BLOCKS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def problems(folder, rows, need_template=False):
+    return [finding.sentence for finding in findings(dict(files(folder)), rows, need_template)]
 
 
 def sound(path, **changes):

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from converters.publish.chat import TEMPLATES, load_template, probe, render, terminator
+from converters.publish.chat import TEMPLATES, load_template, probe, render
 from converters.publish.sandbox import Dialogue, guarded
 from formats.errors import SourceError, UsageError
 from tests.chat import worlds
@@ -117,7 +117,7 @@ def test_the_table_says_what_the_template_does(name):
     template, shipped = load_template(name), TEMPLATES[name]
     seen = probe(template, **TOKENS)
     assert set(seen.markers()) == set(shipped.tokens) == set(worlds.NEEDED[name])
-    assert terminator(template, ["</s>"], **TOKENS) == shipped.terminators[0]
+    assert seen.terminator({"</s>", *seen.markers(), TOKENS["eos_token"]}) == shipped.terminators[0]
     assert seen.faults(shipped.terminators[0]) == []
 
 
@@ -265,13 +265,18 @@ def test_templates_that_train_badly_are_seen(fault):
 
 def test_terminators_of_other_formats():
     """Of templates without generation blocks too, and where an eos follows only the last reply."""
+
+    def terminator(template, eos, *tokens):
+        seen = probe(template, bos_token=None, eos_token=eos)
+        return seen.terminator({*tokens, *seen.markers(), eos})
+
     zephyr = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
     gemma = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
     harmony = (
         "{% for m in messages %}<|start|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endfor %}"
     )
     alpaca = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n{% endfor %}"
-    assert terminator(zephyr, [], eos_token="</s>") == "</s>"
-    assert terminator(gemma, ["<start_of_turn>", "<end_of_turn>"], eos_token="<eos>") == "<end_of_turn>"
-    assert terminator(harmony, [], eos_token="</s>") == "<|end|>"
-    assert terminator(alpaca, ["</s>"], eos_token="</s>") is None
+    assert terminator(zephyr, "</s>") == "</s>"
+    assert terminator(gemma, "<eos>", "<start_of_turn>", "<end_of_turn>") == "<end_of_turn>"
+    assert terminator(harmony, "</s>") == "<|end|>"
+    assert terminator(alpaca, "</s>") is None

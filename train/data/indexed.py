@@ -11,7 +11,6 @@ the codes of floats only, which no text has. Megatron may append n bytes of mode
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from converters.durable import synced
 from formats.errors import SourceError, UnsupportedError, UsageError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -223,7 +223,7 @@ def write_index(path: Path, dtype: np.dtype[Any], sizes: Column, documents: Colu
         raise UsageError(f"tokens of the type {dtype} have no code in an index")
     n = len(sizes)
     m = n + 1 if documents is None else len(documents)
-    with path.open("wb") as file:
+    with synced(path) as file:
         file.write(MAGIC + struct.pack("<QBQQ", 1, code, n, m))
         for _, part in chunks(sizes):
             file.write(np.ascontiguousarray(part, "<i4").data)
@@ -238,5 +238,3 @@ def write_index(path: Path, dtype: np.dtype[Any], sizes: Column, documents: Colu
         else:
             for _, part in chunks(documents):
                 file.write(np.ascontiguousarray(part, "<i8").data)
-        file.flush()
-        os.fsync(file.fileno())

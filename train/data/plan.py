@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from converters.durable import sync_folder, write_file
+from converters.durable import sync_folder, synced, write_file
 from formats.errors import OutputError, RefusedError, SourceError, UnsupportedError, UsageError, short
 from train.data.facts import mask_path
 from train.data.indexed import Indexed, bin_path, idx_path
@@ -281,11 +280,9 @@ def _require_own(folder: Path) -> None:
 def _save(path: Path, array: NDArray[Any]) -> None:
     """`np.save`, whose errors do not tell which file or what is wrong."""
     array = np.ascontiguousarray(array)
-    with named(path), path.open("wb") as file:
+    with named(path), synced(path) as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def open_plan(path: Path, prefix: Path) -> Plan:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from converters.durable import synced
 from converters.report import Progress
 from formats.errors import Interrupted, SourceError, UsageError
 from train.data.encode import CHATML
@@ -193,11 +194,9 @@ def _rows(source: Path, mark: bytes, sizes: Sizes, rows: Rows) -> Iterator[bytes
 
 def _write(path: Path, pieces: Iterator[bytes], stopped: Callable[[], bool], progress: Progress) -> None:
     """Write pieces and force them to disk."""
-    with path.open("wb") as file:
+    with synced(path) as file:
         for piece in pieces:
             if stopped():
                 raise Interrupted("stopped while conversations were packed", "run the same command again to go on")
             file.write(piece)
             progress.advance(len(piece))
-        file.flush()
-        os.fsync(file.fileno())

@@ -5,19 +5,17 @@ Facts: tilde-nlp/llm-gpt-neox at 374a5c6, append_eod_bin.py, which makes the sam
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from converters.durable import stoppable
+from converters.durable import stoppable, synced
 from converters.report import Progress
 from formats.errors import OutputError, RefusedError, SourceError
 from train.data.encode import LAST_REPLY, REPLY
@@ -124,13 +122,11 @@ def write_append(work: Work, *, doubled: bool, quiet: bool) -> None:
     with stoppable() as stop, files.fresh(work.out) as made, Progress("writing", work.nbytes, quiet) as progress:
         with ExitStack() as stack:
             readers = [stack.enter_context(kind(work.found.prefix).open("rb")) for kind in kinds]
-            writers = [stack.enter_context(kind(made).open("wb", buffering=0)) for kind in kinds]
+            writers = [stack.enter_context(synced(kind(made))) for kind in kinds]
             for block in _blocks(work):
                 if stop():
                     raise files.stop_here()
                 progress.advance(_write_block(work, block, readers, writers, doubled))
-            for writer in writers:
-                os.fsync(writer.fileno())
         write_index(idx_path(made), work.found.dtype, _Longer(work) if work.appended else work.found.sizes, work.marks)
         counts = {"documents": work.documents, "tokens": work.tokens}
         files.write_facts(made, work.facts and replace(work.facts, eod=work.eod, counts=counts))
@@ -138,7 +134,7 @@ def write_append(work: Work, *, doubled: bool, quiet: bool) -> None:
 
 
 def _write_block(
-    work: Work, block: _Block, readers: Sequence[BinaryIO], writers: Sequence[FileIO], doubled: bool
+    work: Work, block: _Block, readers: Sequence[BinaryIO], writers: Sequence[BinaryIO], doubled: bool
 ) -> int:
     """Write the tokens of a block, and their mask: the model learns to end. Returns how many bytes that made."""
     written = 0

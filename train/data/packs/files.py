@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from converters.durable import sync_folder, write_file
+from converters.durable import sync_folder, synced, write_file
 from converters.report import size
 from formats.errors import Interrupted, OutputError, SourceError
 from train.data.facts import Facts, facts_path, facts_text, mask_path
@@ -51,7 +51,7 @@ def copy_range(source: Path, begin: int, count: int, target: Path, advance: Adva
         Interrupted: `stop` was true.
     """
     move: Callable[..., int | None] = _in_kernel if hasattr(os, "copy_file_range") else _in_memory
-    with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
+    with source.open("rb", buffering=0) as reader, synced(target) as writer:
         done = 0
         while done < count:
             if stop():
@@ -64,7 +64,6 @@ def copy_range(source: Path, begin: int, count: int, target: Path, advance: Adva
                 raise SourceError(f"{source} ends at byte {begin + done}, {begin + count} were expected")
             done += moved
             advance(moved)
-        os.fsync(writer.fileno())
 
 
 def _in_kernel(reader: int, writer: int, begin: int, count: int, at: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -21,6 +22,30 @@ def test_a_folder_where_the_work_would_be_done_is_left_alone(model, convert, tmp
     assert ran.code == 7
     assert "holds something else" in ran.err
     assert (tmp_path / "out.partial/thesis.tex").read_text() == "precious"
+
+
+def test_averaged_norms_take_no_folder_from_others(model, convert, tmp_path):
+    """Neither what is no work of ours, nor that of another process or conversion; a killed run's begins anew."""
+    assert convert("hf2neox", model(), tmp_path / "run", "--tp", 2).code == 0
+    words = ["average-norms", tmp_path / "run", tmp_path / "out"]
+    staging = tmp_path / "out.partial"
+    staging.mkdir()
+    (staging / "thesis.tex").write_text("precious")
+    refused = convert(*words, "--force")
+    assert (refused.code, "holds something else" in refused.err) == (7, True)
+    assert (staging / "thesis.tex").read_text() == "precious"
+    (staging / "thesis.tex").unlink()
+    with (staging / "journal.jsonl").open("w") as journal:
+        fcntl.flock(journal, fcntl.LOCK_SH)
+        assert "other processes are writing" in convert(*words, "--force").err
+        journal.write("vitruvian 1 of another one\n")
+    assert "another conversion" in convert(*words).err
+    (staging / "journal.jsonl").write_text("average-norms\n")
+    (staging / "out/global_step0").mkdir(parents=True)
+    (staging / "out/global_step0/half").touch()
+    assert convert(*words).code == 0
+    assert not staging.exists()
+    assert "half" not in files(tmp_path / "out/global_step0")
 
 
 @pytest.mark.parametrize("force", [False, True])

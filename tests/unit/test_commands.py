@@ -205,6 +205,19 @@ def test_casts_are_those_of_transformers(model, convert, tmp_path, dtype, there,
     assert convert("verify", tmp_path / "h", tmp_path / "m").code == 0
 
 
+@pytest.mark.parametrize(("there", "back"), [("hf2megatron", "megatron2hf"), ("hf2neox", "neox2hf")])
+def test_the_type_that_a_config_names_is_that_of_the_weights(model, convert, tmp_path, there, back):
+    """A run beside the config of a model of another type; a config that names none is left alone."""
+    assert convert(there, model(), tmp_path / "run").code == 0
+    (path,) = tmp_path.rglob("config.json")
+    held = json.loads(path.read_text())
+    for name, about in (("other", {"dtype": "bfloat16"}), ("none", {})):
+        path.write_text(json.dumps({key: value for key, value in held.items() if key != "dtype"} | about))
+        assert convert(back, tmp_path / "run", tmp_path / name).code == 0
+    assert json.loads((tmp_path / "other/config.json").read_text())["dtype"] == "float32"
+    assert (tmp_path / "none/config.json").read_bytes() == path.read_bytes()
+
+
 def test_an_explicit_tied_head_is_compared_and_comes_back(model, convert, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -330,6 +343,17 @@ def test_hf2hf_casts_and_cuts_anew(model, convert, tmp_path):
     assert convert("diff", tmp_path / "half", tmp_path / "fsdp").code == 0
     assert convert("hf2megatron", source, tmp_path / "m").code == 0
     assert "this command reads huggingface" in convert("hf2hf", tmp_path / "m", tmp_path / "out").err
+
+
+def test_old_weights_and_states_of_training_do_not_travel(model, convert, tmp_path):
+    source = shutil.copytree(model("llama"), tmp_path / "hf")
+    for name in ("rust_model.ot", "64.tflite", "model.gguf", "latest", "zero_to_fp32.py", "scheduler.pt"):
+        (source / name).write_text("old")
+    with (source / "model.llamafile").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    (source / "LICENSE").write_text("theirs")
+    assert convert("hf2hf", source, tmp_path / "out").code == 0
+    assert files(tmp_path / "out") == {**files(model("llama")), "LICENSE": b"theirs"}
 
 
 def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp_path):

@@ -356,17 +356,26 @@ def test_old_weights_and_states_of_training_do_not_travel(model, convert, tmp_pa
     assert files(tmp_path / "out") == {**files(model("llama")), "LICENSE": b"theirs"}
 
 
-def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [("float8_e4m3fn", "weight_scale_inv"), ("int8", "scale"), ("int8", "SCB"), ("uint8", "weight.absmax")],
+)
+def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp_path, kind, scale):
+    """A mask of bytes beside a norm that is called scale goes on, as do the scales of weights that were never small."""
     import torch
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(model("llama"), tmp_path / "hf")
     (path,) = (tmp_path / "hf").glob("*.safetensors")
     weights = load_file(path)
-    key = "model.layers.0.mlp.up_proj.weight"
-    small = {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(1, 1)}
-    save_file({**weights, **small}, path, {"format": "pt"})
-    ran = convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--dtype", "bf16", "--verbatim")
-    says = f"holds weights of 8 bits with scales, such as {key}_scale_inv"
-    assert (ran.code, says in ran.err) == (4, True), ran.err
-    assert convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--verbatim").code == 0
+    layer = "model.layers.0.mlp.up_proj"
+    plain = {"attn.bias": torch.ones(4, dtype=torch.uint8), "norm.scale": torch.ones(4)}
+    plain[f"{layer}.{scale}"] = torch.ones(1)
+    save_file(weights | plain, path, {"format": "pt"})
+    words = ["hf2hf", tmp_path / "hf", "--verbatim"]
+    assert convert(*words, tmp_path / "plain", "--dtype", "bf16", "-n").code == 0
+    small = {f"{layer}.weight": weights[f"{layer}.weight"].to(getattr(torch, kind))}
+    save_file(weights | plain | small, path, {"format": "pt"})
+    ran = convert(*words, tmp_path / "out", "--dtype", "bf16")
+    assert (ran.code, f"weights of 8 bits with scales, such as {layer}.{scale}" in ran.err) == (4, True), ran.err
+    assert convert(*words, tmp_path / "out").code == 0

@@ -10,37 +10,56 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from converters.durable import synced
-from formats import fsdp, zero
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError
 from formats.families import FAMILIES, FAMILY_FILE
 from formats.hf_config import to_huggingface
-from formats.huggingface import INDEX, SINGLE, read_json, read_weight_map
+from formats.huggingface import INDEX, NAME, SINGLE, read_json, read_weight_map
 from formats.spec import ModelSpec, Spec
 
-WEIGHTS = (".distcp", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
-NOT_ASSETS = (
-    INDEX, "pytorch_model.bin.index.json", "vitruvian.json", "trainer_state.json", "sharded_checkpoint.txt",
-)  # fmt: skip
+STAYS = {
+    "hidden": (".*",),
+    "unfinished": ("*.partial", "*.incomplete"),
+    "a state of training": (
+        "optimizer*", "scheduler.*", "scaler.*", "rng_state*", "random_states*", "trainer_state.json",
+        "training_args.bin", "checkpoint-*", "global_step*", "*optim_states.pt", "distrib_optim.pt", "*.distcp",
+        "latest", "zero_to_fp32.py", "sharded_checkpoint.txt",
+    ),
+    "a cache": ("__pycache__",),
+    "weights in another format": (
+        "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.npz", "*.onnx",
+        "*.onnx_data", "*.ot", "*.tflite", "*.nemo",
+    ),
+}  # fmt: skip
+"""Why a file or folder neither travels with a model nor is published: patterns of its name."""
+LARGEST = 64 << 20
+"""Bytes of a file that holds no weights, whatever it is called: the largest tokenizers have half of it."""
+OWN = ("*.safetensors", INDEX, "vitruvian.json")
+"""What each output writes anew."""
 RECORDS = {"evaluation_results.json": ".", "train_params.yaml": "..", "benchmark_results.json": ".."}
 """What a training leaves beside (.) or above (..) a checkpoint, and its model keeps."""
 FOLDERS = ("additional_chat_templates",)
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
+def why_not(path: Path) -> str:
+    """Why a file or folder neither travels with a model nor is published; empty when it does."""
+    for why, patterns in STAYS.items():
+        if any(fnmatchcase(path.name, pattern) for pattern in patterns):
+            return why
+    large = path.suffix != ".safetensors" and path.is_file() and path.stat().st_size > LARGEST
+    return f"more than {LARGEST >> 20} MiB that are no safetensors" if large else ""
+
+
 def files(folder: Path) -> Iterator[tuple[str, Path]]:
     """(relative name, path) of every asset in a folder: each file that holds no weights. Links are followed."""
     for path in sorted(folder.iterdir()):
-        if (
-            path.is_file()
-            and not path.name.startswith(".")
-            and path.name not in NOT_ASSETS
-            and path.suffix not in WEIGHTS
-        ):
+        if path.is_file() and not why_not(path) and not any(fnmatchcase(path.name, own) for own in OWN):
             yield path.name, path
         if path.is_dir() and path.name in FOLDERS:
             yield from ((f"{path.name}/{inner.name}", inner) for inner in sorted(path.iterdir()) if inner.is_file())
@@ -70,15 +89,16 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     spec = spec or source.spec
     counted = list(source.dtypes().values())
     usual = max(counted, key=counted.count)
-    if source.format in (fsdp.NAME, zero.NAME) and dtype is None:
-        dtype = usual  # a training rarely keeps its weights in the type of the model that it began with
     path = source.assets / "config.json" if source.assets else None
     if path is None:
         return _dump(to_huggingface(spec, {}) | {"torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
     base = read_json(path)
     config = to_huggingface(spec, base)
+    named = "dtype" if "dtype" in config else "torch_dtype"
+    if dtype is None and source.format != NAME and named in config:
+        dtype = usual  # a training rarely keeps its weights in the type of the model that it began with
     if dtype in TORCH_NAMES:
-        config["dtype" if "dtype" in config else "torch_dtype"] = TORCH_NAMES[dtype]
+        config[named] = TORCH_NAMES[dtype]
     return path.read_bytes() if config == base else _dump(config)
 
 

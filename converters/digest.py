@@ -88,15 +88,16 @@ def _digests(tensors: Any) -> dict[str, str] | None:
     return digests if len(digests) == len(tensors) else None
 
 
-def same_output(plan: Plan, place: Path) -> bool:
-    """Whether a folder is what a plan would write, as far as its manifest and its small files tell."""
+def same_output(plan: Plan, place: Path) -> dict[str, str] | None:
+    """The digests in a folder's manifest, if its settings, tensor names and small files are those of a plan."""
     if plan.target is None or not (place / MANIFEST).is_file():
-        return False
+        return None
     settings, tensors = read_manifest(place) or ({}, {})
     if settings != plan.spec.settings() or tensors.keys() != {job.name for job in plan.jobs}:
-        return False
+        return None
     texts = plan.target.texts.items()
-    return all((place / name).is_file() and (place / name).read_bytes() == text for name, text in texts)
+    same = all((place / name).is_file() and (place / name).read_bytes() == text for name, text in texts)
+    return tensors if same else None
 
 
 def is_verbatim(folder: Path) -> bool:

@@ -20,13 +20,15 @@ from converters.convert import Request, check_paths, publish
 from converters.digest import MANIFEST
 from converters.durable import sync_folder
 from converters.engine import Limits, digest_of, execute
-from converters.journal import JOURNAL
+from converters.journal import open_journal
 from converters.plan import Job, Part, Plan, make_plan
 from formats import deepspeed, neox
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import OutputError, UnsupportedError
 
 NORMS = ("input_norm", "input_norm_bias", "post_norm", "post_norm_bias", "final_norm", "final_norm_bias")
+MARK = "average-norms"
+"""What a journal is of that knows no jobs."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,19 @@ def run(work: Averaging, request: Request, limits: Limits) -> dict[str, float]:
         How far apart the copies of each norm were that differed.
 
     Raises:
-        OutputError: OUT exists, or there is no room.
+        OutputError: OUT exists, there is no room, or another process or conversion has the folder of the work.
     """
     check_paths(work.source, request)
-    if (request.staging / JOURNAL).exists() and not request.force:
-        raise OutputError(f"{request.staging} holds an unfinished conversion", "--force deletes it")
-    if request.staging.exists():
-        shutil.rmtree(request.staging)
+    with open_journal(request.staging, MARK, (), force=request.force, every=request.commit_seconds):
+        return _write(work, request, limits)
+
+
+def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float]:
+    """Write and publish the output, from the beginning: what a killed run left is made anew."""
     drifted: dict[str, float] = {}
     try:
+        if request.root.exists():
+            shutil.rmtree(request.root)
         work.out.mkdir(parents=True)
         for path in work.linked:
             _link(path.resolve(), work.out / path.name)

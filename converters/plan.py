@@ -22,8 +22,8 @@ from formats.storage import DTYPES, FLOATS, Fragment
 
 PADDING = "padding"
 """The state that rows of a vocabulary's padding are in, where a training goes on with them."""
-SCALE = re.compile(r".*[._]scale(?:_inv)?")
-"""What weights of 8 bits are multiplied by."""
+SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
+"""What weights of 8 bits, named before it, are multiplied by; the last two are bitsandbytes'."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
@@ -142,7 +142,7 @@ def make_plan(
     wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
     repeated = _padding(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
-    if cast and any(one.startswith("F8_") for one in dtypes.values()):
+    if cast:
         _require_no_scales(source)
     jobs = []
     padded = source.extra.get("padded_vocab")
@@ -184,11 +184,14 @@ def _require_no_scales(source: Checkpoint) -> None:
     Raises:
         UnsupportedError: there are scales.
     """
-    scale = next((placed.key for placed in source.tensors if SCALE.fullmatch(placed.key)), None)
-    if scale:
-        raise UnsupportedError(
-            f"{source.root} holds weights of 8 bits with scales, such as {scale}", "leave --dtype out"
-        )
+    dtypes = {placed.key: placed.fragment.dtype for placed in source.tensors}
+    small = {key for key, dtype in dtypes.items() if DTYPES[dtype] == 1 and dtype != "BOOL"}
+    for key in dtypes if small else ():
+        scaled = SCALE.fullmatch(key)
+        if scaled and not small.isdisjoint((scaled[1], f"{scaled[1]}.weight")):
+            raise UnsupportedError(
+                f"{source.root} holds weights of 8 bits with scales, such as {key}", "leave --dtype out"
+            )
 
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:

@@ -9,11 +9,23 @@ from typing import Any
 
 from converters import assets
 from converters.digest import MANIFEST
+from converters.optimizer import optimizer_of
 from converters.plan import PADDING, Plan, filled
 from converters.report import size, table
-from formats import fsdp, fsdp_optim, hf_config, megatron_args, megatron_llm, megatron_resume
+from formats import (
+    deepspeed,
+    fsdp,
+    fsdp_optim,
+    hf_config,
+    megatron_args,
+    megatron_llm,
+    megatron_resume,
+    neox,
+    universal,
+    zero,
+)
 from formats.checkpoint import Checkpoint
-from formats.errors import SourceError, UnsupportedError, some
+from formats.errors import VitruvianError, some
 from formats.huggingface import read_json
 
 FRESH = {
@@ -65,19 +77,26 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
 
 def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
     """The states of a training's optimizer, or why it cannot be taken along; None without one."""
-    if source.format == fsdp.NAME:
-        try:
-            held = fsdp_optim.read(source) if fsdp_optim.find(source) else None
-        except (SourceError, UnsupportedError) as error:
-            return {"states": [], "why": str(error)}
-        return {"states": [*held.states], "step": held.step} if held else None
-    if source.format not in ("megatron", "megatron_dist") or "optimizer" not in source.extra["state"]:
-        return None
     try:
-        optimizer = megatron_resume.read(source)
-    except (SourceError, UnsupportedError) as error:
+        if not _is_trained(source):
+            return None
+        if source.format.startswith("megatron"):
+            native = megatron_resume.read(source)
+            return {"states": [*native.states], "distributed": native.distributed}
+        held = optimizer_of(source)
+    except VitruvianError as error:
         return {"states": [], "why": str(error)}
-    return {"states": [*optimizer.states], "distributed": optimizer.distributed}
+    return {"states": [*held.states], "step": held.step}
+
+
+def _is_trained(source: Checkpoint) -> bool:
+    """Whether an optimizer lies with the weights."""
+    if source.format == fsdp.NAME:
+        return fsdp_optim.find(source) is not None
+    if source.format in (neox.NAME, zero.NAME):
+        names = [path.name for path in source.home.iterdir()]
+        return universal.is_universal(source.home) or any(map(deepspeed.OPTIM.fullmatch, names))
+    return "optimizer" in source.extra.get("state", ())
 
 
 def _parameters(source: Checkpoint) -> int:

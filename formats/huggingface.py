@@ -163,7 +163,10 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
         if (path / SINGLE).is_file():
             return None
         if any(path.glob("pytorch_model*.bin")):
-            raise UnsupportedError(f"{path} holds pickled weights (pytorch_model.bin), only safetensors are read")
+            hint = "save_pretrained of transformers writes safetensors"
+            if (path / "pytorch_model.bin").is_file():
+                hint = f"ln -s pytorch_model.bin {path}/pytorch_model_fsdp.bin; convert fsdp2hf {path} OUT"
+            raise UnsupportedError(f"{path} holds pickled weights (pytorch_model.bin), only safetensors are read", hint)
         raise SourceError(f"{path} holds neither {SINGLE} nor {INDEX}")
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -275,6 +275,7 @@ def match(
     """
     placed: list[Placed] = []
     missing: list[str] = []
+    bare = 0
     used: dict[str, set[str]] = {file: set() for file in found}
     for slot in wanted:
         tensors = found.get(slot.file, {})
@@ -284,6 +285,7 @@ def match(
         if not keys:
             if "optional" not in slot.rule.conditions:
                 missing.append(f"{slot.keys[0]} {list(slot.shape)} in {_path(tensors, slot.file, where)}")
+                bare += slot.keys[0].removeprefix("model.") in tensors
             continue
         fragment = tensors[keys[0]]
         if fragment.shape != slot.shape:
@@ -295,7 +297,10 @@ def match(
         used[slot.file].add(keys[0])
         placed.append(Placed(keys[0], slot, fragment))
     if missing:
-        raise SourceError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}")
+        hint = "the names lack `model.`: AutoModelForCausalLM saves them with it, --verbatim takes them as they are"
+        raise SourceError(
+            f"{where}: {len(missing)} tensors are missing: {_some(missing)}", hint if bare == len(missing) else ""
+        )
     rest = [(file, key) for file, tensors in found.items() for key in tensors if key not in used[file]]
     dropped = [key for _, key in rest if any(re.fullmatch(drop, key) for drop in drops)]
     unknown = [

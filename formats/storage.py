@@ -106,7 +106,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, Fragment], dict[str, str]]:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise SourceError(f"{path}: no safetensors file, or cut off: {size} bytes, header of {length} bytes")
+            raise SourceError(
+                f"{path}: no safetensors file, or cut off: {size} bytes, header of {length} bytes",
+                "it stands for a file of Git LFS: git lfs pull" if prefix == b"version " else "",
+            )
         raw = file.read(length)
     try:
         if raw[:1] != b"{":

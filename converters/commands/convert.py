@@ -29,7 +29,7 @@ from converters.commands.options import (
     true_vocab_size,
     writing,
 )
-from converters.commands.running import carry_out, request_of
+from converters.commands.running import carry_out, is_written, request_of
 from formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -211,7 +211,6 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     """
     from converters.commands.publish import push
     from converters.convert import plan_huggingface
-    from converters.digest import same_output
     from converters.publish.hub import require_token
     from converters.publish.push_plan import check_names
     from formats.errors import SourceError, UsageError
@@ -236,7 +235,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
             source = opened(run, options, ("fsdp",))
             request = request_of(place, options, source)
             plan = plan_huggingface(source, request, options["shard_size"], options["template"])
-            if len(runs) > 1 and not request.force and same_output(plan, place):
+            if len(runs) > 1 and not request.force and is_written(plan, request):
                 click.echo(f"note: {place} is there already, {run} is not converted again", err=True)
             else:
                 carry_out(plan, request, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,20 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
     limits = Limits(options["threads"], options["memory"], replicas)
     cast = None if options["dtype"] == "keep" else options["dtype"]
     return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])
+
+
+def is_written(plan: Plan, request: Request) -> bool:
+    """Whether OUT is what a plan would write. The source is read for it: a training may have written it anew."""
+    from converters.digest import same_output
+    from converters.engine import digest_of
+    from converters.report import Progress
+
+    remembered = same_output(plan, request.place)
+    if remembered is None:
+        return False
+    jobs = [replace(job, targets=()) for job in plan.jobs]
+    with Progress("comparing", sum(job.nbytes for job in jobs), request.quiet) as progress:
+        return digest_of(jobs, request.limits, progress.advance) == remembered
 
 
 def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:

@@ -12,19 +12,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from converters.assets import why_not
 from converters.publish import card
 from formats.errors import SourceError, UsageError, VerificationError, short
 
-NOT_SENT = {
-    "hidden": (".*",),
-    "unfinished": ("*.partial", "*.incomplete"),
-    "a state of training": (
-        "optimizer*", "scheduler.*", "scaler.*", "rng_state*", "random_states*", "trainer_state.json",
-        "training_args.bin", "checkpoint-*", "global_step*", "*optim_states.pt", "distrib_optim.pt", "*.distcp",
-    ),
-    "a cache": ("__pycache__",),
-}  # fmt: skip
-"""Why a file or folder is left out: patterns of its name."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 """What a framework takes for weights when it lies at the root of a repository."""
 NAME = re.compile(r"(?!.*(?:--|[.][.]))(?!.*[.]git$)(?:\w(?:[\w.-]*\w)?/)?\w(?:[\w.-]*\w)?", re.ASCII)
@@ -141,23 +132,19 @@ def _walk(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str, 
     for root, folders, names in os.walk(folder, onerror=refuse):
         below = Path(root).relative_to(folder)
         for name in sorted(folders):
-            why = _why_not(name) or ("a link to a folder" if (Path(root) / name).is_symlink() else "")
+            why = why_not(Path(root) / name) or ("a link to a folder" if (Path(root) / name).is_symlink() else "")
             if why:
                 folders.remove(name)
                 left_out.append(((below / name).as_posix() + "/", why))
         folders.sort()
         for name in sorted(names):
             path, shown = Path(root) / name, (below / name).as_posix()
-            if why := _why_not(name) or _irregular(path):
+            if why := why_not(path) or _irregular(path):
                 left_out.append((shown, why))
             elif not shown.isprintable():
                 raise SourceError(f"{folder} holds a file whose name cannot be sent: {short(shown)}")
             else:
                 yield shown, path
-
-
-def _why_not(name: str) -> str:
-    return next((why for why, patterns in NOT_SENT.items() if any(fnmatchcase(name, one) for one in patterns)), "")
 
 
 def _irregular(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.models import files
 
@@ -21,6 +23,30 @@ def test_a_folder_where_the_work_would_be_done_is_left_alone(model, convert, tmp
     assert ran.code == 7
     assert "holds something else" in ran.err
     assert (tmp_path / "out.partial/thesis.tex").read_text() == "precious"
+
+
+def test_averaged_norms_take_no_folder_from_others(model, convert, tmp_path):
+    """Neither what is no work of ours, nor that of another process or conversion; a killed run's begins anew."""
+    assert convert("hf2neox", model(), tmp_path / "run", "--tp", 2).code == 0
+    words = ["average-norms", tmp_path / "run", tmp_path / "out"]
+    staging = tmp_path / "out.partial"
+    staging.mkdir()
+    (staging / "thesis.tex").write_text("precious")
+    refused = convert(*words, "--force")
+    assert (refused.code, "holds something else" in refused.err) == (7, True)
+    assert (staging / "thesis.tex").read_text() == "precious"
+    (staging / "thesis.tex").unlink()
+    with (staging / "journal.jsonl").open("w") as journal:
+        fcntl.flock(journal, fcntl.LOCK_SH)
+        assert "other processes are writing" in convert(*words, "--force").err
+        journal.write("vitruvian 1 of another one\n")
+    assert "another conversion" in convert(*words).err
+    (staging / "journal.jsonl").write_text("average-norms\n")
+    (staging / "out/global_step0").mkdir(parents=True)
+    (staging / "out/global_step0/half").touch()
+    assert convert(*words).code == 0
+    assert not staging.exists()
+    assert "half" not in files(tmp_path / "out/global_step0")
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -155,3 +181,41 @@ def test_a_closed_pipe_is_no_error(model):
 def test_json_is_json_with_every_option(model, convert):
     facts = json.loads(convert("plan", model(), "--to", "megatron", "--json", "--blocks").out)
     assert len(facts["list"]) > 39
+
+
+def test_a_pointer_of_git_lfs_is_named(model, convert, tmp_path):
+    hf = shutil.copytree(model(), tmp_path / "hf")
+    (hf / "model.safetensors").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{0:064}\nsize 9\n")
+    ran = convert("inspect", hf)
+    assert (ran.code, ran.err.partition("hint: ")[2]) == (3, "it stands for a file of Git LFS: git lfs pull\n")
+
+
+def test_pickled_weights_of_the_hub_and_the_way_out(model, convert, tmp_path):
+    import torch
+
+    hf = shutil.copytree(model(), tmp_path / "hf")
+    weights = load_file(hf / "model.safetensors")
+    (hf / "model.safetensors").unlink()
+    torch.save({key: torch.from_numpy(tensor) for key, tensor in weights.items()}, hf / "pytorch_model.bin")
+    ran = convert("hf2hf", hf, tmp_path / "out")
+    assert (ran.code, "only safetensors are read" in ran.err) == (4, True)
+    link, then = ran.err.strip().partition("hint: ")[2].split("; ")
+    subprocess.run(link, shell=True, check=True, timeout=10)
+    assert convert(*then.split()[1:-1], tmp_path / "out").code == 0
+    assert files(tmp_path / "out") == files(model())
+    (hf / "pytorch_model.bin").rename(hf / "pytorch_model-00001-of-00001.bin")
+    (hf / "pytorch_model.bin.index.json").write_text("{}")
+    assert "hint: save_pretrained of transformers writes safetensors" in convert("inspect", hf).err
+
+
+def test_names_without_the_prefix_of_the_model(model, convert, tmp_path):
+    """So sentence-transformers saves an embedding model, under the class of the causal one."""
+    hf = shutil.copytree(model("llama-tied"), tmp_path / "hf")
+    weights = load_file(hf / "model.safetensors")
+    save_file({key.removeprefix("model."): tensor for key, tensor in weights.items()}, hf / "model.safetensors")
+    ran = convert("hf2hf", hf, tmp_path / "out")
+    assert (ran.code, "hint: the names lack `model.`" in ran.err) == (3, True)
+    assert convert("hf2hf", hf, tmp_path / "out", "--verbatim").code == 0
+    weights.popitem()
+    save_file(weights, hf / "model.safetensors")
+    assert "hint" not in convert("inspect", hf).err

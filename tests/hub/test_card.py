@@ -212,8 +212,10 @@ def test_what_is_left_out_is_listed(tiny):
     import os
 
     os.mkfifo(tiny / "pipe")
-    for name in (".hidden", "optimizer.bin", "trainer_state.json", "model-1.safetensors.partial"):
+    for name in (".hidden", "optimizer.bin", "trainer_state.json", "model-1.safetensors.partial", "latest", "rust.ot"):
         (tiny / name).write_text("")
+    with (tiny / "model.llamafile").open("wb") as file:
+        file.truncate((64 << 20) + 1)
     (tiny / "checkpoint-10").mkdir()
     (tiny / "elsewhere").symlink_to("/")
     left = dict(plan_push(tiny, "acme/m").left_out)
@@ -221,9 +223,12 @@ def test_what_is_left_out_is_listed(tiny):
         ".hidden": "hidden",
         "checkpoint-10/": "a state of training",
         "elsewhere/": "a link to a folder",
+        "latest": "a state of training",
         "model-1.safetensors.partial": "unfinished",
+        "model.llamafile": "more than 64 MiB that are no safetensors",
         "optimizer.bin": "a state of training",
         "pipe": "no regular file",
+        "rust.ot": "weights in another format",
         "trainer_state.json": "a state of training",
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from formats.optimizer import Group, Optimizer
 from formats.registry import open_checkpoint
 from tests.optimizers import add_optimizer
 
+NEOX = Path(__file__).parents[1] / "golden/neox"
 CASES = {
     "fp32": ("llama", "float32", "plain", "--tp 2", "--pp 2"),
     "biases": ("starcoder2", "float32", "plain", "--pp 2", "--tp 2 --format torch_dist"),
@@ -51,6 +53,21 @@ def test_through_fsdp(model, convert, tmp_path, name):
     assert convert("verify", out).code == 0
     assert states(run) == states(out) != {}
     assert convert("diff", run, out).code == 0
+
+
+def test_inspect_says_what_can_be_taken_along(model, convert, tmp_path):
+    run, moved = tmp_path / "run", tmp_path / "universal"
+    assert convert("hf2megatron", model(), run, "--norm", "local", "--iteration", 3).code == 0
+    add_optimizer(run, "plain")
+    assert convert("zero2universal", run, moved).code == 0
+    told = json.loads(convert("inspect", moved, "--json").out)["optimizer"]
+    assert told == {"states": ["exp_avg", "exp_avg_sq"], "step": 3}
+    assert "step 3; `convert hf2fsdp --with-optimizer` takes it along" in convert("inspect", moved).out
+    assert convert("hf2fsdp", moved, tmp_path / "fsdp", "--with-optimizer").code == 0
+    summands = NEOX / "neox-parallel-tp2"
+    assert "cannot be taken along: 2.attention.dense.bias is a sum over" in convert("inspect", summands).out
+    (path,) = (NEOX / "neox-serial-tp2").glob("global_step*")
+    assert json.loads(convert("inspect", path, "--json").out)["optimizer"] is None
 
 
 @pytest.mark.parametrize(

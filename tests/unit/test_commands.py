@@ -223,6 +223,19 @@ def test_casts_are_those_of_transformers(model, convert, tmp_path, dtype, there,
     assert convert("verify", tmp_path / "h", tmp_path / "m").code == 0
 
 
+@pytest.mark.parametrize(("there", "back"), [("hf2megatron", "megatron2hf"), ("hf2neox", "neox2hf")])
+def test_the_type_that_a_config_names_is_that_of_the_weights(model, convert, tmp_path, there, back):
+    """A run beside the config of a model of another type; a config that names none is left alone."""
+    assert convert(there, model(), tmp_path / "run").code == 0
+    (path,) = tmp_path.rglob("config.json")
+    held = json.loads(path.read_text())
+    for name, about in (("other", {"dtype": "bfloat16"}), ("none", {})):
+        path.write_text(json.dumps({key: value for key, value in held.items() if key != "dtype"} | about))
+        assert convert(back, tmp_path / "run", tmp_path / name).code == 0
+    assert json.loads((tmp_path / "other/config.json").read_text())["dtype"] == "float32"
+    assert (tmp_path / "none/config.json").read_bytes() == path.read_bytes()
+
+
 def test_an_explicit_tied_head_is_compared_and_comes_back(model, convert, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -350,17 +363,37 @@ def test_hf2hf_casts_and_cuts_anew(model, convert, tmp_path):
     assert "this command reads huggingface" in convert("hf2hf", tmp_path / "m", tmp_path / "out").err
 
 
-def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp_path):
+def test_old_weights_and_states_of_training_do_not_travel(model, convert, tmp_path):
+    source = shutil.copytree(model("llama"), tmp_path / "hf")
+    for name in ("rust_model.ot", "64.tflite", "model.gguf", "latest", "zero_to_fp32.py", "scheduler.pt"):
+        (source / name).write_text("old")
+    with (source / "model.llamafile").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    (source / "LICENSE").write_text("theirs")
+    assert convert("hf2hf", source, tmp_path / "out").code == 0
+    assert files(tmp_path / "out") == {**files(model("llama")), "LICENSE": b"theirs"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [("float8_e4m3fn", "weight_scale_inv"), ("int8", "scale"), ("int8", "SCB"), ("uint8", "weight.absmax")],
+)
+def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp_path, kind, scale):
+    """A mask of bytes beside a norm that is called scale goes on, as do the scales of weights that were never small."""
     import torch
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(model("llama"), tmp_path / "hf")
     (path,) = (tmp_path / "hf").glob("*.safetensors")
     weights = load_file(path)
-    key = "model.layers.0.mlp.up_proj.weight"
-    small = {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(1, 1)}
-    save_file({**weights, **small}, path, {"format": "pt"})
-    ran = convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--dtype", "bf16", "--verbatim")
-    says = f"holds weights of 8 bits with scales, such as {key}_scale_inv"
-    assert (ran.code, says in ran.err) == (4, True), ran.err
-    assert convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--verbatim").code == 0
+    layer = "model.layers.0.mlp.up_proj"
+    plain = {"attn.bias": torch.ones(4, dtype=torch.uint8), "norm.scale": torch.ones(4)}
+    plain[f"{layer}.{scale}"] = torch.ones(1)
+    save_file(weights | plain, path, {"format": "pt"})
+    words = ["hf2hf", tmp_path / "hf", "--verbatim"]
+    assert convert(*words, tmp_path / "plain", "--dtype", "bf16", "-n").code == 0
+    small = {f"{layer}.weight": weights[f"{layer}.weight"].to(getattr(torch, kind))}
+    save_file(weights | plain | small, path, {"format": "pt"})
+    ran = convert(*words, tmp_path / "out", "--dtype", "bf16")
+    assert (ran.code, f"weights of 8 bits with scales, such as {layer}.{scale}" in ran.err) == (4, True), ran.err
+    assert convert(*words, tmp_path / "out").code == 0

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.models import files
 
@@ -33,6 +34,21 @@ def test_a_second_run_goes_on_and_does_not_hide_other_options(run_folder, model,
     assert (tmp_path / "out/checkpoint-7/model.safetensors").stat().st_mtime_ns == before
     assert convert(*words, "--dtype", "bf16", "--force").code == 0
     assert json.loads((tmp_path / "out/checkpoint-7/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_run_that_was_trained_anew_is_not_taken_for_the_one_of_before(run_folder, model, convert, tmp_path):
+    """Names, settings and small files of the checkpoint are what they were."""
+    words = ["fsdp2hf", run_folder, tmp_path / "out", "--dtype", "bf16"]
+    assert convert(*words).code == 0
+    assert convert(*words).err.count("is there already") == 2
+    anew = shutil.copytree(model("llama"), tmp_path / "anew")
+    weights = load_file(anew / "model.safetensors")
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, anew / "model.safetensors")
+    assert convert("hf2fsdp", anew, run_folder / "checkpoint-100/pytorch_model_fsdp_0", "--force").code == 0
+    refused = convert(*words)
+    assert (refused.code, "checkpoint-100 exists" in refused.err) == (7, True)
+    assert convert(*words, "--force").code == 0
+    assert convert(*words).err.count("is there already") == 2
 
 
 @pytest.mark.parametrize("flag", ["--hf_model_path_or_name", "--HF_model_path_or_name"])

@@ -31,6 +31,9 @@ LOCAL = "rope_local_base_freq"
 """The base of the layers with a sliding window, where a family has two."""
 SCALING = "rope_scaling"
 ROTARY = ("rope_theta", SCALING, "rotary_fraction")
+ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "longrope")
+"""A key beside the rotary settings that goes before theirs, and the types that have it (transformers 5.23.0,
+modeling_rope_utils.py `standardize_rope_params`)."""
 
 OF_NO_MODEL = (
     "architectures",
@@ -215,8 +218,12 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     theta = parameters.pop("rope_theta", None) or get(family.keys.get("rope_theta", "rope_theta"), family.rope_theta)
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
-    if rope_type == "longrope" and "original_max_position_embeddings" in config:
-        parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
+    rope_type = "longrope" if rope_type == "su" else rope_type  # its name when Phi-3 came out
+    if rope_type in ORIGINAL_OF and ORIGINAL in config:
+        inner = parameters.setdefault(ORIGINAL, config[ORIGINAL])
+        if inner != config[ORIGINAL]:
+            said = f"{ORIGINAL} = {short(config[ORIGINAL])}, and {short(inner)} in its rotary settings"
+            raise SourceError(f"{where} contradicts itself: {said}", "transformers takes the first; correct either")
     fraction = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "rotary_fraction" in family.keys:
         fraction = fraction or get(family.keys["rotary_fraction"], family.defaults["rotary_fraction"])

@@ -162,7 +162,7 @@ def plan_megatron(
         spec = replace(spec, vocab=tokens)
     dtypes = cast_dtypes(source, request.cast)
     llm = [dialect == megatron_llm.NAME for dialect in (source.extra.get("dialect"), options.dialect)]
-    args = args or (source.extra.get("args") if llm[0] == llm[1] else None)
+    args = assets.dropouts_of(source) | dict(args or (source.extra.get("args") if llm[0] == llm[1] else None) or {})
     writer = megatron_dist if options.dialect == DIST else megatron
     target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
     texts, copies = _inside(source, request, megatron.ASSETS, spec)

@@ -35,6 +35,12 @@ ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "
 """A key beside the rotary settings that goes before theirs, and the types that have it (transformers 5.23.0,
 modeling_rope_utils.py `standardize_rope_params`)."""
 
+DROPOUTS = {
+    "attention_dropout": ("attention_dropout", "attn_pdrop"),
+    "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
+}
+"""What Megatron and GPT-NeoX call it: config keys. Megatron takes both from a checkpoint, whatever its flags say."""
+
 OF_NO_MODEL = (
     "architectures",
     "model_type",
@@ -239,6 +245,12 @@ def _layered(config: Mapping[str, Any]) -> bool:
     found = config.get("rope_parameters")
     kinds = {"full_attention", "sliding_attention"}
     return isinstance(found, dict) and set(found) == kinds and all(isinstance(one, dict) for one in found.values())
+
+
+def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
+    """What a training drops out, in Megatron's terms, as far as a config (or the yml of GPT-NeoX) says."""
+    said = {name: [config[key] for key in keys if key in config] for name, keys in DROPOUTS.items()}
+    return {name: values[0] for name, values in said.items() if values and type(values[0]) in (int, float)}
 
 
 def residue(config: Mapping[str, Any]) -> list[str]:

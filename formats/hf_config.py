@@ -134,7 +134,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
             raise UnsupportedError(f"{where}: models with a {key} are not supported")
     for key, only in family.requires.items():
         value = config.get(key, only)
-        if value != only:
+        if value != only and (value, only) != (None, False):  # null is false
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
     layer_types = [] if "layer_types" in family.own else config.get("layer_types") or []
     others = (

@@ -22,6 +22,7 @@ from formats.huggingface import BUFFERS, model_slots
 from formats.megatron_args import Options, flags, from_megatron, namespace, to_megatron
 from formats.megatron_rotary import LLAMA3_SCALING
 from formats.spec import differences, parse_settings
+from formats.verbatim import describe
 from tests.models import EXPERTS, IN_MEGATRON, LLAMA3, MODELS, PLAIN_YARN, YARN, settings_of
 
 
@@ -183,6 +184,23 @@ def test_what_is_missing_is_named_with_its_flag(key):
 def test_what_has_no_layout_is_refused(changes, reason):
     with pytest.raises(UnsupportedError, match=reason):
         from_huggingface(config("llama") | changes, {}, "config.json")
+
+
+def test_null_is_no_bias():
+    """As torch takes it; any other null is no value that transformers has."""
+    base = config("llama")
+    assert from_huggingface(base | {"attention_bias": None, "mlp_bias": None}, {}, "config.json") == from_huggingface(
+        base, {}, "config.json"
+    )
+    with pytest.raises(UnsupportedError, match="hidden_act = None"):
+        from_huggingface(base | {"hidden_act": None}, {}, "config.json")
+
+
+@pytest.mark.parametrize(("kind", "notes"), [("llama4", 1), ("olmoe", 2)])
+def test_fused_experts_are_noted_where_the_hub_has_others(kind, notes):
+    shapes = {"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 16)}
+    spec = describe({"model_type": kind}, shapes, {}, "no table")
+    assert len(spec.notes) == notes
 
 
 @pytest.mark.parametrize(

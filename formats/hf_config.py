@@ -84,8 +84,8 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
         raise SourceError(f"{where} contradicts itself: the model type {family.name}, and the class of {others[0]}")
     if names and names != [family.architecture]:
         raise UnsupportedError(
-            f"{where}: a model of the class {short(names)} has no table, only {family.architecture}",
-            "correct `architectures` if its tensors are the same",
+            f"{where}: a model of the class {short(names)} has no table, only {family.architecture}: correct "
+            "`architectures` if its tensors are the same"
         )
 
 

@@ -346,3 +346,31 @@ def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp
     says = f"holds weights of 8 bits with scales, such as {key}_scale_inv"
     assert (ran.code, says in ran.err) == (4, True), ran.err
     assert convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--verbatim").code == 0
+
+
+def test_keys_without_the_prefix_of_a_model_get_a_hint(model, convert, tmp_path):
+    """As Qwen3-Embedding has them: transformers puts `model.` before them."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model("llama-tied"), tmp_path / "hf")
+    (path,) = (tmp_path / "hf").glob("*.safetensors")
+    save_file({key.removeprefix("model."): tensor for key, tensor in load_file(path).items()}, path, {"format": "pt"})
+    ran = convert("hf2megatron", tmp_path / "hf", tmp_path / "m")
+    assert (ran.code, "its keys lack `model.`" in ran.err) == (3, True), ran.err
+    assert convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--verbatim").code == 0
+    assert files(tmp_path / "out") == files(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("architectures", ["LLaMAForCausalLM"], "only LlamaForCausalLM: correct `architectures` if its tensors are"),
+        ("model_type", "lama", "its class is that of llama: correct `model_type` if it computes the same"),
+    ],
+)
+def test_a_config_that_is_nearly_known_is_told_what_is_wrong(model, convert, tmp_path, key, value, says):
+    shutil.copytree(model("llama"), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text()) | {key: value}
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    ran = convert("hf2megatron", tmp_path / "hf", tmp_path / "m")
+    assert (ran.code, says in ran.err) == (4, True), ran.err

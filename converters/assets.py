@@ -18,7 +18,7 @@ from converters.durable import synced
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError
 from formats.families import FAMILIES, FAMILY_FILE
-from formats.hf_config import to_huggingface
+from formats.hf_config import dropouts, to_huggingface
 from formats.huggingface import INDEX, NAME, SINGLE, read_json, read_weight_map
 from formats.spec import ModelSpec, Spec
 
@@ -100,6 +100,12 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     if dtype in TORCH_NAMES:
         config[named] = TORCH_NAMES[dtype]
     return path.read_bytes() if config == base else _dump(config)
+
+
+def dropouts_of(source: Checkpoint) -> dict[str, float]:
+    """What a training of a checkpoint drops out, in Megatron's terms, as far as its yml or its config says."""
+    path = source.assets / "config.json" if source.assets else None
+    return dropouts(source.extra.get("yml") or (read_json(path) if path else {}))
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:

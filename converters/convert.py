@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARD_SIZE = 5 * 10**9
 """Bytes of a safetensors file, when nothing says otherwise."""
+UNTOLD = (
+    "no table says which names the model has in memory: where these differ (experts that are fused there), dcp.load "
+    "does not find them"
+)
 ANEW = "what was written is deleted, the same command starts over"
 COMMIT_SECONDS = 0.25
 """How much work a killed run may lose, and how soon the disk begins to write."""
@@ -162,7 +166,7 @@ def plan_megatron(
         spec = replace(spec, vocab=tokens)
     dtypes = cast_dtypes(source, request.cast)
     llm = [dialect == megatron_llm.NAME for dialect in (source.extra.get("dialect"), options.dialect)]
-    args = args or (source.extra.get("args") if llm[0] == llm[1] else None)
+    args = assets.dropouts_of(source) | dict(args or (source.extra.get("args") if llm[0] == llm[1] else None) or {})
     writer = megatron_dist if options.dialect == DIST else megatron
     target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
     texts, copies = _inside(source, request, megatron.ASSETS, spec)
@@ -211,7 +215,9 @@ def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimiz
     texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
     copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
     copies |= assets.own_family(source.spec)
-    return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
+    plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
+    untold = isinstance(source.spec, Verbatim) and source.format == huggingface.NAME
+    return replace(plan, notes=(*plan.notes, UNTOLD)) if untold else plan
 
 
 def plan_reading(source: Checkpoint) -> Plan:

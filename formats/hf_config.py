@@ -31,6 +31,15 @@ LOCAL = "rope_local_base_freq"
 """The base of the layers with a sliding window, where a family has two."""
 SCALING = "rope_scaling"
 ROTARY = ("rope_theta", SCALING, "rotary_fraction")
+ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "longrope")
+"""A key beside the rotary settings that goes before theirs, and the types that have it (transformers 5.23.0,
+modeling_rope_utils.py `standardize_rope_params`)."""
+
+DROPOUTS = {
+    "attention_dropout": ("attention_dropout", "attn_pdrop"),
+    "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
+}
+"""What Megatron and GPT-NeoX call it: config keys. Megatron takes both from a checkpoint, whatever its flags say."""
 
 OF_NO_MODEL = (
     "architectures",
@@ -75,8 +84,8 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
         raise SourceError(f"{where} contradicts itself: the model type {family.name}, and the class of {others[0]}")
     if names and names != [family.architecture]:
         raise UnsupportedError(
-            f"{where}: a model of the class {short(names)} has no table, only {family.architecture}",
-            "correct `architectures` if its tensors are the same",
+            f"{where}: a model of the class {short(names)} has no table, only {family.architecture}: correct "
+            "`architectures` if its tensors are the same"
         )
 
 
@@ -125,7 +134,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
             raise UnsupportedError(f"{where}: models with a {key} are not supported")
     for key, only in family.requires.items():
         value = config.get(key, only)
-        if value != only:
+        if value != only and (value, only) != (None, False):  # null is false
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
     layer_types = [] if "layer_types" in family.own else config.get("layer_types") or []
     others = (
@@ -215,8 +224,12 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     theta = parameters.pop("rope_theta", None) or get(family.keys.get("rope_theta", "rope_theta"), family.rope_theta)
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
-    if rope_type == "longrope" and "original_max_position_embeddings" in config:
-        parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
+    rope_type = "longrope" if rope_type == "su" else rope_type  # its name when Phi-3 came out
+    if rope_type in ORIGINAL_OF and ORIGINAL in config:
+        inner = parameters.setdefault(ORIGINAL, config[ORIGINAL])
+        if inner != config[ORIGINAL]:
+            said = f"{ORIGINAL} = {short(config[ORIGINAL])}, and {short(inner)} in its rotary settings"
+            raise SourceError(f"{where} contradicts itself: {said}", "transformers takes the first; correct either")
     fraction = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "rotary_fraction" in family.keys:
         fraction = fraction or get(family.keys["rotary_fraction"], family.defaults["rotary_fraction"])
@@ -232,6 +245,12 @@ def _layered(config: Mapping[str, Any]) -> bool:
     found = config.get("rope_parameters")
     kinds = {"full_attention", "sliding_attention"}
     return isinstance(found, dict) and set(found) == kinds and all(isinstance(one, dict) for one in found.values())
+
+
+def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
+    """What a training drops out, in Megatron's terms, as far as a config (or the yml of GPT-NeoX) says."""
+    said = {name: [config[key] for key in keys if key in config] for name, keys in DROPOUTS.items()}
+    return {name: values[0] for name, values in said.items() if values and type(values[0]) in (int, float)}
 
 
 def residue(config: Mapping[str, Any]) -> list[str]:

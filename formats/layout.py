@@ -51,6 +51,8 @@ CONDITIONS = {
 }
 ALWAYS = {"copy", "partial", "optional"}
 """Conditions that say what a tensor is, not when it is there."""
+SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.")
+"""Keys that only such a layer of DeepSeek and its descendants has, which predicts a token after the next."""
 KINDS = {"dense", "sparse"}
 """Conditions that hold in some layers of a model, and not in others."""
 
@@ -275,7 +277,7 @@ def match(
     """
     placed: list[Placed] = []
     missing: list[str] = []
-    bare = 0
+    bare = False
     used: dict[str, set[str]] = {file: set() for file in found}
     for slot in wanted:
         tensors = found.get(slot.file, {})
@@ -285,7 +287,7 @@ def match(
         if not keys:
             if "optional" not in slot.rule.conditions:
                 missing.append(f"{slot.keys[0]} {list(slot.shape)} in {_path(tensors, slot.file, where)}")
-                bare += slot.keys[0].removeprefix("model.") in tensors
+                bare |= slot.keys[0].startswith("model.") and slot.keys[0].removeprefix("model.") in tensors
             continue
         fragment = tensors[keys[0]]
         if fragment.shape != slot.shape:
@@ -298,9 +300,7 @@ def match(
         placed.append(Placed(keys[0], slot, fragment))
     if missing:
         hint = "the names lack `model.`: AutoModelForCausalLM saves them with it, --verbatim takes them as they are"
-        raise SourceError(
-            f"{where}: {len(missing)} tensors are missing: {_some(missing)}", hint if bare == len(missing) else ""
-        )
+        raise SourceError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}", hint if bare else "")
     rest = [(file, key) for file, tensors in found.items() for key in tensors if key not in used[file]]
     dropped = [key for _, key in rest if any(re.fullmatch(drop, key) for drop in drops)]
     unknown = [
@@ -309,7 +309,9 @@ def match(
     if unknown:
         raise SourceError(
             f"{where}: {len(unknown)} tensors have no place in this model: {_some(unknown)}",
-            "the model may be of another family than its configuration says; `convert formats` lists the families",
+            "a layer that predicts further tokens is in no table: --verbatim carries it, in Hugging Face and FSDP"
+            if any(SECOND.search(key) for key in unknown)
+            else "the model may be of another family than its configuration says; `convert formats` lists the families",
         )
     return placed, dropped
 

@@ -292,8 +292,6 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
         "seq_length": spec.max_positions,
         "vocab_size": spec.vocab,
         "true_vocab_size": spec.vocab,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
     }
     args |= megatron_rotary.arguments(replace(spec, rope_scaling=None) if facts.latent else spec)
     args |= megatron_mla.arguments(spec) if facts.latent else {}
@@ -363,6 +361,8 @@ def namespace(
         "consumed_valid_samples": 0,
         "tokenizer_type": None,
         "tokenizer_model": None,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
     } | kept
     return base | to_megatron(spec) | megatron_experts.sizes(spec, options.mesh, options.experts or options.norm) | {
         "seq_length": kept.get("seq_length", spec.max_positions),

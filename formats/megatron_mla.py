@@ -106,7 +106,7 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
         raise RefusedError(
             f"megatron-core has no rope scaling with latents like this: {short(dict(spec.rope_scaling or {}))}",
             "it knows YaRN with a factor above 1, original_max_position_embeddings, mscale and mscale_all_dim both or "
-            "neither, and no attention_factor or truncate",
+            "neither, and no truncate, or attention_factor but YaRN's own",
         )
     if spec.rope_scaling:
         yarn = {"rope_type": "yarn", **yarn}

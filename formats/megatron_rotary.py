@@ -7,6 +7,7 @@ programs around it set its configuration). transformers 5.23.0, modeling_rope_ut
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,9 +82,20 @@ def yarn_of(args: Mapping[str, Any], names: Mapping[str, str], base: ModelSpec |
     return base.rope_scaling if base and base.rope_scaling and yarn(base.rope_scaling, names) == spelled else scaling
 
 
+def _meant(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a YaRN, without those that say nothing: `finetuned`, and the attention_factor of its paper."""
+    said = {name: value for name, value in scaling.items() if value is not None and name != "finetuned"}
+    match said:
+        case {"factor": int() | float() as factor, "attention_factor": float() as scale}:
+            usual = factor > 1 and not all(said.get(name) for name in NO_SCALE)
+            if usual and math.isclose(scale, 0.1 * math.log(factor) + 1):
+                del said["attention_factor"]
+    return said
+
+
 def yarn(scaling: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any] | None:
     """The arguments of a rope scaling; None if it is no YaRN that Megatron has."""
-    said = {name: value for name, value in scaling.items() if value is not None}
+    said = _meant(scaling)
     if said.pop("rope_type") != "yarn" or not said.keys() <= YARN.keys():
         return None
     scale = all(said.get(name) for name in NO_SCALE)
@@ -117,11 +129,17 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
             return none | {"rotary_seq_len_interpolation_factor": int(factor)}
         case "yarn" if turned and whole_heads:
             return none | {"position_embedding_type": "yarn", **turned}
-        case kind:
+        case "dynamic":
             raise RefusedError(
-                f"Megatron has no rope scaling {kind} with these settings: {', '.join(scaling)}",
+                "Megatron has no rope scaling dynamic",
+                f"--set rope_scaling=none computes the same up to {spec.max_positions} tokens",
+            )
+        case kind:
+            foreign = _meant(scaling).keys() - YARN.keys() if kind == "yarn" else ()
+            raise RefusedError(
+                f"Megatron has no rope scaling {kind} with these settings: {', '.join(sorted(foreign) or scaling)}",
                 f"it knows llama3 with {LLAMA3_SCALING}, linear with a whole factor, and yarn of whole heads with a "
-                "factor above 1, original_max_position_embeddings and no attention_factor",
+                "factor above 1, original_max_position_embeddings and no attention_factor but YaRN's own",
             )
 
 

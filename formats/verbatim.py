@@ -16,9 +16,16 @@ from formats.pattern import Axis, Pattern
 from formats.spec import Verbatim
 from formats.tensors import TENSORS
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-"""The one pair of keys that tied models of Hugging Face share."""
+HEAD = "lm_head.weight"
+EMBEDDINGS = (
+    "model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "transformer.wte.weight",
+    "transformer.word_embeddings.weight",
+)  # fmt: skip
+"""With which of them it is one tensor in a tied model."""
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the classes end that have a head."""
 FUSED = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
+FUSED_ON_HUB = ("gpt_oss", "llama4", "llama4_text")
 FUSED_NOTE = "its experts are fused, as transformers 5 holds them in memory: other readers expect the Hub's names"
 
 
@@ -41,9 +48,14 @@ def describe(
     clash = sorted(set(shapes) & set(TENSORS))
     if clash:
         raise UnsupportedError(f"a tensor is called {clash[0]}, which is the name of a logical tensor here")
-    tied = settings.get("tied", config.get("tie_word_embeddings", False)) is True
-    same = EMBEDDING in shapes and shapes.get(HEAD, shapes[EMBEDDING]) == shapes[EMBEDDING]
-    copies = {HEAD: EMBEDDING} if tied and same else {}
+    embedding = next((key for key in EMBEDDINGS if key in shapes), HEAD)
+    names = config.get("architectures")
+    causal = isinstance(names, list) and any(isinstance(name, str) and name.endswith(CAUSAL) for name in names)
+    headless = causal and embedding != HEAD and HEAD not in shapes  # where the class ties, its config may be silent
+    tied = settings.get("tied", config.get("tie_word_embeddings", headless)) is True
+    same = embedding != HEAD and shapes.get(HEAD, shapes[embedding]) == shapes[embedding]
+    copies = {HEAD: embedding} if tied and same else {}
+    fused = any(map(FUSED.search, shapes)) and config["model_type"] not in FUSED_ON_HUB
     vocab = settings.get("vocab", config.get("vocab_size"))
     return Verbatim(
         config["model_type"],
@@ -52,7 +64,7 @@ def describe(
         vocab if type(vocab) is int else None,
         why,
         copies,
-        (FUSED_NOTE,) if any(map(FUSED.search, shapes)) else (),
+        (FUSED_NOTE,) if fused else (),
     )
 
 

@@ -154,8 +154,13 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     """
     family = find_family(config)
     if family is None:
+        alike = [
+            one.model_type or one.name for one in FAMILIES.values() if config.get("architectures") == [one.architecture]
+        ]
+        way = f"; its class is that of {alike[0]}: correct `model_type` if it computes the same" if alike else ""
         raise UnsupportedError(
-            f"{where}: the model type {short(config.get('model_type'))} is not supported without --family {_file(where)}",
+            f"{where}: the model type {short(config.get('model_type'))} is not supported without --family "
+            f"{_file(where)}{way}",
             f"supported: {', '.join(sorted(FAMILIES))}",
         )
     return family

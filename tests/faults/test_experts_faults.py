@@ -170,6 +170,9 @@ def test_what_predicts_a_second_token_stays_behind_where_transformers_leaves_it(
     assert "stays behind: 1 such as model.layers.61.enorm.weight" in ran.err
     save_file(held | {"model.layers.4.enorm.weight": norm}, file)
     refused(convert("hf2megatron", folder, tmp_path / "m2"), 3, "no place in this model: model.layers.4.enorm.weight")
+    refused(convert("inspect", folder), 3, "a layer that predicts further tokens is in no table", "--verbatim")
+    assert convert("hf2hf", folder, tmp_path / "h", "--verbatim").code == 0
+    assert "model.layers.4.enorm.weight" in load_file(tmp_path / "h/model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     refused(convert("hf2megatron", folder, tmp_path / "m3"), 4, "models with a quantization_config are not supported")

@@ -134,3 +134,42 @@ def test_the_last_rows_that_are_missing_are_noticed(convert, tmp_path):
     ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", tmp_path / "hf")
     assert ran.code == 3
     assert "161 rows, the vocabulary 211" in ran.err
+
+
+TIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "GemmaForCausalLM": ("gemma", SMALL | {"head_dim": 16}),
+    "BloomForCausalLM": ("bloom", {"vocab_size": 211, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "OPTForCausalLM": ("opt", OPT),
+    "MptForCausalLM": ("mpt", {"vocab_size": 211, "d_model": 64, "n_layers": 2, "n_heads": 4}),
+    "OlmoeForCausalLM": ("olmoe", SMALL | {"num_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_what_torch_loads_of_what_no_table_knows(convert, tmp_path, name):
+    """A head that the class ties is found though the config says nothing; fused experts are not, and a note says so."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    import transformers
+
+    kind, settings = TIED[name]
+    model = build(Case(kind, settings), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    ran = convert("hf2fsdp", tmp_path / "hf", tmp_path / "c", "--ranks", 2)
+    assert ran.code == 0, ran.err
+    assert "no table says which names the model has in memory" in ran.err
+    empty = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings))
+    state = {"model": empty.state_dict()}
+    if kind == "olmoe":
+        with pytest.raises(dcp.CheckpointException, match="gate_up_proj"):
+            dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+        return
+    dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in state["model"].items())
+    assert "lm_head.weight" in state["model"]
+    assert convert("verify", tmp_path / "c", tmp_path / "hf").code == 0
+    assert convert("fsdp2hf", tmp_path / "c", tmp_path / "out").code == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())

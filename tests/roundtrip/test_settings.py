@@ -117,3 +117,26 @@ def test_it_comes_back_by_itself_or_was_refused(model, tmp_path, case):
         written = from_huggingface(json.loads(config_text(again, None)), {}, form)
         for spec in (again.spec, written):
             assert {*differences(spec, source.spec)} <= SPELLINGS
+
+
+@pytest.mark.parametrize("name", ["gpt2", "starcoder2", "phi3"])
+def test_what_a_training_drops_out_goes_on_in_megatron(model, convert, tmp_path, name):
+    """Megatron takes it from the checkpoint, and no flag of its can bring it back."""
+    keys = {"gpt2": ("attn_pdrop", "resid_pdrop"), "starcoder2": ("attention_dropout", "residual_dropout")}
+    changes = dict(zip(keys.get(name, ("attention_dropout", "resid_pdrop")), (0.25, 0.125), strict=True))
+    assert convert("hf2megatron", model(name, **changes), tmp_path / "one").code == 0
+    assert convert("reshard", tmp_path / "one", tmp_path / "two", "--tp", 2, "--format", "torch_dist").code == 0
+    shutil.rmtree(tmp_path / "two/huggingface")
+    assert convert("reshard", tmp_path / "two", tmp_path / "three").code == 0
+    for folder in ("one", "two", "three"):
+        args = open_checkpoint(tmp_path / folder).extra["args"]
+        assert (args["attention_dropout"], args["hidden_dropout"]) == (0.25, 0.125)
+
+
+def test_so_does_what_the_yml_of_neox_drops_out(model, convert, tmp_path):
+    assert convert("hf2neox", model(), tmp_path / "neox").code == 0
+    (yml,) = tmp_path.glob("neox/*/configs/*.yml")
+    yml.write_text(f"{yml.read_text()}attention-dropout: 0.25\nhidden_dropout: 0.125\n")
+    assert convert("hf2megatron", tmp_path / "neox", tmp_path / "run").code == 0
+    args = open_checkpoint(tmp_path / "run").extra["args"]
+    assert (args["attention_dropout"], args["hidden_dropout"]) == (0.25, 0.125)

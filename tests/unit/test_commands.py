@@ -397,3 +397,18 @@ def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp
     ran = convert(*words, tmp_path / "out", "--dtype", "bf16")
     assert (ran.code, f"weights of 8 bits with scales, such as {layer}.{scale}" in ran.err) == (4, True), ran.err
     assert convert(*words, tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("architectures", ["LLaMAForCausalLM"], "only LlamaForCausalLM: correct `architectures` if its tensors are"),
+        ("model_type", "lama", "its class is that of llama: correct `model_type` if it computes the same"),
+    ],
+)
+def test_a_config_that_is_nearly_known_is_told_what_is_wrong(model, convert, tmp_path, key, value, says):
+    shutil.copytree(model("llama"), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text()) | {key: value}
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    ran = convert("hf2megatron", tmp_path / "hf", tmp_path / "m")
+    assert (ran.code, says in ran.err) == (4, True), ran.err

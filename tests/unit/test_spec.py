@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from contextlib import suppress
+from copy import deepcopy
 from itertools import product
 
 import numpy as np
 import pytest
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats import megatron_experts
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, VitruvianError
@@ -18,7 +22,8 @@ from formats.huggingface import BUFFERS, model_slots
 from formats.megatron_args import Options, flags, from_megatron, namespace, to_megatron
 from formats.megatron_rotary import LLAMA3_SCALING
 from formats.spec import differences, parse_settings
-from tests.models import EXPERTS, IN_MEGATRON, LLAMA3, MODELS, YARN, settings_of
+from formats.verbatim import describe
+from tests.models import EXPERTS, IN_MEGATRON, LLAMA3, MODELS, PLAIN_YARN, YARN, settings_of
 
 
 def config(name: str, **changes) -> dict:
@@ -181,6 +186,23 @@ def test_what_has_no_layout_is_refused(changes, reason):
         from_huggingface(config("llama") | changes, {}, "config.json")
 
 
+def test_null_is_no_bias():
+    """As torch takes it; any other null is no value that transformers has."""
+    base = config("llama")
+    assert from_huggingface(base | {"attention_bias": None, "mlp_bias": None}, {}, "config.json") == from_huggingface(
+        base, {}, "config.json"
+    )
+    with pytest.raises(UnsupportedError, match="hidden_act = None"):
+        from_huggingface(base | {"hidden_act": None}, {}, "config.json")
+
+
+@pytest.mark.parametrize(("kind", "notes"), [("llama4", 1), ("olmoe", 2)])
+def test_fused_experts_are_noted_where_the_hub_has_others(kind, notes):
+    shapes = {"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 16)}
+    spec = describe({"model_type": kind}, shapes, {}, "no table")
+    assert len(spec.notes) == notes
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -272,15 +294,47 @@ def test_rotary_scalings_that_megatron_lacks_are_refused(scaling):
         to_megatron(spec)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "said", "hint"),
+    [
+        ({**YARN, "attn_factor": 0.88, "finetuned": True}, "yarn with these settings: attn_factor", "it knows llama3"),
+        ({**YARN, "factor": 1.0}, "yarn with these settings: factor, beta_fast, ", "a factor above 1"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic", "--set rope_scaling=none .* up to 128 tokens"),
+    ],
+)
+def test_a_refusal_names_what_megatron_lacks(scaling, said, hint):
+    spec = from_huggingface(config("llama") | {"rope_parameters": scaling}, {}, "config.json")
+    with pytest.raises(RefusedError, match=said) as raised:
+        to_megatron(spec)
+    assert re.search(hint, raised.value.hint)
+    assert "finetuned" not in str(raised.value)
+
+
 def test_the_longrope_of_phi_3_is_kept_whole_and_stays_out_of_megatron():
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **factors}
     new = config("phi3-tied", rope_parameters=rope, original_max_position_embeddings=64)
     spec = from_huggingface(new, {}, "config.json")
     assert spec.rope_scaling == {"rope_type": "longrope", **factors, "original_max_position_embeddings": 64}
-    assert from_huggingface(old_spelling(new), {}, "config.json") == spec
+    first = old_spelling(new)
+    assert from_huggingface(first, {}, "config.json") == spec
+    first["rope_scaling"]["rope_type"] = "su"
+    assert from_huggingface(first, {}, "config.json") == spec
     with pytest.raises(RefusedError, match="Megatron has no rope scaling longrope"):
         to_megatron(spec)
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, PLAIN_YARN])
+def test_an_original_length_beside_the_rotary_settings_is_that_of_transformers(rope):
+    """transformers takes it before the one within them: two that differ are no model that somebody meant."""
+    within = {key: value for key, value in rope.items() if key != "original_max_position_embeddings"}
+    outer = config("llama") | {"rope_parameters": within, "original_max_position_embeddings": 64}
+    theirs = AutoConfig.for_model(**deepcopy(outer))
+    theirs.standardize_rope_params()  # as it does before it computes
+    scaling = from_huggingface(outer, {}, "config.json").rope_scaling
+    assert [one["original_max_position_embeddings"] for one in (scaling, theirs.rope_parameters)] == [64, 64]
+    with pytest.raises(SourceError, match=r"contradicts itself: original_max_position_embeddings = 64, and \d+ in its"):
+        from_huggingface(outer | {"rope_parameters": rope}, {}, "config.json")
 
 
 def test_rotary_scalings_that_megatron_has():
@@ -290,10 +344,25 @@ def test_rotary_scalings_that_megatron_has():
     assert dict(spec.rope_scaling or {}) == {"rope_type": "llama3", "factor": 8.0, **LLAMA3_SCALING}
 
 
-@pytest.mark.parametrize("scale", [{}, {"mscale": 0.0, "mscale_all_dim": 1.0}, {"mscale": None}])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        {},
+        {"mscale": 0.0, "mscale_all_dim": 1.0},
+        {"mscale": None},
+        {"attention_factor": 0.1 * math.log(4) + 1},
+        {"finetuned": True},
+    ],
+)
 def test_yarn_is_the_same_whatever_its_config_leaves_out(scale):
     """What a config leaves out is what transformers assumes; with the config at hand it is not a difference."""
     short = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "original_max_position_embeddings": 32}
+    computed = [
+        ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model("llama", rope_parameters=rope), "cpu")
+        for rope in (dict(short), {**short, **scale})
+    ]
+    assert computed[0][0].equal(computed[1][0])
+    assert computed[0][1] == computed[1][1]
     spec = from_huggingface(config("llama", rope_parameters={**short, **scale}), {}, "config.json")
     args = to_megatron(spec)
     assert (args["position_embedding_type"], args["yarn_beta_fast"], args["mscale"]) == ("yarn", 32.0, 1.0)

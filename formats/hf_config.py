@@ -39,7 +39,8 @@ DROPOUTS = {
     "attention_dropout": ("attention_dropout", "attn_pdrop"),
     "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
 }
-"""What Megatron and GPT-NeoX call it: config keys. Megatron takes both from a checkpoint, whatever its flags say."""
+"""What Megatron and GPT-NeoX call it: config keys. Megatron takes both from a checkpoint, whatever its flags say
+(megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
 
 OF_NO_MODEL = (
     "architectures",
@@ -134,7 +135,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
             raise UnsupportedError(f"{where}: models with a {key} are not supported")
     for key, only in family.requires.items():
         value = config.get(key, only)
-        if value != only and (value, only) != (None, False):  # null is false
+        if value != only and not (value is None and only is False):
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
     layer_types = [] if "layer_types" in family.own else config.get("layer_types") or []
     others = (

@@ -51,10 +51,10 @@ CONDITIONS = {
 }
 ALWAYS = {"copy", "partial", "optional"}
 """Conditions that say what a tensor is, not when it is there."""
-SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.")
-"""Keys that only such a layer of DeepSeek and its descendants has, which predicts a token after the next."""
 KINDS = {"dense", "sparse"}
 """Conditions that hold in some layers of a model, and not in others."""
+SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.")
+"""Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants."""
 
 
 @dataclass(frozen=True)

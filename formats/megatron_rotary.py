@@ -129,7 +129,7 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
             return none | {"rotary_seq_len_interpolation_factor": int(factor)}
         case "yarn" if turned and whole_heads:
             return none | {"position_embedding_type": "yarn", **turned}
-        case "dynamic":
+        case "dynamic" if scaling.keys() <= {"factor"}:
             raise RefusedError(
                 "Megatron has no rope scaling dynamic",
                 f"--set rope_scaling=none computes the same up to {spec.max_positions} tokens",

@@ -48,12 +48,12 @@ def describe(
     clash = sorted(set(shapes) & set(TENSORS))
     if clash:
         raise UnsupportedError(f"a tensor is called {clash[0]}, which is the name of a logical tensor here")
-    embedding = next((key for key in EMBEDDINGS if key in shapes), HEAD)
+    embedding = next((key for key in EMBEDDINGS if key in shapes), "")
     names = config.get("architectures")
     causal = isinstance(names, list) and any(isinstance(name, str) and name.endswith(CAUSAL) for name in names)
-    headless = causal and embedding != HEAD and HEAD not in shapes  # where the class ties, its config may be silent
+    headless = causal and embedding != "" and HEAD not in shapes  # where its class ties, a config may say nothing
     tied = settings.get("tied", config.get("tie_word_embeddings", headless)) is True
-    same = embedding != HEAD and shapes.get(HEAD, shapes[embedding]) == shapes[embedding]
+    same = embedding != "" and shapes.get(HEAD, shapes[embedding]) == shapes[embedding]
     copies = {HEAD: embedding} if tied and same else {}
     fused = any(map(FUSED.search, shapes)) and config["model_type"] not in FUSED_ON_HUB
     vocab = settings.get("vocab", config.get("vocab_size"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,24 @@ from formats.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from formats.families import Family
+
+OF_MEGATRON = ("megatron", "megatron_dist", "megatron-llm")
+CUTS = {
+    **dict.fromkeys(("tp", "pp"), (*OF_MEGATRON, "neox")),
+    **dict.fromkeys(("vpp", "ep", "etp"), OF_MEGATRON),
+    "experts": OF_MEGATRON[:2],
+}
+"""Option of `plan`: the formats that are cut by it."""
+
+
+def _require_effect(name: str, given: object, format_name: str, known: Sequence[str]) -> None:
+    """An option means something to a format.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if given not in (None, 1) and format_name not in known:
+        raise UsageError(f"--{name} has no effect on the format {format_name}", "leave it out")
 
 
 @click.command()
@@ -34,7 +53,7 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @click.argument("src", type=FOLDER)
 @click.option(
     "--to",
-    type=click.Choice(["megatron", "megatron_dist", "megatron-llm", "huggingface", "fsdp", "neox"]),
+    type=click.Choice([*OF_MEGATRON, "huggingface", "fsdp", "neox"]),
     required=True,
     help="The format to plan for.",
 )
@@ -51,6 +70,8 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     from formats import megatron_llm, neox_writer
     from formats.megatron_args import CORE, DIST, Options
 
+    for name, known in CUTS.items():
+        _require_effect(name, options[name], to, known)
     source = opened(src, options)
     request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
     dialects = {"megatron": CORE, "megatron_dist": DIST, "megatron-llm": megatron_llm.NAME}
@@ -76,9 +97,9 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
 @click.argument("format_name", metavar="FORMAT")
 @click.argument("key", default="")
 @click.option("--model", type=FOLDER, metavar="SRC", help="Draw the sizes of this checkpoint.  [default: Llama-3 8B]")
-@click.option("--tp", type=click.IntRange(1), default=2, show_default=True, help="Tensor parallel size.")
+@click.option("--tp", type=click.IntRange(1), help="Tensor parallel size.  [default: 2]")
 @own_family
-def explain(format_name: str, key: str, model: Path | None, tp: int, family: Family | None) -> None:
+def explain(format_name: str, key: str, model: Path | None, tp: int | None, family: Family | None) -> None:
     """Draw a layout: `convert explain megatron linear_qkv`.
 
     KEY is any part of a key. Without it, the rules of the format are listed.
@@ -88,6 +109,8 @@ def explain(format_name: str, key: str, model: Path | None, tp: int, family: Fam
     from formats.registry import open_checkpoint
     from formats.spec import ModelSpec
 
+    cut = ("megatron", "neox")
+    _require_effect("tp", tp, format_name, cut)
     if family and format_name != "huggingface":
         raise UsageError("--family describes names of Hugging Face alone", "convert explain huggingface")
     if not key:
@@ -98,7 +121,7 @@ def explain(format_name: str, key: str, model: Path | None, tp: int, family: Fam
     spec = open_checkpoint(model).spec if model else EXAMPLE
     if not isinstance(spec, ModelSpec):
         raise UnsupportedError(f"{model} has no table to draw: {spec.why}")
-    tp = tp if format_name in ("megatron", "neox") else 1
+    tp = tp or (2 if format_name in cut else 1)
     for name, rule in matching(format_name, key):
         click.echo(f"{name}: " + "\n".join(draw(rule, spec, tp)) + "\n")
     click.echo(LEGEND)

@@ -79,9 +79,8 @@ def test_states_of_neox(made, source, gqa, tmp_path):
 def test_a_universal_checkpoint_of_any_optimizer(made, convert, tmp_path):
     """What is made of the optimizer alone holds the very files that real DeepSpeed loads at every stage."""
     first, second, third = (tmp_path / number for number in ("first", "second", "third"))
-    assert (
-        "fp32, exp_avg, exp_avg_sq, step 3" in convert("inspect", made(TWO) / "zero1", "--config", made(TWO) / "hf").out
-    )
+    inspected = convert("inspect", made(TWO) / "zero1", "--config", made(TWO) / "hf")
+    assert "fp32, exp_avg, exp_avg_sq, step 3" in inspected.out
     assert convert("zero2universal", made(TWO) / "zero1", first).code == 0
     ran = convert("zero2universal", first, second, "--config", made(TWO) / "hf")
     assert ran.code == 0, ran.err

@@ -50,6 +50,11 @@ def test_usage_errors_are_2(convert, words):
         (["reshard", "MEGATRON", "OUT"], ["--gqa-layout", "blocked"]),
         (["reshard", "MEGATRON", "OUT"], ["--tag", "global_step1"]),
         (["reshard", "NEOX", "OUT"], ["--norm", "te"]),
+        (["plan", "HF", "--to", "huggingface"], ["--tp", 2]),
+        (["plan", "HF", "--to", "neox"], ["--vpp", 2]),
+        (["plan", "HF", "--to", "fsdp"], ["--ep", 2]),
+        (["plan", "HF", "--to", "megatron-llm"], ["--experts", "te"]),
+        (["explain", "huggingface", "q_proj"], ["--tp", 4]),
     ],
     ids=str,
 )

@@ -17,7 +17,6 @@ from converters.commands.options import (
     deepspeed_reading,
     experts,
     flag_of,
-    gqa_layout,
     iteration_folder,
     layout,
     opened,
@@ -95,7 +94,6 @@ DIALECTS = {**dict.fromkeys(("norm", "experts"), ("torch", "torch_dist")), "toke
 )
 @optimizer_kind
 @deepspeed_reading
-@gqa_layout
 @reading
 @writing
 def hf2megatron(src: Path, out: Path, **options: Any) -> None:
@@ -284,7 +282,6 @@ def hf2hf(src: Path, out: Path, **options: Any) -> None:
     help="Of a training in any framework: masters, moments and step too; it goes on with any number of ranks.",
 )
 @deepspeed_reading
-@gqa_layout
 @reading
 @writing
 def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
@@ -328,7 +325,6 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 )
 @optimizer_kind
 @deepspeed_reading
-@gqa_layout
 @reading
 @writing
 def reshard(src: Path, out: Path, **options: Any) -> None:

@@ -16,7 +16,6 @@ from converters.commands.options import (
     chat_template,
     deepspeed_reading,
     effort,
-    gqa_layout,
     layout,
     opened,
     reading,
@@ -44,7 +43,6 @@ ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
     metavar="FILE|FOLDER",
     help="SentencePiece model, or tokenizer.json.  [default: the yml's vocab_file, if it is here]",
 )
-@gqa_layout
 @click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file.")
 @chat_template
 @reading

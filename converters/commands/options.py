@@ -92,6 +92,9 @@ reading = together(
                  help="Carry every tensor under its own name, without checking names against the family's table."),
     click.option("--container", metavar="NAME",
                  help="The part of an FSDP checkpoint that is the model, such as model or ema.  [default: found]"),
+    click.option("--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto", show_default=True,
+                 help="GPT-NeoX: order of query, key and value where heads share keys, as since, or before, November "
+                      "2024."),
     click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
                  help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000 (JSON, or none)."),
     own_family,
@@ -181,10 +184,6 @@ deepspeed_reading = together(
     click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]"),
     weights,
 )
-gqa_layout = click.option(
-    "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto", show_default=True,
-    help="Order of query, key and value where heads share keys: as since, or before, November 2024.",
-)  # fmt: skip
 layout = click.option(
     "--layout", type=click.Choice(["sequential", "pipeline"]),
     help="Files of GPT-NeoX: one for each rank, or one for each layer and rank.  [default: pipeline if --pp > 1]",
@@ -319,5 +318,5 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options["container"],
         options.get("tag"),
         options.get("weights"),
-        options.get("gqa_layout", "auto"),
+        options["gqa_layout"],
     )

@@ -13,7 +13,6 @@ from converters.commands.options import (
     Size,
     chat_template,
     deepspeed_reading,
-    gqa_layout,
     opened,
     reading,
     require_effect,
@@ -59,7 +58,6 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
 @click.argument("src", type=FOLDER)
 @click.argument("out", type=FOLDER)
 @click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
-@gqa_layout
 @reading
 @writing
 def zero2universal(src: Path, out: Path, **options: Any) -> None:

@@ -112,6 +112,10 @@ def test_the_two_orders_of_query_key_and_value_are_never_guessed(convert, tmp_pa
     ran = convert("neox2hf", HERE / "llama-grouped-tp2", tmp_path / "out", "--vocab-size", 101)
     refused(ran, 5, "2024-11-13", "--gqa-layout")
     assert not (tmp_path / "out").exists()
+    for command in ("inspect", "digest"):  # whatever reads it takes the hint
+        refused(convert(command, HERE / "llama-grouped-tp2", "--vocab-size", 101), 5, "--gqa-layout")
+        words = ["--vocab-size", 101, "--gqa-layout", "grouped"]
+        assert convert(command, HERE / "llama-grouped-tp2", *words).code == 0
 
 
 def test_an_order_that_the_rows_contradict_is_told(convert, tmp_path):

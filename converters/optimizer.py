@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from converters.convert import Request, plan_fsdp, plan_megatron
+from converters.convert import Request
 from converters.plan import PADDING, Job, Part, Plan, cast_dtypes, make_plan, prove_tiling
+from converters.targets import plan_fsdp, plan_megatron
 from formats import fsdp, fsdp_optim, megatron, megatron_adam, megatron_dist, megatron_resume, neox, zero, zero_optim
 from formats.checkpoint import Checkpoint, Target
 from formats.errors import UnsupportedError, VerificationError

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from converters.assets import has_tokenizer
-from converters.convert import SHARD_SIZE, Request, check_paths, plan_huggingface, run
+from converters.convert import Request, check_paths, run
+from converters.targets import SHARD_SIZE, plan_huggingface
 from formats.checkpoint import Checkpoint
 from formats.errors import RefusedError, SourceError, UsageError
 from formats.layout import Placed

@@ -45,9 +45,10 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
         return path
     if resumed and is_folder(out) and config.model.path.resolve() == config.save.path.resolve():
         return out
-    from converters.convert import SHARD_SIZE, Request, plan_huggingface, run
+    from converters.convert import Request, run
     from converters.durable import write_file
     from converters.journal import fingerprint
+    from converters.targets import SHARD_SIZE, plan_huggingface
 
     note = out.with_name(f".{CONVERTED}")
     out.parent.mkdir(parents=True, exist_ok=True)

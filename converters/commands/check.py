@@ -146,10 +146,10 @@ def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
 @as_json
 def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> None:
     """Compare two checkpoints in any formats; exit 6 when they differ."""
-    from converters.convert import plan_reading
     from converters.diff import compare
     from converters.engine import Limits
     from converters.report import Progress, table
+    from converters.targets import plan_reading
     from formats.spec import differences
 
     first = opened(one, _own_config(one, options, two), alone=False)
@@ -193,7 +193,7 @@ def _knows_itself(path: Path) -> bool:
 
 def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dict[str, str]:
     """The digest of each logical tensor of a checkpoint."""
-    from converters.convert import plan_reading
+    from converters.targets import plan_reading
 
     return _hashed(plan_reading(source).jobs, options, quiet)
 

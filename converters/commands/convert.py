@@ -101,8 +101,8 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
 
     It has tensor and pipeline shards, or is one for any topology.
     """
-    from converters.convert import plan_megatron
     from converters.optimizer import plan_resumed
+    from converters.targets import plan_megatron
 
     source = opened(src, options)
     if source.format in READ:
@@ -182,7 +182,7 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 
     SRC is the run folder, an iter_* folder, or release/, of Megatron-LM or Megatron-LLM.
     """
-    from converters.convert import plan_huggingface
+    from converters.targets import plan_huggingface
 
     source = opened(iteration_folder(src, options["iteration"]), options, READ, USE_HF2MEGATRON)
     request = request_of(out, options, source)
@@ -208,9 +208,9 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     folder with several checkpoint-N, each becomes OUT/checkpoint-N, the newest first.
     """
     from converters.commands.publish import push
-    from converters.convert import plan_huggingface
     from converters.publish.hub import require_token
     from converters.publish.push_plan import check_names
+    from converters.targets import plan_huggingface
     from formats.errors import SourceError, UsageError
     from formats.fsdp import checkpoints
 
@@ -259,7 +259,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
 @writing
 def hf2hf(src: Path, out: Path, **options: Any) -> None:
     """Hugging Face folder to another one: cast, other file sizes, a chat template with rows for its tokens."""
-    from converters.convert import plan_huggingface
+    from converters.targets import plan_huggingface
 
     source = opened(src, options, ("huggingface",))
     request = request_of(out, options, source)
@@ -289,8 +289,8 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 
     Name OUT checkpoint-0/pytorch_model_fsdp_0 for accelerate and the HF Trainer.
     """
-    from converters.convert import plan_fsdp
     from converters.optimizer import plan_fsdp_run
+    from converters.targets import plan_fsdp
 
     if options["with_optimizer"] and options["dtype"] != "keep":
         raise UsageError(f"an optimizer cannot go on with --dtype {options['dtype']}", "leave one of them out")
@@ -344,8 +344,8 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
 
 
 def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
-    from converters.convert import plan_megatron
     from converters.optimizer import plan_run
+    from converters.targets import plan_megatron
 
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
@@ -363,7 +363,7 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
 
 def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
     from converters.commands.neox import stages
-    from converters.convert import plan_neox
+    from converters.targets import plan_neox
     from formats.neox_writer import Options
 
     if options["vpp"] > 1:

@@ -65,8 +65,9 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @as_json
 def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> None:
     """What a conversion would do: coverage, changes, files, blocks."""
-    from converters.convert import Request, plan_fsdp, plan_huggingface, plan_megatron, plan_neox
+    from converters.convert import Request
     from converters.show import block_lines, plan_lines, plan_record
+    from converters.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
     from formats import megatron_llm, neox_writer
     from formats.megatron_args import CORE, DIST, Options
 

@@ -53,8 +53,8 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     SRC is the run folder, whose `latest` names a checkpoint, or a global_stepN. --config takes the run's yml where
     SRC has none in configs/, or a Hugging Face folder. The flags of GPT-NeoX's own script are understood too.
     """
-    from converters.convert import plan_huggingface
     from converters.publish.tokenizer_files import attached, load, named
+    from converters.targets import plan_huggingface
 
     architecture, precision = options.pop("architecture"), options.pop("precision")
     old = [options.pop(f"old_{name}") for name in ("src", "out", "config")]
@@ -98,7 +98,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
 @writing
 def hf2neox(src: Path, out: Path, **options: Any) -> None:
     """Hugging Face folder, or another framework's checkpoint, to a run that GPT-NeoX loads with `finetune: true`."""
-    from converters.convert import plan_neox
+    from converters.targets import plan_neox
     from formats.neox_writer import Options
 
     source = opened(src, options)

@@ -47,7 +47,7 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     SRC is the folder with `latest`, the checkpoint-N of the HF Trainer, or a global_stepN. Of stage 3, and with
     --weights fp32-master of every stage, the weights come out of the optimizer states of all ranks.
     """
-    from converters.convert import plan_huggingface
+    from converters.targets import plan_huggingface
 
     source = opened(src, options, ("zero",))
     request = request_of(out, options, source)

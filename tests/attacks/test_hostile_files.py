@@ -24,7 +24,8 @@ from typing import Any
 
 import pytest
 
-from converters.convert import Request, plan_megatron, run
+from converters.convert import Request, run
+from converters.targets import plan_megatron
 from formats import megatron
 from formats.pickles import dumps
 from formats.registry import open_checkpoint

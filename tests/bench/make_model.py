@@ -18,8 +18,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from converters.convert import Request, plan_fsdp, plan_megatron
+from converters.convert import Request
 from converters.plan import Plan
+from converters.targets import plan_fsdp, plan_megatron
 from formats import huggingface
 from formats.checkpoint import Checkpoint, Target
 from formats.hf_config import from_huggingface

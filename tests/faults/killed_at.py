@@ -47,8 +47,9 @@ def main() -> None:
     for name in ("rename", "mkdir", "open"):
         setattr(Path, name, counted(getattr(Path, name)))
 
-    from converters.convert import Request, plan_megatron, run
+    from converters.convert import Request, run
     from converters.engine import Limits
+    from converters.targets import plan_megatron
     from formats.megatron_args import CORE, Options
     from formats.registry import open_checkpoint
 

@@ -15,8 +15,9 @@ from tests.models import files
 @pytest.fixture(scope="module")
 def run(model, tmp_path_factory):
     """A run with two expert ranks."""
-    from converters.convert import Request, plan_megatron
+    from converters.convert import Request
     from converters.convert import run as execute
+    from converters.targets import plan_megatron
     from formats.megatron_args import Options
     from formats.registry import open_checkpoint
 

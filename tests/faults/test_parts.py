@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from converters.convert import Request, plan_megatron
+from converters.convert import Request
 from converters.journal import Share
+from converters.targets import plan_megatron
 from formats.megatron_args import Options
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import save, weights

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from converters.convert import Request, plan_huggingface, run
+from converters.convert import Request, run
 from converters.optimizer import optimizer_of
+from converters.targets import plan_huggingface
 from formats.checkpoint import Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.optimizer import Group, Optimizer

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from converters.convert import Request, plan_fsdp, plan_huggingface, plan_megatron, plan_neox, run
+from converters.convert import Request, run
 from converters.digest import total
+from converters.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
 from formats import megatron_llm, neox_writer
 from formats.errors import VitruvianError
 from formats.families import family_of

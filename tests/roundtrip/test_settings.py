@@ -14,7 +14,8 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from converters.assets import config_text
-from converters.convert import Request, plan_megatron, plan_neox, run
+from converters.convert import Request, run
+from converters.targets import plan_megatron, plan_neox
 from formats import megatron_llm, neox_writer
 from formats.errors import VitruvianError
 from formats.hf_config import from_huggingface, residue

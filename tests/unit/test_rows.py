@@ -10,8 +10,8 @@ import pytest
 
 from converters import engine
 from converters.blocks import Files
-from converters.convert import plan_reading
 from converters.regions import Nearby
+from converters.targets import plan_reading
 from formats.registry import open_checkpoint
 from formats.rows import grown, rows
 from formats.spec import Verbatim

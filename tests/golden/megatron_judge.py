@@ -284,8 +284,10 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         raise JudgementError(f"model_type {c.model_type!r} with {activation(c)!r} is beyond this judge")
     if c.model_type == "gpt2":
         ffn, groups, epsilon = c.n_inner or 4 * c.n_embd, c.n_head, c.layer_norm_epsilon
+        dropouts = c.resid_pdrop, c.attn_pdrop
     else:
         ffn, groups = c.intermediate_size, c.num_key_value_heads
+        dropouts = getattr(c, "residual_dropout", 0.0), c.attention_dropout
         epsilon = c.norm_epsilon if plain else c.rms_norm_eps
     oss = c.model_type == "gpt_oss"
     if getattr(c, "attention_bias", False) is not oss or getattr(c, "mlp_bias", False):
@@ -304,8 +306,8 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "add_bias_linear": plain or oss,
         "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe", "gpt_oss"),
         "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", *LATENT),
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
+        "hidden_dropout": dropouts[0],
+        "attention_dropout": dropouts[1],
         **tiny,
         **(gpt_oss_fields(c) if oss else {}),
     }

@@ -8,6 +8,7 @@ boundaries only if there is neither). `forward_words` is the only place that mak
 from __future__ import annotations
 
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
     capped = config.model_type in ("gemma2", "gpt_oss") or getattr(config, "attn_logit_softcapping", None) is not None
     has = {
         "flash": half and config.model_type != "gpt_oss" and find_spec("flash_attn") is not None,
-        "varlen": half and not capped and find_spec("torch.nn.attention.varlen") is not None,
+        "varlen": half and not capped and _has_varlen(),
         "flex": device.type == "cuda" and not rocm,
         "sdpa": not capped,
         "eager": True,
@@ -56,6 +57,13 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
             "model.attention auto takes what does",
         )
     return wanted
+
+
+def _has_varlen() -> bool:
+    """Whether torch's kernel takes windows, scales and grouped heads: that of 2.10 takes none of these, 2.13's does."""
+    from torch.nn.attention import varlen as kernel
+
+    return {"window_size", "scale", "enable_gqa"} <= signature(kernel.varlen_attn).parameters.keys()
 
 
 def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **words: Any) -> tuple[Any, None]:

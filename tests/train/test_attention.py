@@ -49,13 +49,23 @@ def documents():
     ],
 )
 def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
-    there = {"flash_attn": flash, "torch.nn.attention.varlen": True}
-    monkeypatch.setattr("train.attention.find_spec", lambda name: there[name] or None)
+    monkeypatch.setattr("train.attention.find_spec", lambda name: {"flash_attn": flash}[name] or None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, window_size, scale, enable_gqa: q)
     config = config_of(model(family, vocab_size=253))
     assert resolve("auto", config, CUDA, dtype) == wanted
     assert resolve("auto", config, CPU, dtype) == ("eager" if "gemma2" in family else "sdpa")
     with pytest.raises(UnsupportedError, match="varlen does not compute"):
         resolve("varlen", config, CPU if family == "llama" else CUDA, dtype)
+
+
+def test_a_kernel_without_windows_is_not_taken(model, monkeypatch):
+    """That of torch 2.10."""
+    monkeypatch.setattr("train.attention.find_spec", lambda _: None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, is_causal: q)
+    config = config_of(model("llama", vocab_size=253))
+    assert resolve("auto", config, CUDA, torch.bfloat16) == "sdpa"
+    with pytest.raises(UnsupportedError, match="varlen does not compute"):
+        resolve("varlen", config, CUDA, torch.bfloat16)
 
 
 @pytest.fixture
@@ -64,6 +74,8 @@ def kernel(monkeypatch):
     from torch.nn.attention import varlen
 
     signature, calls = inspect.signature(varlen.varlen_attn), []
+    if "window_size" not in signature.parameters:
+        pytest.skip(f"the kernel of torch {torch.__version__} has no windows, and is not taken")
 
     def computed(*args, **words):
         given = signature.bind(*args, **words).arguments

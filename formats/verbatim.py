@@ -26,6 +26,10 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the classes end that have a head."""
 FUSED = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 FUSED_ON_HUB = ("gpt_oss", "llama4", "llama4_text")
+TIED_NOTE = (
+    "its config.json does not say whether its head is tied, and no file holds one: it is taken to be {}, as where its "
+    "class ties it; --set tied=false leaves it out"
+)
 FUSED_NOTE = "its experts are fused, as transformers 5 holds them in memory: other readers expect the Hub's names"
 
 
@@ -51,11 +55,13 @@ def describe(
     embedding = next((key for key in EMBEDDINGS if key in shapes), "")
     names = config.get("architectures")
     causal = isinstance(names, list) and any(isinstance(name, str) and name.endswith(CAUSAL) for name in names)
-    headless = causal and embedding != "" and HEAD not in shapes  # where its class ties, a config may say nothing
-    tied = settings.get("tied", config.get("tie_word_embeddings", headless)) is True
+    silent = "tied" not in settings and "tie_word_embeddings" not in config  # as it may be where the class ties
+    headless = silent and causal and embedding != "" and HEAD not in shapes
+    tied = headless or settings.get("tied", config.get("tie_word_embeddings")) is True
     same = embedding != "" and shapes.get(HEAD, shapes[embedding]) == shapes[embedding]
     copies = {HEAD: embedding} if tied and same else {}
     fused = any(map(FUSED.search, shapes)) and config["model_type"] not in FUSED_ON_HUB
+    notes = [TIED_NOTE.format(embedding)] * headless + [FUSED_NOTE] * fused
     vocab = settings.get("vocab", config.get("vocab_size"))
     return Verbatim(
         config["model_type"],
@@ -64,7 +70,7 @@ def describe(
         vocab if type(vocab) is int else None,
         why,
         copies,
-        (FUSED_NOTE,) if fused else (),
+        tuple(notes),
     )
 
 

@@ -28,7 +28,7 @@ FUSED = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 FUSED_ON_HUB = ("gpt_oss", "llama4", "llama4_text")
 TIED_NOTE = (
     "its config.json does not say whether its head is tied, and no file holds one: it is taken to be {}, as where its "
-    "class ties it; --set tied=false leaves it out"
+    "class ties it; should the class have a head of its own, that is lost"
 )
 FUSED_NOTE = "its experts are fused, as transformers 5 holds them in memory: other readers expect the Hub's names"
 

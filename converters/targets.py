@@ -131,7 +131,7 @@ def _inside(
         return {}, own
     copies = {f"{folder}/{name}": path for name, path in assets.files(source.assets) if name != "config.json"} | own
     texts = {f"{folder}/config.json": assets.config_text(source, _cast_to(request), spec)}
-    if source.format == huggingface.NAME:
+    if source.format == huggingface.NAME and not huggingface.pickled(source.root):
         texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
     elif (source.assets / huggingface.INDEX).is_file():
         copies[f"{folder}/{huggingface.INDEX}"] = source.assets / huggingface.INDEX

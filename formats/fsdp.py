@@ -94,7 +94,7 @@ def _kind(folder: Path) -> Callable[[Path, Settings], Listing] | None:
         return _dumps
     if FULL in names:
         return _full
-    if (huggingface.SINGLE in names or huggingface.INDEX in names) and "config.json" not in names:
+    if huggingface.has_weights(folder) and "config.json" not in names:
         return _consolidated
     return None
 
@@ -169,7 +169,7 @@ def _full(folder: Path, _: Settings) -> Listing:
 
 
 def _consolidated(folder: Path, _: Settings) -> Listing:
-    """Plain safetensors files that lack only a config."""
+    """Plain files of weights that lack only a config."""
     tensors = huggingface.read_files(folder)
     keys = list(tensors)
 
@@ -293,7 +293,7 @@ def unwrapped(key: str) -> str:
 
 def _compared(spec: Verbatim, config: Path) -> Iterator[str]:
     """Without a table, the base model's own files are what names can be compared with."""
-    if not any((config / name).is_file() for name in (huggingface.SINGLE, huggingface.INDEX)):
+    if not huggingface.has_weights(config):
         return
     base, own = set(huggingface.read_files(config)), {*spec.shapes, *spec.copies}
     for names, text in ((base - own, f"of {config} are not in the checkpoint"), (own - base, f"are not in {config}")):

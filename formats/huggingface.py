@@ -1,7 +1,8 @@
 """Hugging Face folders: safetensors files, with an index when there are several.
 
 Facts: transformers 5.23.0 modeling_utils.py `save_pretrained`, huggingface_hub 2.4.0 serialization/_base.py (greedy
-sharding in state-dict order, units of 10^9), and the index as both write it.
+sharding in state-dict order, units of 10^9), and the index as both write it. Pickled files, as transformers 4 and
+DeepSpeed's zero_to_fp32.py write them, are read and not written.
 """
 
 from __future__ import annotations
@@ -20,23 +21,37 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.hf_config import from_huggingface, require_biases, require_class
 from formats.layout import Placed, Slot, match, slots
+from formats.pickles import TensorRef
 from formats.spec import ModelSpec, Spec, Verbatim
 from formats.storage import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
+from formats.torchfile import read_torch
 
 NAME = "huggingface"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 BUFFERS = frozenset({"router_bias"})
 """What is no parameter of a model, though its files hold it."""
 MAX_JSON = 64 << 20
-FILE_NAME = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
+FILE_NAME = re.compile(r"\w[\w.-]{0,200}(\.safetensors|\.bin)", re.ASCII)
 
 
 def detect(path: Path) -> bool:
     """Whether a folder looks like this format."""
-    return (path / "config.json").is_file() and any(
-        (path / name).is_file() for name in (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-    )
+    return (path / "config.json").is_file() and has_weights(path)
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a folder holds files of weights, safetensors or pickled."""
+    return any((path / name).is_file() for name in (SINGLE, INDEX, *PICKLED))
+
+
+def pickled(path: Path) -> bool:
+    """Whether the weights of a folder are pickled. Where both kinds lie, transformers loads the other, and so do we.
+
+    Source: transformers 5.23.0, modeling_utils.py `_get_resolved_checkpoint_files`.
+    """
+    return has_weights(path) and not any((path / name).is_file() for name in (SINGLE, INDEX))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -68,7 +83,7 @@ def read_spec(path: Path, settings: Settings) -> ModelSpec:
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a folder: its config and the headers of its safetensors files."""
+    """Open a folder: its config and the headers of its files."""
     if (path / "adapter_config.json").is_file():
         raise UnsupportedError(
             f"{path} holds a PEFT adapter, which transformers would add to the weights", "merge it first"
@@ -81,26 +96,45 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 
 
 def read_files(path: Path) -> dict[str, Fragment]:
-    """The tensors of a folder's safetensors files, in the order of its index.
+    """The tensors of a folder's files, in the order of its index.
 
     Raises:
         SourceError: a file is missing or damaged, or holds something else than the index says.
+        UnsupportedError: a pickled file holds more than tensors.
     """
-    weight_map = read_weight_map(path)
-    names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
-    held = {name: read_safetensors(path / name)[0] for name in names}
+    read_file, (single, index) = (_read_pickled, PICKLED) if pickled(path) else (_read_safe, (SINGLE, INDEX))
+    weight_map = read_weight_map(path, single, index)
+    names = [single] if weight_map is None else sorted(set(weight_map.values()))
+    held = {name: read_file(path / name) for name in names}
     found: dict[str, Fragment] = {}
     for name, tensors in held.items():
         for key, fragment in tensors.items():
             if weight_map is not None and weight_map.get(key) != name:
-                raise SourceError(f"{path / name} holds {key}, which {INDEX} places in {weight_map.get(key)}")
+                raise SourceError(f"{path / name} holds {key}, which {index} places in {weight_map.get(key)}")
             found[key] = fragment
     lost = [key for key in weight_map or {} if key not in found]
     if weight_map and lost:
         raise SourceError(
-            f"{path / weight_map[lost[0]]} lacks {lost[0]}, which {INDEX} places there ({len(lost)} in all)"
+            f"{path / weight_map[lost[0]]} lacks {lost[0]}, which {index} places there ({len(lost)} in all)"
         )
     return {key: found[key] for key in weight_map or found}
+
+
+def _read_pickled(path: Path) -> dict[str, Fragment]:
+    """The tensors of a state dict that torch.save wrote."""
+    file = read_torch(path)
+    if not isinstance(file.value, Mapping):
+        raise UnsupportedError(f"{path} holds no state dict")
+    found = {}
+    for key, value in file.value.items():
+        if not isinstance(value, TensorRef):
+            raise UnsupportedError(f"{path} holds {short(key)}, which is no tensor")
+        found[str(key)] = file.fragment(value, str(key))
+    return found
+
+
+def _read_safe(path: Path) -> dict[str, Fragment]:
+    return read_safetensors(path)[0]
 
 
 def spec_of(shapes: Mapping[str, tuple[int, ...]], folder: Path, settings: Settings) -> Spec:
@@ -152,33 +186,28 @@ def drops(spec: Spec) -> tuple[str, ...]:
     return () if isinstance(spec, Verbatim) else family_named(spec.family).drops
 
 
-def read_weight_map(path: Path) -> dict[str, str] | None:
+def read_weight_map(path: Path, single: str = SINGLE, index: str = INDEX) -> dict[str, str] | None:
     """The index of a folder: key to file name; None when there is one single file.
 
     Raises:
-        SourceError: there are no weights, or the index names files outside the folder.
-        UnsupportedError: the weights are pickled.
+        SourceError: there are no weights, or the index names files outside the folder or of another kind.
     """
-    if not (path / INDEX).is_file():
-        if (path / SINGLE).is_file():
+    if not (path / index).is_file():
+        if (path / single).is_file():
             return None
-        if any(path.glob("pytorch_model*.bin")):
-            hint = "save_pretrained of transformers writes safetensors"
-            if (path / "pytorch_model.bin").is_file():
-                hint = f"ln -s pytorch_model.bin {path}/pytorch_model_fsdp.bin; convert fsdp2hf {path} OUT"
-            raise UnsupportedError(f"{path} holds pickled weights (pytorch_model.bin), only safetensors are read", hint)
         raise SourceError(f"{path} holds neither {SINGLE} nor {INDEX}")
-    weight_map = read_json(path / INDEX).get("weight_map")
+    weight_map = read_json(path / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{path / INDEX} has no weight_map")
+        raise SourceError(f"{path / index} has no weight_map")
     for key, name in weight_map.items():
-        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+        named = FILE_NAME.fullmatch(name) if isinstance(name, str) else None
+        if not named or not single.endswith(named[1]):
             raise SourceError(
-                f"{path / INDEX} places {short(key)} in {short(name)}, which is no file name in the folder"
+                f"{path / index} places {short(key)} in {short(name)}, which is no file name in the folder"
             )
-    if (path / SINGLE).is_file() and set(weight_map.values()) != {SINGLE}:
+    if (path / single).is_file() and set(weight_map.values()) != {single}:
         raise SourceError(
-            f"{path} holds both {SINGLE}, which transformers would load, and {INDEX}, which names other files",
+            f"{path} holds both {single}, which transformers would load, and {index}, which names other files",
             "remove the one that is out of date",
         )
     return weight_map

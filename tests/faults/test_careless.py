@@ -190,24 +190,6 @@ def test_a_pointer_of_git_lfs_is_named(model, convert, tmp_path):
     assert (ran.code, ran.err.partition("hint: ")[2]) == (3, "it stands for a file of Git LFS: git lfs pull\n")
 
 
-def test_pickled_weights_of_the_hub_and_the_way_out(model, convert, tmp_path):
-    import torch
-
-    hf = shutil.copytree(model(), tmp_path / "hf")
-    weights = load_file(hf / "model.safetensors")
-    (hf / "model.safetensors").unlink()
-    torch.save({key: torch.from_numpy(tensor) for key, tensor in weights.items()}, hf / "pytorch_model.bin")
-    ran = convert("hf2hf", hf, tmp_path / "out")
-    assert (ran.code, "only safetensors are read" in ran.err) == (4, True)
-    link, then = ran.err.strip().partition("hint: ")[2].split("; ")
-    subprocess.run(link, shell=True, check=True, timeout=10)
-    assert convert(*then.split()[1:-1], tmp_path / "out").code == 0
-    assert files(tmp_path / "out") == files(model())
-    (hf / "pytorch_model.bin").rename(hf / "pytorch_model-00001-of-00001.bin")
-    (hf / "pytorch_model.bin.index.json").write_text("{}")
-    assert "hint: save_pretrained of transformers writes safetensors" in convert("inspect", hf).err
-
-
 def test_names_without_the_prefix_of_the_model(model, convert, tmp_path):
     """So sentence-transformers saves an embedding model, under the class of the causal one."""
     hf = shutil.copytree(model("llama-tied"), tmp_path / "hf")

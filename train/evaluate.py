@@ -12,6 +12,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +26,7 @@ from train.checkpoint import Progress
 from train.config import Config
 from train.distributed import World
 from train.metrics import Judge
-from train.model import Trainee
+from train.model import Trainee, embedded
 from train.rows import Rows, open_rows
 from train.runs import EVALUATIONS
 
@@ -58,8 +59,12 @@ class Score(NamedTuple):
 
 
 def open_sets(config: Config) -> dict[str, Rows]:
-    """The rows of each validation set."""
-    return {name: open_rows(config.data, [path], config.seed) for name, path in config.data.validation.items()}
+    """The rows of each validation set; `model.path` is a Hugging Face folder by now."""
+    rows = embedded(config.model.path)
+    return {
+        name: replace(open_rows(config.data, [path], config.seed), vocabulary=rows)
+        for name, path in config.data.validation.items()
+    }
 
 
 def evaluate(

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import RefusedError, UnsupportedError
-from train.data.vocabulary import FILES, Vocabulary, open_vocabulary
+from train.data.vocabulary import FILES, Vocabulary, made_with, open_vocabulary
 from train.rows import IGNORED, Flat, Rows
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -117,10 +117,10 @@ def open_judge(metrics: Sequence[str], path: Path, sets: Mapping[str, Rows]) -> 
         return None
     files = [path / name for name in FILES if (path / name).is_file()] if path.is_dir() else []
     known = [open_vocabulary(one) for one in files or [path]]
-    made_with = {one.facts.tokenizer: name for name, rows in sets.items() for one in rows.documents if one.facts}
-    vocabulary = next((one for one in known if one.digest in made_with), known[0])
-    for digest, name in made_with.items():
-        if digest != vocabulary.digest:
+    told = [(name, one.facts) for name, rows in sets.items() for one in rows.documents if one.facts]
+    vocabulary = next((one for one in known if all(made_with(facts, one) for _, facts in told)), known[0])
+    for name, facts in told:
+        if not made_with(facts, vocabulary):
             raise RefusedError(
                 f"the validation set {name} was made with another tokenizer than {vocabulary.path}",
                 "name the file that it was made with: --evaluate.tokenizer FILE",

@@ -130,6 +130,11 @@ def open_config(path: Path) -> Any:
         raise SourceError(f"transformers cannot read {path / 'config.json'}: {told}") from error
 
 
+def embedded(path: Path) -> int:
+    """The rows of a model's embedding, as its configuration says. Raises as `open_config` does."""
+    return int(open_config(path).get_text_config().vocab_size)
+
+
 def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of transformers without memory.
 

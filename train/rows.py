@@ -7,7 +7,7 @@ each document: no label ever crosses a boundary.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +20,15 @@ from formats.errors import RefusedError
 from train.batching import shares
 from train.config import Data
 from train.data.documents import Documents, open_documents
+from train.data.facts import read_facts
+from train.data.indexed import prefix_of
 from train.data.plan import Plan, make_plan
+from train.data.vocabulary import FILES, made_with, open_vocabulary
 
 IGNORED = -100
 """A label that is not trained (the default of torch.nn.functional.cross_entropy)."""
+LARGEST = 2**31
+"""No vocabulary has so many tokens."""
 CHUNK = 2048
 """Tokens whose logits are held at a time: a vocabulary of 131,072 takes 1 GiB for them in float32."""
 
@@ -63,6 +68,7 @@ class Rows:
         ends: first row of each file, and their number.
         loss: what is trained, see `masks.LOSSES`.
         cut: whether documents longer than a row are cut; else they are left out.
+        vocabulary: rows of the model's embedding, where that is known: larger ids are refused.
     """
 
     documents: Sequence[Documents]
@@ -70,6 +76,7 @@ class Rows:
     ends: Sequence[int]
     loss: str
     cut: bool = False
+    vocabulary: int = LARGEST
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -115,6 +122,12 @@ class Rows:
         found = []
         for document, low, many in plan.row(number - self.ends[file], documents.indexed.sizes):
             tokens = documents.indexed[document][low : low + many].astype(np.int64)
+            if len(tokens) and int(tokens.max()) >= self.vocabulary:
+                raise RefusedError(
+                    f"document {document} of {documents.indexed.prefix} has the token {int(tokens.max())}, "
+                    f"the model's embedding {self.vocabulary} rows",
+                    "tokenize with the model's own tokenizer",
+                )
             found.append((tokens, documents.trained(document, document + 1, self.loss)[low : low + many]))
         return found
 
@@ -138,3 +151,24 @@ def open_rows(data: Data, prefixes: Sequence[Path], seed: int) -> Rows:
         for one in documents
     ]
     return Rows(documents, plans, shares([len(plan) for plan in plans]), data.loss, data.overlong == "truncate")
+
+
+def check_tokenizer(prefixes: Iterable[Path], folder: Path) -> None:
+    """See that the ids of token files are those of a model; of files that do not tell, nobody knows.
+
+    Args:
+        prefixes: the files.
+        folder: the model's; without a tokenizer there is nothing to compare.
+
+    Raises:
+        RefusedError: a file was made with another tokenizer.
+    """
+    held = [open_vocabulary(folder / name) for name in FILES if (folder / name).is_file()]
+    for prefix in map(prefix_of, prefixes):
+        facts = read_facts(prefix)
+        if facts is not None and held and not any(made_with(facts, one) for one in held):
+            raise RefusedError(
+                f"{prefix} was made with another tokenizer, of {facts.vocabulary} tokens, than {folder} has, "
+                f"of {held[0].size}: its ids mean something else to the model",
+                f"train tokenize --tokenizer {folder}",
+            )

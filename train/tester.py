@@ -28,7 +28,7 @@ from train.evaluate import Score, evaluate, open_sets
 from train.metrics import Judge, open_judge
 from train.model import fill
 from train.prepare import choose_attention
-from train.rows import Rows, open_rows
+from train.rows import Rows, check_tokenizer, open_rows
 from train.runs import PREFIX, is_ours, started
 from train.source import folder_of, is_folder
 
@@ -154,7 +154,7 @@ def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Pat
     """The sets to score: the validation sets, or the files of a folder, tokenized for as long as they are needed.
 
     Args:
-        config: `data`.
+        config: `data` and `model`.
         texts: a folder of `*.jsonl`, records with `text`; each file is a set. All tokens but the first are labels, and
             nothing is put before or behind a text.
         world: the ranks, which all see `save.path`.
@@ -166,6 +166,7 @@ def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Pat
     if texts is None:
         if not config.data.validation:
             raise UsageError("data.validation names no set", "--data.validation.NAME PREFIX, or --ppl FOLDER")
+        world.told(lambda: check_tokenizer(config.data.validation.values(), config.model.path))
         yield open_sets(config)
         return
     files = sorted(texts.glob("*.jsonl"))
@@ -188,11 +189,12 @@ def _tokenize(files: list[Path], folder: Path, tokenizer: Path) -> Path:
     """Write token files, named as the texts are, into a folder, and give it."""
     from train.data.inputs import ranges
     from train.data.tokenize import Request, tokenize
-    from train.data.vocabulary import open_vocabulary
+    from train.data.vocabulary import names_digest, open_vocabulary
     from train.data.workers import Job
 
     known = open_vocabulary(tokenizer)
-    job = Job(known.path, known.digest, known.size, "text", "text", {}, None, None, None)
+    names = names_digest(known, known.size)
+    job = Job(known.path, known.digest, known.size, names, "text", "text", {}, None, None, None)
     for file in files:
         tokenize(Request(job, ranges([file]), folder / file.stem, workers=1, strict=True, quiet=True))
     return folder
@@ -238,14 +240,14 @@ class _Made(NamedTuple):
 def _made(config: Config, path: Path, texts: Path | None, world: World, tell: Callable[[str], None]) -> Iterator[_Made]:
     """What all checkpoints have in common, by the first of them: sets, and a model to fill."""
     tokenizer = config.evaluate.tokenizer or path
+    start = config.model.model_copy(update={"path": path})
+    config = config.model_copy(update={"model": start, "lora": None})
     with opened_sets(config, texts, world, tokenizer) as sets:
         if world.first:
             for name, rows in sets.items():
                 if rows.overlong:
                     tell(f"{name}: {rows.overlong}")
         judge = open_judge(config.evaluate.metrics, tokenizer, sets)
-        start = config.model.model_copy(update={"path": path})
-        config = config.model_copy(update={"model": start, "lora": None})
         made, backend, _ = choose_attention(config, world)
         yield _Made(sets, judge, sharded(config, made, world, backend))
 

@@ -121,6 +121,7 @@ def role_bins(**options: Any) -> None:
 def make_job(options: Mapping[str, Any]) -> tuple[Job, Packing | None]:
     """What the options ask for, checked against the tokenizer."""
     from train.data.role_bins import Packing, full_size, separator, special_tokens
+    from train.data.vocabulary import names_digest
     from train.data.workers import Job
 
     extra = [token for token in options["extra"].split(",") if token]
@@ -130,7 +131,8 @@ def make_job(options: Mapping[str, Any]) -> tuple[Job, Packing | None]:
     if options["pack"]:
         packing = Packing(options["length"] or LENGTH, *separator(vocabulary, special))
     size = full_size(vocabulary, special)
-    job = Job(vocabulary.path, vocabulary.digest, size, options["form"], "text", {}, None, None, None, special)
+    names = names_digest(vocabulary, size, special)
+    job = Job(vocabulary.path, vocabulary.digest, size, names, options["form"], "text", {}, None, None, None, special)
     return job, packing
 
 

@@ -18,7 +18,7 @@ from formats.errors import RefusedError, SourceError, UsageError
 from train.data.facts import Facts, mask_path, read_facts
 from train.data.indexed import Indexed, open_indexed, prefix_of
 from train.data.masks import ASSISTANT, Mask, label_mask
-from train.data.vocabulary import Vocabulary, control_ids
+from train.data.vocabulary import Vocabulary, control_ids, made_with
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _roles(indexed: Indexed) -> Indexed | None:
 
 
 def _check_vocabulary(indexed: Indexed, facts: Facts | None, vocabulary: Vocabulary) -> None:
-    if facts is not None and facts.tokenizer != vocabulary.digest:
+    if facts is not None and not made_with(facts, vocabulary):
         raise RefusedError(
             f"{indexed.prefix} was made with another tokenizer than {vocabulary.path}: "
             f"{facts.vocabulary} tokens, BLAKE3 {facts.tokenizer[:12]}, not {vocabulary.size}, {vocabulary.digest[:12]}"

@@ -25,6 +25,7 @@ class Facts:
         control: name of each role that has a control token, such as user, and its id.
         eod: the token that ends a document, None if nothing was appended.
         template: BLAKE3 of the chat template, None if none was used.
+        names: BLAKE3 of the names of its tokens in the order of their ids; None in files of before.
         counts: documents, tokens, and what was dropped for which reason.
     """
 
@@ -33,6 +34,7 @@ class Facts:
     control: Mapping[str, int]
     eod: int | None
     template: str | None = None
+    names: str | None = None
     counts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -79,6 +81,7 @@ def _sound(facts: Facts) -> Facts:
         "control": not isinstance(control, dict) or not all(map(_number, control.values())),
         "eod": facts.eod is not None and not _number(facts.eod),
         "template": not isinstance(facts.template, str | None),
+        "names": not isinstance(facts.names, str | None),
         "counts": not isinstance(facts.counts, dict),
     }
     wrong = next((name for name, is_odd in odd.items() if is_odd), None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from formats.errors import SourceError, UsageError, short
+from train.data.facts import Facts
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """ModelProto.SentencePiece.Type"""
@@ -190,6 +192,25 @@ def _whole(known: Any) -> Any:
     if getattr(known.tokenizer.model, "dropout", None):
         known.tokenizer.model.dropout = None
     return known
+
+
+def names_digest(vocabulary: Vocabulary, size: int, special: Mapping[str, int] = MappingProxyType({})) -> str:
+    """BLAKE3 of the names of the tokens below an id: it outlives tokens that are added and other forms of the file.
+
+    Args:
+        vocabulary: the tokenizer.
+        size: the id.
+        special: name and id of tokens that are not in its file.
+    """
+    names = vocabulary.pieces(range(size))
+    for name, number in special.items():
+        names[number] = name
+    return blake3("\n".join(names).encode()).hexdigest()
+
+
+def made_with(facts: Facts, vocabulary: Vocabulary) -> bool:
+    """Whether the ids in token files are those of a tokenizer."""
+    return facts.tokenizer == vocabulary.digest or facts.names == names_digest(vocabulary, facts.vocabulary)
 
 
 def control_ids(vocabulary: Vocabulary, told: Mapping[str, int]) -> dict[str, int]:

@@ -45,6 +45,7 @@ class Job:
         tokenizer: its file.
         digest: BLAKE3 of that file.
         vocabulary: how many tokens it has.
+        names: BLAKE3 of their names.
         form: the format of the records, one of `records.FORMS`.
         key: the field that holds text.
         control: role to the id of its control token.
@@ -58,6 +59,7 @@ class Job:
     tokenizer: Path
     digest: str
     vocabulary: int
+    names: str
     form: str
     key: str
     control: dict[str, int]

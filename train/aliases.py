@@ -70,7 +70,7 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hidden_dropout": ((0,), "nothing is dropped out here"),
     "attention_dropout": ((0,), "nothing is dropped out here"),
     "loss_mask_individual": (([], [0]), "only padding, 0, is left out wherever it stands: it does not exist here"),
-    "data_path": ((), "train_data_paths and valid_data_paths name token files, none is split here"),
+    "data_path": ((), "train_data_paths and valid_data_paths name token files, or a plan: train pack P --split 98,1,1"),
     "batch_iteration_offset": ((0,), "no rows are skipped here; a run goes on with the row that is next"),
     "use_checkpoint_lr_scheduler": ((False,), "settings win over a checkpoint's here"),
     "weight_by_num_documents": ((False,), "each row is trained as often as any other"),

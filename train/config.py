@@ -86,9 +86,11 @@ class Data(_Part):
     """What it is trained on."""
 
     train: Annotated[list[Path], BeforeValidator(_listed)] = Field(
-        min_length=1, description="Token files, without .bin (train tokenize)."
+        min_length=1, description="Token files, without .bin (train tokenize); or plans of them (train pack)."
     )
-    validation: dict[str, Path] = Field(default_factory=dict, description="Named sets, each evaluated by itself.")
+    validation: dict[str, Path] = Field(
+        default_factory=dict, description="Named sets, each evaluated by itself; of a plan the split of that name."
+    )
     seq_length: Count = Field(description="Tokens that a step sees of a row.")
     packing: Literal["bfd", "k_bin", "overflow", "packed"] = Field("bfd", description="See train pack.")
     overlong: Literal["drop", "error", "truncate"] = Field("drop", description="Documents longer than a row.")

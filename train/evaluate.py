@@ -27,7 +27,7 @@ from train.config import Config
 from train.distributed import World
 from train.metrics import Judge
 from train.model import Trainee, embedded
-from train.rows import Rows, open_rows
+from train.rows import Rows, check_tokenizer, open_rows
 from train.runs import EVALUATIONS
 
 CSV = "perplexity"
@@ -58,13 +58,19 @@ class Score(NamedTuple):
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-def open_sets(config: Config) -> dict[str, Rows]:
-    """The rows of each validation set; `model.path` is a Hugging Face folder by now."""
+def open_sets(config: Config, world: World) -> dict[str, Rows]:
+    """The rows of each validation set; `model.path` is a Hugging Face folder by now.
+
+    Raises:
+        RefusedError: a set was made with another tokenizer.
+    """
     rows = embedded(config.model.path)
-    return {
-        name: replace(open_rows(config.data, [path], config.seed), vocabulary=rows)
+    sets = {
+        name: replace(open_rows(config.data, [path], config.seed, name), vocabulary=rows)
         for name, path in config.data.validation.items()
     }
+    world.told(lambda: check_tokenizer([one for rows in sets.values() for one in rows.documents], config.model.path))
+    return sets
 
 
 def evaluate(

@@ -24,6 +24,7 @@ from converters.durable import write_file
 from formats.errors import OutputError, SourceError, UsageError
 from train.batching import make_order, one_pass
 from train.config import Config, load_config
+from train.data.plan import is_plan
 from train.rows import open_rows
 from train.runs import LATEST, PREFIX
 
@@ -69,7 +70,7 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
     start = _tag(start)
     spec = open_checkpoint(start, Settings(config=base)).spec
     for prefix in data:
-        if not prefix.with_name(prefix.name + ".idx").is_file():
+        if not is_plan(prefix) and not prefix.with_name(prefix.name + ".idx").is_file():
             raise SourceError(f"{prefix}.idx is not there", "train tokenize makes it")
     longest = spec.max_positions if isinstance(spec, ModelSpec) else None
     begun = _link(folder, start, min(SEQ_LENGTH, longest or SEQ_LENGTH))
@@ -87,7 +88,8 @@ def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
     Args:
         folder: new, or empty.
         before: the settings of the phase before.
-        data: token files of the new phase. Where that before says `train_iters`, this one gets those of one pass.
+        data: token files or plans of the new phase. Where that before says `train_iters`, this one gets those of
+            one pass.
 
     Returns:
         The settings.

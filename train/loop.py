@@ -184,7 +184,7 @@ def late(config: Config, seconds: float) -> bool:
 
 def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
     config, rows = made.config, made.rows
-    sets = open_sets(config)
+    sets = open_sets(config, world)
     judge = open_judge(config.evaluate.metrics, config.evaluate.tokenizer or config.model.path, sets)
     model, backend, apart = choose_attention(config, world)
     engine = open_engine(config, model, world, backend)
@@ -192,7 +192,7 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         engine.read(made.start)
     if world.first:
         count = sum(plan.counts["tokens"] for plan in rows.plans)
-        packing, capacity = config.data.packing, rows.plans[0].capacity
+        packing, capacity = rows.plans[0].algorithm, rows.plans[0].capacity
         say(f"rows       {len(rows)} of {count} tokens, {packing}, {100 * count / (len(rows) * capacity):.2f} % full")
         for name, one in {"data.train": rows, **sets}.items():
             if one.overlong:

@@ -64,7 +64,7 @@ def prepare(config: Config, world: World) -> Prepared:
         world.told(lambda: require_places(config.save.path, progress, total))
         path = world.told(lambda: folder_of(config, resumed=start is not None))
         world.told(lambda: check_export(config, path))
-        world.told(lambda: check_tokenizer([*config.data.train, *config.data.validation.values()], path))
+        world.told(lambda: check_tokenizer(rows.documents, path))
         rows = replace(rows, vocabulary=embedded(path))
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     return Prepared(config, rows, sizes, order, total, progress, start)

@@ -20,9 +20,7 @@ from formats.errors import RefusedError
 from train.batching import shares
 from train.config import Data
 from train.data.documents import Documents, open_documents
-from train.data.facts import read_facts
-from train.data.indexed import prefix_of
-from train.data.plan import Plan, make_plan
+from train.data.plan import Plan, is_plan, make_plan, open_plan
 from train.data.vocabulary import FILES, made_with, open_vocabulary
 
 IGNORED = -100
@@ -67,7 +65,6 @@ class Rows:
         plans: the rows of each.
         ends: first row of each file, and their number.
         loss: what is trained, see `masks.LOSSES`.
-        cut: whether documents longer than a row are cut; else they are left out.
         vocabulary: rows of the model's embedding, where that is known: larger ids are refused.
     """
 
@@ -75,7 +72,6 @@ class Rows:
     plans: Sequence[Plan]
     ends: Sequence[int]
     loss: str
-    cut: bool = False
     vocabulary: int = LARGEST
 
     def __len__(self) -> int:
@@ -87,15 +83,17 @@ class Rows:
         many, tokens = (sum(plan.counts[key] for plan in self.plans) for key in ("overlong", "overlong_tokens"))
         if not many or any(plan.algorithm == "packed" for plan in self.plans):
             return ""
-        done = "cut" if self.cut else "left out"
+        done = "left out" if all(plan.pieces is None for plan in self.plans) else "cut"
         return f"{many} documents with {tokens} tokens are longer than a row: {done}"
 
     @property
     def digest(self) -> str:
         """What the rows are made of: hashes of the files, and everything that decides which documents share a row."""
-        made = [[sorted(p.made_from.items()), p.algorithm, p.capacity, p.seed, len(p)] for p in self.plans]
         told = [sorted(one.control.items()) for one in self.documents if one.facts is None and one.control]
-        return blake3(repr([made, self.loss, *told]).encode()).hexdigest()
+        found = blake3(repr([[sorted(plan.made_from.items()) for plan in self.plans], self.loss, *told]).encode())
+        for array in (one for plan in self.plans for one in (plan.documents, plan.rows, plan.pieces)):
+            found.update(b"" if array is None else np.ascontiguousarray(array).view(np.uint8).data)
+        return found.hexdigest()
 
     def flat(self, numbers: Sequence[int]) -> Flat:
         """Some rows, flattened; no rows give one input that trains nothing, because every rank takes every step."""
@@ -132,13 +130,20 @@ class Rows:
         return found
 
 
-def open_rows(data: Data, prefixes: Sequence[Path], seed: int) -> Rows:
+def open_rows(data: Data, paths: Sequence[Path], seed: int, split: str = "train") -> Rows:
     """Pack token files.
 
+    Args:
+        data: the settings.
+        paths: prefixes of token files, or plans of `train pack`.
+        seed: of the packer.
+        split: which rows of a plan; of files all are taken.
+
     Raises:
-        RefusedError: nobody knows which tokens are replies.
+        RefusedError: nobody knows which tokens are replies, or a plan is for other rows.
     """
-    documents = [open_documents(prefix, None, data.control_tokens) for prefix in prefixes]
+    opened = [_opened(data, path, seed, split) for path in paths]
+    documents, plans = [one for one, _ in opened], [plan for _, plan in opened]
     for one in documents:
         if one.silent and data.loss != "all":
             raise RefusedError(
@@ -146,29 +151,43 @@ def open_rows(data: Data, prefixes: Sequence[Path], seed: int) -> Rows:
                 "name its control tokens, --data.control_tokens '{user: 7, assistant: 8}', or train all of its tokens, "
                 "--data.loss all",
             )
-    plans = [
-        make_plan(one.indexed, algorithm=data.packing, seq_length=data.seq_length, seed=seed, overlong=data.overlong)
-        for one in documents
-    ]
-    return Rows(documents, plans, shares([len(plan) for plan in plans]), data.loss, data.overlong == "truncate")
+    return Rows(documents, plans, shares([len(plan) for plan in plans]), data.loss)
 
 
-def check_tokenizer(prefixes: Iterable[Path], folder: Path) -> None:
+def _opened(data: Data, path: Path, seed: int, split: str) -> tuple[Documents, Plan]:
+    if not is_plan(path):
+        one = open_documents(path, None, data.control_tokens)
+        return one, make_plan(
+            one.indexed, algorithm=data.packing, seq_length=data.seq_length, seed=seed, overlong=data.overlong
+        )
+    plan = open_plan(path)
+    for name, wanted, held in (
+        ("seq_length", data.seq_length, plan.capacity - 1),
+        ("packing", data.packing if "packing" in data.model_fields_set else plan.algorithm, plan.algorithm),
+    ):
+        if wanted != held:
+            hint = f"--data.{name} {held}, or pack again"
+            raise RefusedError(f"{path} has rows of {name} {held}, not {wanted}", hint)
+    one = open_documents(plan.prefix, None, data.control_tokens)
+    return one, plan.part(split, one.indexed.sizes)
+
+
+def check_tokenizer(files: Iterable[Documents], folder: Path) -> None:
     """See that the ids of token files are those of a model; of files that do not tell, nobody knows.
 
     Args:
-        prefixes: the files.
+        files: the token files.
         folder: the model's; without a tokenizer there is nothing to compare.
 
     Raises:
         RefusedError: a file was made with another tokenizer.
     """
     held = [open_vocabulary(folder / name) for name in FILES if (folder / name).is_file()]
-    for prefix in map(prefix_of, prefixes):
-        facts = read_facts(prefix)
-        if facts is not None and held and not any(made_with(facts, one) for one in held):
+    for one in files:
+        facts = one.facts
+        if facts is not None and held and not any(made_with(facts, known) for known in held):
             raise RefusedError(
-                f"{prefix} was made with another tokenizer, of {facts.vocabulary} tokens, than {folder} has, "
-                f"of {held[0].size}: its ids mean something else to the model",
+                f"{one.indexed.prefix} was made with another tokenizer, of {facts.vocabulary} tokens, than that of "
+                f"{folder}, of {held[0].size}: its ids mean something else to the model",
                 f"train tokenize --tokenizer {folder}",
             )

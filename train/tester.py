@@ -28,7 +28,7 @@ from train.evaluate import Score, evaluate, open_sets
 from train.metrics import Judge, open_judge
 from train.model import fill
 from train.prepare import choose_attention
-from train.rows import Rows, check_tokenizer, open_rows
+from train.rows import Rows, open_rows
 from train.runs import PREFIX, is_ours, started
 from train.source import folder_of, is_folder
 
@@ -166,8 +166,7 @@ def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Pat
     if texts is None:
         if not config.data.validation:
             raise UsageError("data.validation names no set", "--data.validation.NAME PREFIX, or --ppl FOLDER")
-        world.told(lambda: check_tokenizer(config.data.validation.values(), config.model.path))
-        yield open_sets(config)
+        yield open_sets(config, world)
         return
     files = sorted(texts.glob("*.jsonl"))
     if not files:

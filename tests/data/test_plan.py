@@ -73,6 +73,10 @@ def test_splits_are_kept_apart(prefix):
         rows = range(*plan.splits[name])
         held = sorted(document for number in rows for document, _, _ in plan.row(number, indexed.sizes))
         assert held == list(range(low, high))
+        part = plan.part(name, indexed.sizes)
+        rows = [part.row(number, indexed.sizes) for number in range(len(part))]
+        assert sorted(document for row in rows for document, _, _ in row) == held
+        assert part.counts["tokens"] == sum(many for row in rows for _, _, many in row)
     with pytest.raises(UsageError, match="validation data would be trained"):
         make_plan(indexed, algorithm="k_bin", seq_length=511, seed=1, split=(90, 10))
 
@@ -163,7 +167,7 @@ def test_an_index_with_a_negative_size_is_not_counted(train, tmp_path):
 def test_a_plan_is_for_the_files_that_it_was_made_from(prefix, tmp_path):
     plan = make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1)
     write_plan(plan, tmp_path / "plan")
-    found = open_plan(tmp_path / "plan", prefix)
+    found = open_plan(tmp_path / "plan")
     assert np.array_equal(found.documents, plan.documents)
     assert np.array_equal(found.rows, plan.rows)
     assert found.splits == {"train": [0, len(plan)]}
@@ -171,7 +175,7 @@ def test_a_plan_is_for_the_files_that_it_was_made_from(prefix, tmp_path):
     tokens[len(tokens) // 2 :] ^= 1
     tokens.tofile(f"{prefix}.bin")
     with pytest.raises(RefusedError, match=r"was made from other files than .*P: \.bin differ"):
-        open_plan(tmp_path / "plan", prefix)
+        open_plan(tmp_path / "plan")
 
 
 @pytest.mark.parametrize("name", ["plan.json", "documents.npy", "rows.npy"])
@@ -180,7 +184,14 @@ def test_damaged_plans(prefix, tmp_path, name):
     content = (tmp_path / "plan" / name).read_bytes()
     (tmp_path / "plan" / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(SourceError, match="is no pack plan"):
-        open_plan(tmp_path / "plan", prefix)
+        open_plan(tmp_path / "plan")
+
+
+def test_a_plan_that_lost_its_files(prefix, tmp_path):
+    write_plan(make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1), tmp_path / "plan")
+    prefix.with_name("P.idx").unlink()
+    with pytest.raises(SourceError, match=r"was made from .*P, which is not there"):
+        open_plan(tmp_path / "plan")
 
 
 def test_files_of_other_programs(tmp_path):

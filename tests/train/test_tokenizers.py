@@ -20,8 +20,8 @@ def foreign(tmp_path_factory):
     import sentencepiece as spm
 
     folder = tmp_path_factory.mktemp("foreign")
-    words = [line for line in (GOLDEN / "sft.jsonl").read_text().splitlines() for line in json.loads(line)["text"].split()]
-    (folder / "words.txt").write_text("\n".join(sorted(words)))
+    texts = [json.loads(line)["text"] for line in (GOLDEN / "sft.jsonl").read_text().splitlines()]
+    (folder / "words.txt").write_text("\n".join(sorted(word for text in texts for word in text.split())))
     roles = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"]
     spm.SentencePieceTrainer.train(
         input=str(folder / "words.txt"), model_prefix=str(folder / "other"), vocab_size=253, minloglevel=2,
@@ -47,7 +47,11 @@ def file(talker, data, tmp_path):
 
 
 def test_files_of_another_tokenizer_are_refused(file, run, data, foreign):
-    for sections in ({"train": [str(foreign)]}, {"train": [str(data), str(foreign)]}, {"validation": {"v": str(foreign)}}):
+    for sections in (
+        {"train": [str(foreign)]},
+        {"train": [str(data), str(foreign)]},
+        {"validation": {"v": str(foreign)}},
+    ):
         ran = run(file(data=sections))
         assert (ran.code, f"{foreign} was made with another tokenizer" in ran.out) == (5, True), ran.out
         assert "hint: train tokenize --tokenizer" in ran.out
@@ -82,3 +86,27 @@ def open_rows_dtype(prefix):
     from train.data.indexed import open_indexed
 
     return open_indexed(prefix).dtype
+
+
+def test_rows_of_a_plan_and_its_splits(file, run, data, tmp_path):
+    """Documents of the validation split are not trained; the plan moves with its files."""
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(data.with_name(data.name + suffix), tmp_path / f"Q{suffix}")
+    assert spawn(["pack", str(tmp_path / "Q"), "--seq-length", "64", "--split", "80,20"], 1).wait(timeout=60) == 0
+    (tmp_path / "moved").mkdir()
+    for path in tmp_path.glob("Q*"):
+        path.rename(tmp_path / "moved" / path.name)
+    plan = str(tmp_path / "moved/Q.pack")
+    ran = run(file(data={"train": [plan], "validation": {"validation": plan}}, evaluate={"every": 8}))
+    assert ran.code == 0, ran.out
+    splits = json.loads((tmp_path / "moved/Q.pack/plan.json").read_text())["splits"]
+    assert f"rows       {splits['train'][1]} of" in ran.out
+    whole = run(file(data={"train": [str(data)]}), save="whole")
+    assert ran.series("loss") != whole.series("loss")
+    for changed, message in (
+        ({"seq_length": 63}, "has rows of seq_length 64, not 63"),
+        ({"packing": "k_bin"}, "has rows of packing bfd, not k_bin"),
+        ({"validation": {"test": plan}}, "has the splits train, validation, none is called test"),
+    ):
+        ran = run(file(data={"train": [plan], **changed}), save="refused")
+        assert (ran.code, message in ran.out) == (5, True), ran.out

@@ -48,6 +48,8 @@ FILE = click.Path(path_type=Path)
 def pack(prefix: Path, **options: Any) -> None:
     """Put documents together in rows of --seq-length (and one token, the last label).
 
+    A training does so by itself; a plan keeps splits apart, named in its data.train and data.validation.
+
     Only lengths are looked at. No document is cut or joined with another unless --algorithm packed says so: masks and
     positions keep them apart in training.
     """  # fmt: skip

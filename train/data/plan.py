@@ -1,8 +1,8 @@
-"""A pack plan: which documents share a row, made once, offline, and mapped by every rank of a training.
+"""A pack plan: which documents share a row. A training makes its own, or maps one that was made before.
 
-A plan is a folder:
+A plan on disk is a folder:
 
-    plan.json        what it was made from and how: hashes, algorithm, capacity, seed, splits, counts
+    plan.json        where its token files are, their hashes, algorithm, capacity, seed, splits, counts
     documents.npy    int32[p]: document of each piece, in the order of the rows
     rows.npy         int64[r + 1]: first piece of each row
     pieces.npy       int32[p, 2]: first token and tokens of each piece; only where documents are cut
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,10 @@ SAMPLED = 256
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan on disk.
+    """Rows of token files.
 
     Attributes:
+        prefix: the files.
         made_from: hashes of the token files.
         algorithm: a key of `ALGORITHMS`.
         capacity: tokens of a row: the sequence length and one, because the last is a label only.
@@ -66,6 +68,7 @@ class Plan:
         pieces: first token and tokens of each piece; None if all documents are whole.
     """
 
+    prefix: Path
     made_from: Mapping[str, str]
     algorithm: str
     capacity: int
@@ -92,6 +95,35 @@ class Plan:
             return [(document, 0, int(sizes[document])) for document in documents]
         cuts = self.pieces[begin:stop].tolist()
         return [(document, low, many) for document, (low, many) in zip(documents, cuts, strict=True)]
+
+    def part(self, name: str, sizes: NDArray[Any]) -> Plan:
+        """The rows of a split alone.
+
+        Args:
+            name: of the split.
+            sizes: tokens of each document.
+
+        Raises:
+            RefusedError: there is none of that name.
+        """
+        if name not in self.splits:
+            raise RefusedError(
+                f"the plan of {self.prefix} has the splits {', '.join(self.splits)}, none is called {name}",
+                "a validation set has the name of its split: --data.validation '{validation: P.pack}'",
+            )
+        begin, stop = self.splits[name]
+        rows = self.rows[begin : stop + 1]
+        taken = slice(int(rows[0]), int(rows[-1]))
+        kept = _tokens(self.documents[taken], None if self.pieces is None else self.pieces[taken], sizes)
+        return replace(self, rows=rows, counts={**self.counts, **_filling(kept, stop - begin, self.capacity)})
+
+
+def _tokens(documents: NDArray[np.int32], pieces: NDArray[np.int32] | None, sizes: NDArray[Any]) -> int:
+    return int((sizes[documents] if pieces is None else pieces[:, 1]).sum(dtype=np.int64))
+
+
+def _filling(tokens: int, rows: int, capacity: int) -> dict[str, Any]:
+    return {"rows": rows, "tokens": tokens, "fill": round(tokens / (rows * capacity), 6)}
 
 
 def document_sizes(indexed: Indexed) -> NDArray[np.int32]:
@@ -171,19 +203,16 @@ def make_plan(
         pieces = np.concatenate([np.stack([part.begins, part.lengths], 1) for part in parts])  # type: ignore[list-item]
     elif overlong == "truncate" and long.any():
         pieces = np.stack([np.zeros(len(documents), np.int32), fitting[documents]], 1)
-    kept = int(pieces[:, 1].sum(dtype=np.int64)) if pieces is not None else int(sizes[documents].sum(dtype=np.int64))
     counts = {
         "documents": len(sizes),
         "packed": int(usable.sum()),
-        "rows": len(rows) - 1,
-        "tokens": kept,
-        "fill": round(kept / ((len(rows) - 1) * capacity), 6),
+        **_filling(_tokens(documents, pieces, sizes), len(rows) - 1, capacity),
         "empty": int(empty.sum()),
         "overlong": int(long.sum()),
         "overlong_tokens": int(sizes[long].sum(dtype=np.int64)),
     }
-    made_from = hashes(indexed.prefix)
-    return Plan(made_from, algorithm, capacity, seed, splits, counts, documents, rows, pieces)
+    prefix = indexed.prefix
+    return Plan(prefix, hashes(prefix), algorithm, capacity, seed, splits, counts, documents, rows, pieces)
 
 
 def _joined(parts: Sequence[Rows]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -253,7 +282,9 @@ def write_plan(plan: Plan, out: Path, force: bool = False) -> None:
         for name in ("documents", "rows", "pieces"):
             if getattr(plan, name) is not None:
                 _save(staging / f"{name}.npy", getattr(plan, name))
-        record = {name: getattr(plan, name) for name in RECORD}
+        prefix = plan.prefix.parent.resolve() / plan.prefix.name
+        record = {"prefix": os.path.relpath(prefix, out.parent.resolve() / out.name)}  # both can be moved together
+        record |= {name: getattr(plan, name) for name in RECORD}
         with named(staging / "plan.json"):
             write_file(staging / "plan.json", (json.dumps(record, indent=1) + "\n").encode())
         sync_folder(staging)
@@ -285,11 +316,16 @@ def _save(path: Path, array: NDArray[Any]) -> None:
         file.write(array.reshape(-1).view(np.uint8).data)
 
 
-def open_plan(path: Path, prefix: Path) -> Plan:
-    """Map a plan, for the files that it was made from.
+def is_plan(path: Path) -> bool:
+    """Whether a path is that of a plan, not of token files."""
+    return (path / "plan.json").is_file()
+
+
+def open_plan(path: Path) -> Plan:
+    """Map a plan.
 
     Raises:
-        SourceError: it is no plan, or damaged.
+        SourceError: it is no plan, or damaged, or its token files are not where they were.
         RefusedError: the token files are not those that it was made from.
     """
     try:
@@ -299,11 +335,14 @@ def open_plan(path: Path, prefix: Path) -> Plan:
             for name in ("documents", "rows", "pieces")
             if name != "pieces" or (path / "pieces.npy").is_file()
         }
-        plan = Plan(**record, **arrays)
-    except (OSError, ValueError, TypeError) as error:
+        prefix = Path(os.path.normpath(path.resolve() / record.pop("prefix")))
+        plan = Plan(prefix, **record, **arrays)
+    except (OSError, KeyError, ValueError, TypeError) as error:
         raise SourceError(f"{path} is no pack plan: {short(str(error))}", "make one with train pack") from None
     if len(plan.rows) != plan.counts["rows"] + 1 or int(plan.rows[-1]) != len(plan.documents):
         raise SourceError(f"{path} is damaged: {len(plan.rows) - 1} rows of {plan.counts['rows']}")
+    if not idx_path(prefix).is_file():
+        raise SourceError(f"{path} was made from {prefix}, which is not there", "move both together, or pack again")
     found = hashes(prefix)
     changed = sorted(name for name in {*found, *plan.made_from} if found.get(name) != plan.made_from.get(name))
     if changed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from formats.errors import RefusedError
+from formats.errors import RefusedError, SourceError
 from train.batching import shares
 from train.config import Data
 from train.data.documents import Documents, open_documents
@@ -177,12 +178,17 @@ def check_tokenizer(files: Iterable[Documents], folder: Path) -> None:
 
     Args:
         files: the token files.
-        folder: the model's; without a tokenizer there is nothing to compare.
+        folder: the model's; without a tokenizer that can be read there is nothing to compare. (tokenizer.model of some
+            models is tiktoken's.)
 
     Raises:
         RefusedError: a file was made with another tokenizer.
     """
-    held = [open_vocabulary(folder / name) for name in FILES if (folder / name).is_file()]
+    held = []
+    for name in FILES:
+        if (folder / name).is_file():
+            with suppress(SourceError):
+                held.append(open_vocabulary(folder / name))
     for one in files:
         facts = one.facts
         if facts is not None and held and not any(made_with(facts, known) for known in held):

@@ -21,7 +21,9 @@ import yaml
 from formats.errors import RefusedError, UsageError
 
 CONTAINERS = Path(__file__).parents[1] / "containers"
-FACT = re.compile(r"^(SITE_\w+)='([^']*)'", re.MULTILINE)
+OTHER_LIMITS = frozenset({"qos", "reservation"})
+"""Options with limits of time of their own, such as four days by boost_qos_lprod of Leonardo: Slurm knows them."""
+FACT = re.compile(r"^(SITE_(?:GPU|CPU_\d+|SRUN|NET))=(?:'([^']*)')?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class Site:
         gpu: sbatch options of a job with GPUs; `time` is the most there is.
         cpu: those of each partition for jobs without, the first choice first; `mem` (MB) and `time` are the most.
         srun: options of a step that has whole nodes.
+        network: what connects its nodes, where TCP in its place is a fault.
     """
 
     name: str
     gpu: Mapping[str, str]
     cpu: Sequence[Mapping[str, str]]
     srun: Sequence[str]
+    network: str
 
     @property
     def tasks(self) -> int:
@@ -99,14 +103,42 @@ def load_site(name: str) -> Site:
     """Read a site's facts.
 
     Raises:
-        UsageError: there is no such site.
+        UsageError: there is no such site, or its file lacks something.
     """
     known = sorted(path.stem for path in (CONTAINERS / "sites").glob("*.sh"))
     if name not in known:
         raise UsageError(f"there is no site {name!r}", f"--site is one of {', '.join(known)}")
-    facts = dict(FACT.findall((CONTAINERS / "sites" / f"{name}.sh").read_text()))
-    cpu = [options_of(shlex.split(value)) for key, value in sorted(facts.items()) if key.startswith("SITE_CPU_")]
-    return Site(name, options_of(shlex.split(facts["SITE_GPU"])), cpu, shlex.split(facts["SITE_SRUN"]))
+    path = CONTAINERS / "sites" / f"{name}.sh"
+    facts: dict[str, str] = {}
+    for match in FACT.finditer(path.read_text()):
+        if match[2] is None:
+            raise UsageError(f"{path}: {match[1]} has to be in single quotes", "no shell reads it here")
+        facts[match[1]] = match[2]
+    gpu = _wanted(path, facts, "SITE_GPU", "ntasks-per-node")
+    partitions = sorted(key for key in facts if key.startswith("SITE_CPU_")) or ["SITE_CPU_1"]
+    cpu = [_wanted(path, facts, key, "mem") for key in partitions]
+    return Site(name, gpu, cpu, shlex.split(facts.get("SITE_SRUN", "")), facts.get("SITE_NET", ""))
+
+
+def _wanted(path: Path, facts: Mapping[str, str], key: str, name: str) -> dict[str, str]:
+    """Options of sbatch that a site tells, this one among them."""
+    options = options_of(shlex.split(facts.get(key, "")))
+    for needed in (name, "cpus-per-task", "time"):
+        if needed not in options:
+            raise UsageError(f"{path}: {key} has no --{needed}", "sites/local.sh is the pattern")
+    return _counted(options, f"{path}: {key} ")
+
+
+def _counted(options: dict[str, str], where: str = "") -> dict[str, str]:
+    """The options, of which some have to be numbers here, though sbatch knows ranges of nodes.
+
+    Raises:
+        UsageError: one is none.
+    """
+    for name in ("nodes", "ntasks-per-node", "cpus-per-task"):
+        if re.fullmatch("[1-9][0-9]*", options.get(name, "1")) is None:
+            raise UsageError(f"{where}{name}={options[name]} is no number of {name.partition('-')[0]}", "from 1 on")
+    return options
 
 
 def options_of(words: Iterable[str]) -> dict[str, str]:
@@ -128,11 +160,11 @@ def gpu_header(site: Site, wishes: Wishes) -> dict[str, str]:
     """Options of a job with all GPUs of its nodes.
 
     Raises:
-        UsageError: it asks for more time than the partition gives, where that is known.
+        UsageError: it asks for more time than the partition gives, where that is known; a wish cannot be read.
     """
-    header = {**site.gpu, "nodes": "1", **wishes.sbatch}
-    same = header.get("partition") == site.gpu.get("partition")
-    if same and seconds_of(header["time"]) > seconds_of(site.gpu["time"]):
+    header = _counted({**site.gpu, "nodes": "1", **wishes.sbatch})
+    known = header.get("partition") == site.gpu.get("partition") and not OTHER_LIMITS & wishes.sbatch.keys()
+    if known and seconds_of(header["time"]) > seconds_of(site.gpu["time"]):
         where = header.get("partition", "the default partition")
         raise UsageError(
             f"{where} of {site.name} gives {site.gpu['time']}, not {header['time']}", "a chain goes on by itself"
@@ -151,22 +183,27 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
 
     Raises:
         RefusedError: no partition is enough.
+        UsageError: a wish cannot be read.
     """
-    asked = {"nodes": "1", "ntasks-per-node": "1", "mem": str(round(megabytes)), "time": clock(seconds)} | dict(
-        wishes.sbatch
-    )
+    asked = {"nodes": "1", "ntasks-per-node": "1", "mem": str(round(megabytes)), "time": clock(seconds)}
+    asked = _counted({**asked, **wishes.sbatch})
     mem, time = megabytes_of(asked["mem"]), seconds_of(asked["time"])
+    if "partition" in asked and OTHER_LIMITS & asked.keys():
+        time = 0  # Slurm knows the limit
     for limits in site.cpu:
         if "partition" in asked and limits.get("partition") != asked["partition"]:
             continue
-        if mem <= int(limits["mem"]) and time <= seconds_of(limits["time"]):
+        if mem <= megabytes_of(limits["mem"]) and time <= seconds_of(limits["time"]):
             return {**limits, **asked}
     if "partition" in asked and all(limits.get("partition") != asked["partition"] for limits in site.cpu):
         return asked  # one that only the user knows
-    most = "; ".join(f"{one.get('partition', 'default')} {one['mem']} MB, {one['time']}" for one in site.cpu)
+    most = "; ".join(
+        f"{one.get('partition', 'default')} {megabytes_of(one['mem']):.0f} MB, {one['time']}" for one in site.cpu
+    )
     raise RefusedError(
-        f"{asked['mem']} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
-        "--time and --sbatch mem=… say otherwise; what is interrupted goes on when it is submitted again",
+        f"{mem:.0f} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
+        "--time and --sbatch mem=… say otherwise; what is interrupted goes on when it is submitted again; a QOS that "
+        "gives more time wants its --partition",
     )
 
 
@@ -272,7 +309,8 @@ def cpu_job(
         RefusedError: no partition is enough.
     """
     site, here = load_site(wishes.site), Path.cwd()
-    found = cpu_header(site, wishes, seconds, megabytes) | {"chdir": str(here), "signal": "B:USR1@120"} | header
+    found = cpu_header(site, wishes, seconds, megabytes)
+    found |= {"chdir": str(here), "signal": f"B:USR1@{min(120, seconds_of(found['time']) // 2)}"} | header
     return Job(name, found, launching(site, wishes, here / "slurm") | chain(command), "chain", here / "slurm")
 
 

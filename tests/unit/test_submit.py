@@ -12,7 +12,16 @@ from shutil import which
 import pytest
 import yaml
 
-from converters.slurm import Wishes, cpu_header, load_site, megabytes_of, options_of, seconds_of
+from converters.slurm import (
+    Wishes,
+    cpu_header,
+    cpu_job,
+    gpu_header,
+    load_site,
+    megabytes_of,
+    options_of,
+    seconds_of,
+)
 from formats.errors import RefusedError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -215,6 +224,81 @@ def test_a_conversion_beyond_every_partition_is_refused():
         cpu_header(
             load_site("leonardo"), Wishes("leonardo", {"partition": "lrd_all_serial", "mem": "40G"}, None), 60, 1
         )
+
+
+@pytest.mark.parametrize("option", ["qos", "reservation"])
+def test_limits_of_a_qos_are_left_to_slurm(option):
+    """A QOS may give more time than its partition, not more memory."""
+    site, wish = load_site("leonardo"), {option: "long", "time": "3-00:00:00"}
+    assert gpu_header(site, Wishes("leonardo", wish, None))["time"] == "3-00:00:00"
+    for limits in site.cpu:
+        header = cpu_header(site, Wishes("leonardo", {**wish, "partition": limits["partition"]}, None), 60, 1)
+        assert (header["time"], header["cpus-per-task"]) == ("3-00:00:00", limits["cpus-per-task"])
+    with pytest.raises(RefusedError, match="512000 MB for 3-00"):
+        cpu_header(site, Wishes("leonardo", {**wish, "partition": "dcgp_usr_prod", "mem": "500G"}, None), 60, 1)
+    with pytest.raises(RefusedError, match="more than a partition") as error:  # whose QOS it is, nobody has said
+        cpu_header(site, Wishes("leonardo", wish, None), 60, 1)
+    assert "wants its --partition" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(("time", "at"), [("1", 30), ("2", 60), ("3:59", 119), ("4", 120), ("1-00", 120)])
+def test_a_job_without_gpus_works_before_it_is_told_to_stop(folder, time, at):
+    job = cpu_job("tokenize", ["true"], Wishes("local", {"time": time}, None), 60, 1)
+    assert job.header["signal"] == f"B:USR1@{at}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('SITE_GPU="--ntasks-per-node=4"', "SITE_GPU has to be in single quotes"),
+        ("SITE_GPU='--cpus-per-task=1 --time=1'", "SITE_GPU has no --ntasks-per-node"),
+        ("SITE_GPU='--ntasks-per-node=4 --cpus-per-task=1'", "SITE_GPU has no --time"),
+        (
+            "SITE_GPU='--ntasks-per-node=four --cpus-per-task=1 --time=1'",
+            "SITE_GPU ntasks-per-node=four is no number of ntasks",
+        ),
+        ("SITE_CPU_1='--cpus-per-task=1 --time=1'", "SITE_CPU_1 has no --mem"),
+        ("# no GPUs", "SITE_GPU has no --ntasks-per-node"),
+        ("# no CPUs", "SITE_CPU_1 has no --mem"),
+    ],
+)
+def test_a_site_file_that_lacks_something_is_refused_by_name(monkeypatch, tmp_path, line, message):
+    key = {"# no GPUs": "SITE_GPU=", "# no CPUs": "SITE_CPU_1="}.get(line, line.partition("=")[0] + "=")
+    text = (CONTAINERS / "sites/local.sh").read_text()
+    (tmp_path / "sites").mkdir()
+    (tmp_path / "sites/mine.sh").write_text(re.sub(f"^{key}.*$", line, text, flags=re.MULTILINE))
+    monkeypatch.setattr("converters.slurm.CONTAINERS", tmp_path)
+    with pytest.raises(UsageError, match=re.escape(f"{tmp_path}/sites/mine.sh: {message}")):
+        load_site("mine")
+
+
+def test_a_site_file_needs_neither_binds_nor_masks(monkeypatch, tmp_path):
+    """Nor is the size of memory in megabytes alone, and what only the launcher reads may be quoted as you like."""
+    (tmp_path / "slurm").symlink_to(CONTAINERS / "slurm")
+    (tmp_path / "run").write_text((CONTAINERS / "run").read_text())
+    (tmp_path / "sites").mkdir()
+    (tmp_path / "sites/mine.sh").write_text(
+        "SITE_GPU='--ntasks-per-node=4 --cpus-per-task=1 --time=1'\n"
+        "SITE_CPU_1='--cpus-per-task=1 --mem=64G --time=60'\n"
+    )
+    monkeypatch.setattr("converters.slurm.CONTAINERS", tmp_path)
+    site = load_site("mine")
+    assert (site.srun, site.network) == ([], "")
+    assert cpu_header(site, Wishes("mine", {}, None), 60, 65536)["mem"] == "65536"
+    (tmp_path / "apptainer").symlink_to("/bin/true")
+    ran = said(
+        ["bash", tmp_path / "run", "-n", "--site", "mine", "--image", "x.sif", "true"],
+        {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/nowhere"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "apptainer exec x.sif sh" in ran.stdout
+
+
+@pytest.mark.parametrize("wish", ["nodes=2-4", "nodes=0", "ntasks-per-node", "ntasks-per-node=0", "cpus-per-task=x"])
+def test_numbers_of_nodes_and_tasks_are_numbers(train, folder, wish):
+    for words in (["run1/config.yml", "--launcher", "torchrun"], ["--preflight"], ["tokenize", "--input", "x"]):
+        ran = train("submit", *words, "--sbatch", wish, "-n")
+        assert (ran.code, f"{wish.partition('=')[0]}=" in ran.err, "is no number of" in ran.err) == (2, True, True)
 
 
 def test_no_conversion_is_submitted_that_would_be_refused(convert, folder, model):

@@ -18,7 +18,7 @@ submit() { # LABEL, sbatch options: a job that inherits none of this one's SLURM
 }
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # in the image there is no scontrol
-export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))         # two jobs on a node have two ports
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))         # two jobs on a node have two ports
 say "$SLURM_JOB_NUM_NODES nodes from $MASTER_ADDR, restart ${SLURM_RESTART_COUNT:-0}"
 before=$(newest)
 # Cores are said again: since Slurm 22.05 srun does not take them from the job.

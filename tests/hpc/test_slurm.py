@@ -215,10 +215,10 @@ def test_a_cancelled_job_has_no_successor(job, queue, tmp_path):
 def preflight(queue, tmp_path):
     """`preflight(code)`: the facts of a preflight of two nodes, whose tasks run this code in place of the launcher."""
 
-    def run(code: str) -> dict[str, str]:
+    def run(code: str, site: str = "local") -> dict[str, str]:
         (tmp_path / "run").write_text(f"#!/bin/bash\n{code}\n")
         (tmp_path / "run").chmod(0o755)
-        shown = queue.call("train", "submit", "--preflight", "--nodes", "2", "-n")
+        shown = queue.call("train", "submit", "--preflight", "--site", site, "--nodes", "2", "-n")
         shown = re.sub(r"^RUN=.*$", f"RUN={tmp_path}/run", shown, flags=re.MULTILINE)
         (tmp_path / "job.sbatch").write_text(shown.replace(str(Path.cwd()), str(tmp_path)))
         (tmp_path / "slurm").mkdir()
@@ -249,15 +249,16 @@ cli.main()
 
 
 @pytest.mark.parametrize(
-    ("rule", "bad"),
+    ("site", "rule", "bad"),
     [
-        ('[ "$SLURMD_NODENAME" != n2 ]', "n2"),
-        ('[ "$SLURM_NNODES" = 1 ]', "n1,n2"),
-        ('[ "$SLURM_NNODES" = 1 ] || echo "NCCL INFO Using network Socket"', "n1,n2"),
+        ("local", '[ "$SLURMD_NODENAME" != n2 ]', "n2"),
+        ("local", '[ "$SLURM_NNODES" = 1 ]', "n1,n2"),
+        ("leonardo", '[ "$SLURM_NNODES" = 1 ] || echo "NCCL INFO Using network Socket"', "n1,n2"),
     ],
 )
-def test_a_preflight_names_nodes_to_exclude(preflight, tmp_path, rule, bad):
-    facts = preflight(rule)
+def test_a_preflight_names_nodes_to_exclude(preflight, tmp_path, site, rule, bad):
+    facts = preflight(rule, site)
+    assert facts["Requeue"] == "0"
     assert facts["ExitCode"] == "1:0"
     assert f"leave these out: --sbatch exclude={bad}" in logs(tmp_path)
     assert (tmp_path / f"slurm/preflight-{facts['JobId']}/exclude").read_text() == f"{bad}\n"

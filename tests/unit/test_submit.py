@@ -369,26 +369,33 @@ def test_the_users_call_submits_a_chain(folder):
     assert f"BENCH=${{VITRUVIAN_BENCH-{folder}/pp.sh}}\n" in script
 
 
+TCP = "echo 'n: NCCL INFO Using network Socket'"
+
+
 @pytest.mark.parametrize(
-    ("rule", "bad", "told"),
+    ("site", "rule", "bad", "told"),
     [
-        ("true", "", "PREFLIGHT OK: 3 nodes, 3 tasks"),
+        ("local", "true", "", "PREFLIGHT OK: 3 nodes, 3 tasks"),
+        ("local", TCP, "", "NCCL INFO Using network Socket\nPREFLIGHT OK: 3 nodes, 3 tasks"),
+        ("leonardo", TCP, "a,b,c", "FAULT a: error: NCCL uses TCP, not IB"),
+        ("lumi", f"{TCP}\n[ $nodes != b ]", "a,b,c", "FAULT c: error: NCCL uses TCP, not AWS Libfabric"),
         (
+            "local",
             "echo 'slow b            matmul 9.0 ms, the median is 4.0 ms'",
             "b",
             "SLOW b: matmul 9.0 ms, the median is 4.0 ms",
         ),
-        ('[ "$nodes" != b ] || { echo "error: no device"; false; }', "b", "FAULT b: error: no device"),
-        ("[[ $nodes != *,*,* && $nodes != b,c ]]", "b,c", "FAULT between b and c"),
+        ("local", '[ "$nodes" != b ] || { echo "error: no device"; false; }', "b", "FAULT b: error: no device"),
+        ("local", "[[ $nodes != *,*,* && $nodes != b,c ]]", "b,c", "FAULT between b and c"),
     ],
 )
-def test_a_preflight_of_three_nodes(train, folder, rule, bad, told):
+def test_a_preflight_of_three_nodes(train, folder, site, rule, bad, told):
     """Slurm is played: `srun` writes what the doctor would say of the nodes that it is given."""
     srun = "for word; do case $word in --nodelist=*) nodes=${word#*=};; --output=*) log=${word#*=};; esac; done"
     for name, code in (("srun", f'{srun}\nexec >>"$log"\n{rule}'), ("scontrol", "printf '%s\\n' a b c")):
         (folder / name).write_text(f"#!/bin/bash\n{code}\n")
         (folder / name).chmod(0o755)
-    shown = train("submit", "--preflight", "--nodes", "3", "-n").out
+    shown = train("submit", "--preflight", "--site", site, "--nodes", "3", "-n").out
     env = {
         "PATH": f"{folder}:/usr/bin:/bin",
         "SLURM_JOB_ID": "7",

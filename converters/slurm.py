@@ -357,5 +357,9 @@ def load_settings(path: Path) -> dict[str, Any]:
             if key not in known.get(section, ()):
                 told = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in known.items())
                 raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {told}")
+            if key == "time" and not isinstance(value, str):  # YAML 1.1 reads 20:00:00 as seconds, and 1:30 as 90
+                raise UsageError(f"{path}: slurm.time is the number {value} to YAML", 'time: "20:00:00", in quotes')
+            if key == "sbatch" and not isinstance(value, list):
+                raise UsageError(f"{path}: slurm.sbatch is no list", "sbatch: [mail-type=FAIL]")
             found[key] = value
     return found

@@ -166,6 +166,7 @@ def test_a_script_of_all_sites_passes_bash(train, folder):
         (["--site", "lumi", "run1/config.yml", "--time", "3-00"], "standard-g of lumi gives 2-00:00:00, not 3-00"),
         (["run1/config.yml", "--time", "soon"], "is no time"),
         (["run1/config.yml", "--time", "10"], "leaves nothing before the last 600 s"),
+        (["run1/config.yml", "--save-seconds", "65536"], "is not in the range 1<=x<=65535"),
         (["run1/config.yml", "--bench", "none.sh"], "none.sh is not there"),
         (["run1/config.yml", "--jobs", "0"], "neither auto nor a number"),
         (["run1/config.yml", "--optim.rl", "1"], "optim.rl is no setting"),
@@ -198,6 +199,20 @@ def test_settings_of_a_user_stand_behind_options(train, folder):
     for line in ("account=B", "nodes=2", "qos=x", "partition=standard-g"):
         assert f"#SBATCH --{line}\n" in ran.out
     assert f"export VITRUVIAN_IMAGE={folder}/v.sif\n" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("time: 20:00:00", 'slurm.time is the number 72000 to YAML\nhint: time: "20:00:00", in quotes'),
+        ("time: 90", "slurm.time is the number 90"),
+        ("sbatch: mail-type=FAIL", "slurm.sbatch is no list\nhint: sbatch: [mail-type=FAIL]"),
+    ],
+)
+def test_settings_that_yaml_reads_otherwise_are_refused(train, folder, line, message):
+    Path("mine.yml").write_text(f"slurm: {{site: lumi, {line}}}\n")
+    ran = train("submit", "--settings", "mine.yml", "run1/config.yml", "-n")
+    assert (ran.code, message in ran.err) == (2, True), ran.err
 
 
 @pytest.mark.parametrize(
@@ -333,6 +348,9 @@ def test_the_launcher_knows_what_is_unwise(folder, tmp_path):
     assert ran.stderr.count("is in the home folder") == 2
     assert "is an unpacked image" in ran.stderr
     assert "PYTHONPATH" not in ran.stdout
+    del env["HOME"]  # a job of sbatch --export=NONE
+    ran = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=True)
+    assert "home folder" not in ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -349,9 +367,11 @@ def test_the_launcher_refuses(words, message, tmp_path):
 
 def test_schedule_wants_a_job_of_ours(folder):
     (folder / "launch.sh").write_text("#!/bin/bash\ndeepy.py train.py x.yml\n")
+    (folder / "job_log.txt").write_text("41 link 1\n")
     words = ["bash", CONTAINERS / "schedule.sh", "launch.sh", "3", "pp.sh"]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
     assert (ran.returncode, "train submit CONFIG.yml -n > launch.sh" in ran.stderr) == (2, True)
+    assert (folder / "job_log.txt").read_text() == "41 link 1\n"
 
 
 def test_the_users_call_submits_a_chain(folder):

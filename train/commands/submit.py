@@ -22,7 +22,7 @@ DATA = ("fetch", "lint", "tokenize", "show", "count", "pack", "packs", "role-bin
 )
 @click.option("--launcher", type=click.Choice(["srun", "torchrun"]), default="srun", show_default=True,
               help="A task for each GPU, or for each node.")  # fmt: skip
-@click.option("--save-seconds", type=click.IntRange(1), default=600, show_default=True,
+@click.option("--save-seconds", type=click.IntRange(1, 65535), default=600, show_default=True,
               help="How long before the end of a job the training is told to save.")  # fmt: skip
 @click.option("--preflight", is_flag=True, help="Instead of a training: examine each node, and the link between them.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="CONFIG.yml … | COMMAND …")

@@ -26,7 +26,8 @@ TRAINER = f"""#!{sys.executable} -IS
 import os, signal, sys, time
 from pathlib import Path
 
-def tell(*_):
+def tell(number, _):
+    signal.signal(number, signal.SIG_IGN)  # where Slurm signals all processes it comes twice
     save.joinpath("latest").open("a").write("told ")
     save.joinpath("RESUME").touch()
     sys.exit(75)
@@ -42,7 +43,12 @@ if what == "until-told" and save.joinpath("RESUME").exists():
     sys.exit()
 if what == "until-requeued" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
     sys.exit()
-if rank == 0:
+if what == "late":
+    if save.joinpath("RESUME").exists():
+        sys.exit()
+    save.joinpath("RESUME").touch()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+elif rank == 0:
     signal.signal(signal.SIGUSR1, tell)
     signal.signal(signal.SIGTERM, tell)
     save.joinpath("running").touch()
@@ -149,6 +155,16 @@ def test_a_chain_goes_on_behind_a_time_limit(job, queue, tmp_path):
     assert told.count("told to save, USR1") == 1, told
     assert "link 2: done" in told
     assert (tmp_path / "save/latest").read_text() == "told "
+
+
+def test_a_chain_goes_on_though_a_save_was_late(job, queue, tmp_path):
+    job_id = job("late", edit=("--time=1-00:00:00", "--time=00:01:00"), options=("--save-seconds", "40"))
+    assert queue.wait(job_id)["JobState"] == "TIMEOUT"
+    queue.idle()
+    told = logs(tmp_path)
+    assert "told to save, USR1" in told
+    assert "the time was up before all was saved" in told
+    assert "link 2: done" in told
 
 
 def test_a_conversion_whose_time_is_up_is_followed_by_another_job(job, queue, tmp_path):

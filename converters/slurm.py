@@ -21,6 +21,8 @@ import yaml
 from formats.errors import RefusedError, UsageError
 
 CONTAINERS = Path(__file__).parents[1] / "containers"
+COUNTS = ("nodes", "ntasks-per-node", "cpus-per-task")
+"""Options that are one number here."""
 FACT = re.compile(r"^(SITE_\w+)='([^']*)'", re.MULTILINE)
 
 
@@ -65,10 +67,16 @@ class Job:
     folder: Path
 
     @property
+    def options(self) -> list[str]:
+        """All options of sbatch."""
+        output = str(self.folder).replace("%", "%%") + "/%x-%j.out"
+        header = {"job-name": self.name, **self.header, "output": output, "open-mode": "append"}
+        return [f"--{name}={value}" if value else f"--{name}" for name, value in header.items()]
+
+    @property
     def text(self) -> str:
         """The script."""
-        header = {"job-name": self.name, **self.header, "output": f"{self.folder}/%x-%j.out", "open-mode": "append"}
-        options = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in header.items()]
+        options = [f"#SBATCH {quoted(option)}" for option in self.options]
         settings = [f"{name}={value}" for name, value in self.settings.items()]
         body = (CONTAINERS / "slurm" / f"{self.body}.sh").read_text()
         return "\n".join(["#!/bin/bash", *options, "", *settings, "", body])
@@ -99,14 +107,27 @@ def load_site(name: str) -> Site:
     """Read a site's facts.
 
     Raises:
-        UsageError: there is no such site.
+        UsageError: there is no such site, or its file lacks a fact.
     """
     known = sorted(path.stem for path in (CONTAINERS / "sites").glob("*.sh"))
     if name not in known:
         raise UsageError(f"there is no site {name!r}", f"--site is one of {', '.join(known)}")
-    facts = dict(FACT.findall((CONTAINERS / "sites" / f"{name}.sh").read_text()))
-    cpu = [options_of(shlex.split(value)) for key, value in sorted(facts.items()) if key.startswith("SITE_CPU_")]
-    return Site(name, options_of(shlex.split(facts["SITE_GPU"])), cpu, shlex.split(facts["SITE_SRUN"]))
+    path = CONTAINERS / "sites" / f"{name}.sh"
+    facts = dict(FACT.findall(path.read_text()))
+    cpu = [key for key in sorted({"SITE_CPU_1", *facts}) if key.startswith("SITE_CPU_")]
+    return Site(
+        name,
+        _fact(path, facts, "SITE_GPU", "ntasks-per-node", "cpus-per-task", "time"),
+        [_fact(path, facts, key, "cpus-per-task", "mem", "time") for key in cpu],
+        shlex.split(facts.get("SITE_SRUN", "")),
+    )
+
+
+def _fact(path: Path, facts: Mapping[str, str], key: str, *needed: str) -> dict[str, str]:
+    found = options_of(shlex.split(facts.get(key, "")))
+    if lacking := [name for name in needed if not found.get(name)]:
+        raise UsageError(f"{path}: {key} has no --{lacking[0]}=…", f"one line, {key}='--{lacking[0]}=… …'")
+    return found
 
 
 def options_of(words: Iterable[str]) -> dict[str, str]:
@@ -128,10 +149,13 @@ def gpu_header(site: Site, wishes: Wishes) -> dict[str, str]:
     """Options of a job with all GPUs of its nodes.
 
     Raises:
-        UsageError: it asks for more time than the partition gives, where that is known.
+        UsageError: it asks for more time than the partition gives, where that is known; a count is no number.
     """
     header = {**site.gpu, "nodes": "1", **wishes.sbatch}
-    same = header.get("partition") == site.gpu.get("partition")
+    for name in COUNTS:
+        if not re.fullmatch("[1-9][0-9]*", header[name]):
+            raise UsageError(f"{name} is {header[name]!r}, not a number", f"such as --sbatch {name}=2")
+    same = header.get("partition") == site.gpu.get("partition") and "qos" not in header  # which has its own limits
     if same and seconds_of(header["time"]) > seconds_of(site.gpu["time"]):
         where = header.get("partition", "the default partition")
         raise UsageError(
@@ -152,20 +176,24 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
     Raises:
         RefusedError: no partition is enough.
     """
-    asked = {"nodes": "1", "ntasks-per-node": "1", "mem": str(round(megabytes)), "time": clock(seconds)} | dict(
-        wishes.sbatch
-    )
+    asked = {
+        "ntasks-per-node": "1",
+        "mem": str(round(megabytes)),
+        "time": clock(seconds),
+        **wishes.sbatch,
+        "nodes": "1",
+    }
     mem, time = megabytes_of(asked["mem"]), seconds_of(asked["time"])
     for limits in site.cpu:
         if "partition" in asked and limits.get("partition") != asked["partition"]:
             continue
-        if mem <= int(limits["mem"]) and time <= seconds_of(limits["time"]):
+        if mem <= int(limits["mem"]) and (time <= seconds_of(limits["time"]) or "qos" in asked):
             return {**limits, **asked}
     if "partition" in asked and all(limits.get("partition") != asked["partition"] for limits in site.cpu):
-        return asked  # one that only the user knows
+        return {**site.cpu[0], **asked}  # one that only the user knows
     most = "; ".join(f"{one.get('partition', 'default')} {one['mem']} MB, {one['time']}" for one in site.cpu)
     raise RefusedError(
-        f"{asked['mem']} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
+        f"{mem:g} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
         "--time and --sbatch mem=… say otherwise; what is interrupted goes on when it is submitted again",
     )
 
@@ -272,12 +300,16 @@ def cpu_job(
         RefusedError: no partition is enough.
     """
     site, here = load_site(wishes.site), Path.cwd()
-    found = cpu_header(site, wishes, seconds, megabytes) | {"chdir": str(here), "signal": "B:USR1@120"} | header
+    found = cpu_header(site, wishes, seconds, megabytes)
+    found |= {"chdir": str(here), "signal": f"B:USR1@{min(120, seconds_of(found['time']) // 2)}", **header}
     return Job(name, found, launching(site, wishes, here / "slurm") | chain(command), "chain", here / "slurm")
 
 
 def submit(job: Job) -> str:
     """Write a job's script and give it to sbatch.
+
+    Its options are said again, as variables such as SBATCH_ACCOUNT beat those in a script. SLURM_ variables are of the
+    job, if any, that we stand in.
 
     Returns:
         Its number.
@@ -288,8 +320,10 @@ def submit(job: Job) -> str:
     script = job.folder / f"{job.name}.sbatch"
     job.folder.mkdir(parents=True, exist_ok=True)
     script.write_text(job.text)
+    env = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
+    words = ["sbatch", "--parsable", *job.options, str(script)]
     try:
-        ran = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)  # noqa: S603, S607
+        ran = subprocess.run(words, env=env, capture_output=True, text=True, check=False)  # noqa: S603
     except FileNotFoundError:
         raise UsageError("there is no sbatch here", "-n prints the job") from None
     if ran.returncode:
@@ -319,5 +353,7 @@ def load_settings(path: Path) -> dict[str, Any]:
             if key not in known.get(section, ()):
                 told = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in known.items())
                 raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {told}")
-            found[key] = value
+            if key == "time" and not isinstance(value, str):  # YAML counts 20:00:00 in seconds
+                raise UsageError(f"{path}: slurm.time is the number {value}", 'in quotes, such as "20:00:00"')
+            found[key] = [value] if key == "sbatch" and isinstance(value, str) else value
     return found

@@ -1,6 +1,6 @@
 # A link of a chain: run, be told to save before the time is up, and submit the next link while there is something left.
 set -uo pipefail
-link=${VITRUVIAN_LINK:-1} failed=${VITRUVIAN_FAILED:-0}
+link=${VITRUVIAN_LINK:-1} failed=${VITRUVIAN_FAILED:-0} after_this=--dependency=afterany:$SLURM_JOB_ID
 say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, link $link: $1"; }
 newest() { cat "$SAVE/latest" 2>/dev/null; } # checkpoint of a training; nothing for a job without any
 
@@ -8,10 +8,10 @@ submit() { # LABEL, sbatch options: a job that inherits none of this one's varia
   local label=$1 next
   shift
   next=$(
-    conf=${SLURM_CONF-} after=afterany:$SLURM_JOB_ID
+    conf=${SLURM_CONF-}
     unset "${!SLURM_@}" MASTER_ADDR MASTER_PORT VITRUVIAN_LINK VITRUVIAN_FAILED
     if [ -n "$conf" ]; then export SLURM_CONF=$conf; fi
-    exec sbatch --parsable "$@" --kill-on-invalid-dep=yes --dependency="$after"
+    exec sbatch --parsable --kill-on-invalid-dep=yes "$after_this" "$@"
   ) || { say "$label was not accepted"; return 1; }
   say "$label is job ${next%%;*}"
   echo "${next%%;*} $label, after $SLURM_JOB_ID" >>"$JOB_LOG"
@@ -25,15 +25,15 @@ go_on() { # the script as it runs, whatever has become of the file; its options 
     # Slurm may have taken it though sbatch was not told so, or this job was put back behind that.
     if squeue --noheader --me --name="$SLURM_JOB_NAME" --format=%E | grep -qw "afterany:$SLURM_JOB_ID"; then return; fi
     script=$(scontrol write batch_script "$SLURM_JOB_ID" -) || continue
-    mapfile -t options < <(sed -En '/^#SBATCH\s+/{s///;s/\s#.*//;p}' <<<"$script" | xargs printf '%s\n')
-    submit "link $((link + 1))" "${options[@]}" \
+    mapfile -t options < <(sed -En '/^#SBATCH\s+/{s///;/["'\'']/!s/\s#.*//;p}' <<<"$script" | xargs printf '%s\n')
+    submit "link $((link + 1))" "${options[@]}" "$after_this" \
       --export="ALL,VITRUVIAN_LINK=$((link + 1)),VITRUVIAN_FAILED=$failed" <<<"$script" && return
   done
   return 1
 }
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # in the image there is no scontrol
-export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))         # two jobs on a node have two ports
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))         # below what Linux gives away; two jobs on a node have two ports
 say "$SLURM_JOB_NUM_NODES nodes from $MASTER_ADDR, restart ${SLURM_RESTART_COUNT:-0}"
 before=$(newest)
 # Since Slurm 22.05 srun does not take the cores from the job. It does take --export=NONE.

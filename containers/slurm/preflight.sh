@@ -2,7 +2,7 @@
 # If those fail together, each with its neighbour. The nodes to leave out, slow ones too, are printed, ready for --exclude.
 set -uo pipefail
 mkdir -p "$LOGS"
-port=$((20000 + SLURM_JOB_ID % 20000))
+port=$((20000 + SLURM_JOB_ID % 12000))
 cores=(${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}) # as in chain.sh
 export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET
 

@@ -69,10 +69,16 @@ class Job:
     folder: Path
 
     @property
+    def options(self) -> list[str]:
+        """All options of sbatch."""
+        output = str(self.folder).replace("%", "%%") + "/%x-%j.out"
+        header = {"job-name": self.name, **self.header, "output": output, "open-mode": "append"}
+        return [f"--{name}={value}" if value else f"--{name}" for name, value in header.items()]
+
+    @property
     def text(self) -> str:
         """The script."""
-        header = {"job-name": self.name, **self.header, "output": f"{self.folder}/%x-%j.out", "open-mode": "append"}
-        options = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in header.items()]
+        options = [f"#SBATCH {quoted(option)}" for option in self.options]
         settings = [f"{name}={value}" for name, value in self.settings.items()]
         body = (CONTAINERS / "slurm" / f"{self.body}.sh").read_text()
         return "\n".join(["#!/bin/bash", *options, "", *settings, "", body])
@@ -137,7 +143,7 @@ def _counted(options: dict[str, str], where: str = "") -> dict[str, str]:
     """
     for name in ("nodes", "ntasks-per-node", "cpus-per-task"):
         if re.fullmatch("[1-9][0-9]*", options.get(name, "1")) is None:
-            raise UsageError(f"{where}{name}={options[name]} is no number of {name.partition('-')[0]}", "from 1 on")
+            raise UsageError(f"{where}{name} is {options[name]!r}, not a number", f"such as --sbatch {name}=2")
     return options
 
 
@@ -185,10 +191,10 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
         RefusedError: no partition is enough.
         UsageError: a wish cannot be read.
     """
-    asked = {"nodes": "1", "ntasks-per-node": "1", "mem": str(round(megabytes)), "time": clock(seconds)}
-    asked = _counted({**asked, **wishes.sbatch})
+    asked = {"ntasks-per-node": "1", "mem": str(round(megabytes)), "time": clock(seconds)}
+    asked = _counted({**asked, **wishes.sbatch}) | {"nodes": "1"}
     mem, time = megabytes_of(asked["mem"]), seconds_of(asked["time"])
-    if "partition" in asked and OTHER_LIMITS & asked.keys():
+    if OTHER_LIMITS & asked.keys():
         time = 0  # Slurm knows the limit
     for limits in site.cpu:
         if "partition" in asked and limits.get("partition") != asked["partition"]:
@@ -196,14 +202,13 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
         if mem <= megabytes_of(limits["mem"]) and time <= seconds_of(limits["time"]):
             return {**limits, **asked}
     if "partition" in asked and all(limits.get("partition") != asked["partition"] for limits in site.cpu):
-        return asked  # one that only the user knows
+        return {**site.cpu[0], **asked}  # one that only the user knows
     most = "; ".join(
         f"{one.get('partition', 'default')} {megabytes_of(one['mem']):.0f} MB, {one['time']}" for one in site.cpu
     )
     raise RefusedError(
         f"{mem:.0f} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
-        "--time and --sbatch mem=… say otherwise; what is interrupted goes on when it is submitted again; a QOS that "
-        "gives more time wants its --partition",
+        "--time and --sbatch mem=… say otherwise; what is interrupted goes on when it is submitted again",
     )
 
 
@@ -310,12 +315,15 @@ def cpu_job(
     """
     site, here = load_site(wishes.site), Path.cwd()
     found = cpu_header(site, wishes, seconds, megabytes)
-    found |= {"chdir": str(here), "signal": f"B:USR1@{min(120, seconds_of(found['time']) // 2)}"} | header
+    found |= {"chdir": str(here), "signal": f"B:USR1@{min(120, seconds_of(found['time']) // 2)}", **header}
     return Job(name, found, launching(site, wishes, here / "slurm") | chain(command), "chain", here / "slurm")
 
 
 def submit(job: Job) -> str:
     """Write a job's script and give it to sbatch.
+
+    Its options are said again, as variables such as SBATCH_ACCOUNT beat those in a script. SLURM_ variables are of the
+    job, if any, that we stand in.
 
     Returns:
         Its number.
@@ -326,8 +334,10 @@ def submit(job: Job) -> str:
     script = job.folder / f"{job.name}.sbatch"
     job.folder.mkdir(parents=True, exist_ok=True)
     script.write_text(job.text)
+    env = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
+    words = ["sbatch", "--parsable", *job.options, str(script)]
     try:
-        ran = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)  # noqa: S603, S607
+        ran = subprocess.run(words, env=env, capture_output=True, text=True, check=False)  # noqa: S603
     except FileNotFoundError:
         raise UsageError("there is no sbatch here", "-n prints the job") from None
     if ran.returncode:
@@ -359,7 +369,5 @@ def load_settings(path: Path) -> dict[str, Any]:
                 raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {told}")
             if key == "time" and not isinstance(value, str):  # YAML 1.1 reads 20:00:00 as seconds, and 1:30 as 90
                 raise UsageError(f"{path}: slurm.time is the number {value} to YAML", 'time: "20:00:00", in quotes')
-            if key == "sbatch" and not isinstance(value, list):
-                raise UsageError(f"{path}: slurm.sbatch is no list", "sbatch: [mail-type=FAIL]")
-            found[key] = value
+            found[key] = [value] if key == "sbatch" and not isinstance(value, list) else value
     return found

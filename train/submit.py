@@ -29,8 +29,9 @@ DATA_SECONDS, DATA_MB = 4 * 3600, 28_000
 EACH = 240
 """Seconds for a node, for all together, and twice for neighbours: less than the 20 minutes of a preflight."""
 RENDEZVOUS = (
-    "OMP_NUM_THREADS={cpus} exec python -m torch.distributed.run --nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID "
-    '--nproc_per_node={tasks} --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT -m "$@"'
+    "OMP_NUM_THREADS={cpus} exec python -m torch.distributed.run "
+    "--nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID --nproc_per_node={tasks} "
+    '--master_addr=$MASTER_ADDR --master_port=$MASTER_PORT -m "$@"'
 )
 
 
@@ -88,7 +89,7 @@ def preflight(wishes: Wishes) -> Job:
     """`train doctor` on each node, and on all of them together."""
     site = load_site(wishes.site)
     header = gpu_header(site, Wishes(wishes.site, {"time": "00:20:00", **wishes.sbatch}, wishes.image))
-    header |= {"no-requeue": ""}  # a dead node is what it looks for
+    header["no-requeue"] = ""  # a node that dies is what it looks for
     folder = Path.cwd() / "slurm"
     settings = launching(site, wishes, folder) | {
         "LOGS": quoted(folder / "preflight") + "-$SLURM_JOB_ID",

@@ -3,13 +3,14 @@
 set -uo pipefail
 mkdir -p "$LOGS"
 port=$((20000 + SLURM_JOB_ID % 12000))
+cores=(${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}) # as in chain.sh
 export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET
 
 check() { # LABEL NUMBER NODE…: `train doctor` on these nodes; NUMBER keeps ports apart
   local label=$1 number=$2
   shift 2
   MASTER_ADDR=$1 MASTER_PORT=$((port + number)) timeout --kill-after=10 "$SECONDS_EACH" \
-    srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SRUN[@]}" \
+    srun --export=ALL --kill-on-bad-exit=1 "${cores[@]}" "${SRUN[@]}" \
     --nodes=$# --ntasks=$(($# * TASKS)) --nodelist="$(IFS=, && echo "$*")" \
     --open-mode=append --output="$LOGS/$label.log" "$RUN" train doctor </dev/null 2>>"$LOGS/$label.log" || return
   if [ -n "$NETWORK" ] && grep -q 'Using network Socket' "$LOGS/$label.log"; then

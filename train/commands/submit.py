@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from converters.commands.submit import hand_over, submitting, wishes_of
+from converters.commands.submit import OF_TRAININGS, hand_over, submitting, wishes_of
 from formats.errors import UsageError
 
 DATA = ("fetch", "lint", "tokenize", "show", "count", "pack", "packs", "role-bins")
@@ -40,7 +40,8 @@ def submit(words: tuple[str, ...], **options: Any) -> None:
     """  # noqa: D301  # \b is the sign of click for lines as they stand
     from train import submit as jobs
 
-    wishes = wishes_of(options)
+    kind = words[0] if words else ""
+    wishes = wishes_of(options, typed=OF_TRAININGS if kind in DATA else ("time",) if options["preflight"] else ())
     if options["preflight"]:
         if words:
             raise UsageError(

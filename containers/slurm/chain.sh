@@ -33,7 +33,8 @@ go_on() { # the script as it runs, whatever has become of the file; its options 
 }
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # in the image there is no scontrol
-export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))         # below what Linux gives away; two jobs on a node have two ports
+# Two jobs on a node have two ports, below those that Linux gives away.
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 say "$SLURM_JOB_NUM_NODES nodes from $MASTER_ADDR, restart ${SLURM_RESTART_COUNT:-0}"
 before=$(newest)
 # Since Slurm 22.05 srun does not take the cores from the job. It does take --export=NONE.

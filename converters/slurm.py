@@ -130,7 +130,7 @@ def _wanted(path: Path, facts: Mapping[str, str], key: str, name: str) -> dict[s
     """Options of sbatch that a site tells, this one among them."""
     options = options_of(shlex.split(facts.get(key, "")))
     for needed in (name, "cpus-per-task", "time"):
-        if needed not in options:
+        if not options.get(needed):
             raise UsageError(f"{path}: {key} has no --{needed}", "sites/local.sh is the pattern")
     return _counted(options, f"{path}: {key} ")
 

@@ -7,7 +7,7 @@ gloo two of them in one group abort or hang, so each has its own.
 from __future__ import annotations
 
 import os
-import subprocess
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -83,24 +83,25 @@ def environment(held: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in held and "WORLD_SIZE" in held:
         return {}
     if int(held.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in held:
-        port = 20_000 + int(held.get("SLURM_JOB_ID", "0")) % 20_000
+        port = 20_000 + int(held.get("SLURM_JOB_ID", "0")) % 12_000  # Linux gives those from 32768 on to anyone
         return {
             "RANK": held["SLURM_PROCID"],
             "WORLD_SIZE": held["SLURM_NTASKS"],
             "LOCAL_RANK": held.get("SLURM_LOCALID", "0"),
-            "MASTER_ADDR": held.get("MASTER_ADDR") or _first_host(held.get("SLURM_JOB_NODELIST", "")),
+            "MASTER_ADDR": held.get("MASTER_ADDR") or _first_host(held),
             "MASTER_PORT": held.get("MASTER_PORT") or str(port),
         }
     # port 0: whichever is free
     return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def _first_host(nodes: str) -> str:
-    command = ["scontrol", "show", "hostnames", nodes]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # of the job's own list
-    if ran.returncode or not ran.stdout.split():
-        raise UsageError(f"{nodes!r} has no first host: scontrol says {ran.stderr.strip()}", "set MASTER_ADDR")
-    return ran.stdout.split()[0]
+def _first_host(held: Mapping[str, str]) -> str:
+    """The node of rank 0, of a list such as `n[01-04,07],m1`: an image has no scontrol that would read it."""
+    nodes = held.get("SLURM_STEP_NODELIST") or held.get("SLURM_JOB_NODELIST", "")
+    first = re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).partition(",")[0]
+    if not first:
+        raise UsageError("Slurm does not say which nodes there are", "set MASTER_ADDR to the first one")
+    return first
 
 
 @contextmanager

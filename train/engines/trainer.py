@@ -198,6 +198,8 @@ def _arguments(run: Run, kinds: Sequence[str]) -> TrainingArguments:
         bf16=dtype == torch.bfloat16 and not shards,  # autocast; shards have a policy
         fsdp=True if shards else None,  # type: ignore[arg-type]  # as its documentation says
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": list(kinds)} if shards else None,
+        # else every rank keeps the gradients of the whole model until the last micro-batch
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}} if shards else None,
         ddp_find_unused_parameters=False,
         logging_steps=1,
         logging_nan_inf_filter=False,

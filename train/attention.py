@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from formats.errors import UnsupportedError
+from formats.hf_config import DROPOUTS
 from train.rows import Flat
 
 BACKENDS = {
@@ -45,9 +46,11 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
     # sdpa and varlen know no cap and no sinks; transformers 5.23.0 has no sdpa for these, with a cap or not
     capped = config.model_type in ("gemma2", "gpt_oss") or getattr(config, "attn_logit_softcapping", None) is not None
     fits = half and _width(config) <= WIDEST
+    # varlen drops nothing out
+    dropped = any(getattr(config, name, 0) for name in DROPOUTS["attention_dropout"])
     has = {
         "flash": fits and config.model_type != "gpt_oss" and _has_flash(),
-        "varlen": fits and not capped and _width(config) % 8 == 0 and _has_varlen(),
+        "varlen": fits and not capped and not dropped and _width(config) % 8 == 0 and _has_varlen(),
         "flex": device.type == "cuda" and not rocm,
         "sdpa": not capped,
         "eager": True,

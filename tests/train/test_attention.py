@@ -63,12 +63,13 @@ def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
     [
         ("llama", {"head_dim": 264}, "sdpa", "sdpa"),
         ("llama", {"head_dim": 20}, "flash", "sdpa"),
+        ("llama", {"attention_dropout": 0.1}, "flash", "sdpa"),
         ("deepseek_v3", {}, "flash", "varlen"),
         ("deepseek_v3", {"qk_nope_head_dim": 256}, "sdpa", "sdpa"),
         ("deepseek_v3", {"qk_nope_head_dim": 12}, "flash", "sdpa"),
     ],
 )
-def test_kernels_are_not_given_heads_that_they_refuse(model, monkeypatch, family, more, wanted, other):
+def test_kernels_are_not_given_what_they_refuse(model, monkeypatch, family, more, wanted, other):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, window_size, scale, enable_gqa: q)
     config = config_of(model(family, vocab_size=253, **more))
     for flash, found in ((True, wanted), (False, other)):

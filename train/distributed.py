@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -79,10 +80,16 @@ class World:
 
 
 def environment(held: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torch.distributed reads: of torchrun, of Slurm with a task for each GPU, or of one process."""
+    """The variables that torch.distributed reads: of torchrun, of Slurm with a task for each GPU, or of one process.
+
+    Raises:
+        UsageError: this is the script of a job of several tasks, and none of them.
+    """
     if "RANK" in held and "WORLD_SIZE" in held:
         return {}
     if int(held.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in held:
+        if "SLURM_STEP_NUM_TASKS" not in held:  # a script has the number of its tasks, and a rank of 0
+            raise UsageError(f"this job has {held['SLURM_NTASKS']} tasks, which nobody started", "srun train …")
         port = 20_000 + int(held.get("SLURM_JOB_ID", "0")) % 12_000  # Linux gives those from 32768 on to anyone
         return {
             "RANK": held["SLURM_PROCID"],
@@ -126,8 +133,10 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
         minutes: how long a rank waits for the others.
 
     Raises:
-        UsageError: the ranks cannot be divided so.
+        UsageError: the ranks cannot be divided so, or some do not come.
     """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each of three gloo groups has a socket to every rank
     # torch 2.10 says so of its own writer of checkpoints
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, "torch.distributed")
     os.environ.update(environment(os.environ))
@@ -140,8 +149,12 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=minutes)
-    with _on_stderr():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    try:
+        with _on_stderr():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    except dist.DistStoreError as error:
+        told = " ".join(str(error).split())[:200]
+        raise UsageError(f"rank {rank} of {ranks} waited in vain for the others: {told}", "did all start?") from error
     try:
         with _on_stderr():
             mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))

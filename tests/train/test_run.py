@@ -67,6 +67,18 @@ def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, whole):
     require_same(run(config, ranks=2), whole)
 
 
+def test_loading_is_part_of_the_time(settings, monkeypatch):
+    import train
+    from train.config import load_config
+    from train.loop import late
+
+    monkeypatch.setattr("train.loop.BEGAN", train.BEGAN - 90)
+    assert late(load_config(settings(steps={"exit_minutes": 1.5}))[0])
+    assert not late(load_config(settings())[0])
+    monkeypatch.setattr("train.loop.BEGAN", time.monotonic())
+    assert not late(load_config(settings(steps={"exit_minutes": 1.5}))[0])
+
+
 def test_checkpoints_by_the_clock(settings, run, whole):
     config = settings(save={"every": 1000, "every_minutes": 1e-6})
     found = run(config, ranks=2)

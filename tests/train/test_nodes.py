@@ -70,7 +70,13 @@ def test_in_a_round_no_node_has_two_neighbours(count):
 def test_the_first_node_is_known_without_scontrol(monkeypatch, step, job, first):
     """`srun containers/run --image … train run` of a user: neither a job of ours nor Slurm inside the image."""
     monkeypatch.setenv("PATH", "")
-    held = {"SLURM_NTASKS": "16", "SLURM_PROCID": "3", "SLURM_JOB_ID": "131071", "SLURM_JOB_NODELIST": job}
+    held = {
+        "SLURM_NTASKS": "16",
+        "SLURM_STEP_NUM_TASKS": "16",
+        "SLURM_PROCID": "3",
+        "SLURM_JOB_ID": "131071",
+        "SLURM_JOB_NODELIST": job,
+    }
     found = joined(held | ({"SLURM_STEP_NODELIST": step} if step else {}))
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == (first, "31071")
     assert joined(held | {"MASTER_ADDR": "m9", "MASTER_PORT": "7"})["MASTER_ADDR"] == "m9"
@@ -78,7 +84,7 @@ def test_the_first_node_is_known_without_scontrol(monkeypatch, step, job, first)
 
 def test_without_a_list_of_nodes_a_task_is_refused():
     with pytest.raises(UsageError, match="which nodes") as error:
-        joined({"SLURM_NTASKS": "16", "SLURM_PROCID": "3"})
+        joined({"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "3"})
     assert "MASTER_ADDR" in str(error.value.hint)
 
 

@@ -66,7 +66,7 @@ def plan_universal(states: States, request: Request) -> Plan:
             f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores "
             "none from a universal checkpoint"
         )
-    notes += _not_restored(model.get("buffer_names") or [])
+    notes += _not_restored([*(model.get("buffer_names") or ())])
     target = _target(request.root, tag.name, parameters, small)
     jobs = _jobs(opened, target)
     return Plan(opened[0], opened[0].spec, jobs, target, tuple(notes), read_back)

@@ -102,7 +102,7 @@ def run(plan: Plan, request: Request, drifted: Drifted = lambda *_: None) -> dic
 
     Raises:
         OutputError: OUT exists, or there is no room.
-        VerificationError: what was written does not read back as what was planned.
+        VerificationError: the source contradicts its manifest; or what was written does not read back as planned.
         Interrupted: a signal came; the same call goes on later.
     """
     target, opened = _begin(plan, request)
@@ -150,6 +150,7 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     if plan.target is None:
         raise ValueError("a plan without a target cannot run")
     check_paths(plan.source, request)
+    digest.check_manifest(plan.source)
     _check_space(plan.target, request)
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
     opened = open_journal(request.staging, mark, files, share, force=request.force, every=request.commit_seconds)

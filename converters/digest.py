@@ -9,16 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from blake3 import blake3
 
 from converters.plan import Job, Plan
-from formats.errors import SourceError, VerificationError
+from formats.checkpoint import Checkpoint
+from formats.errors import SourceError, VerificationError, short
+from formats.families import family_named
 from formats.huggingface import read_json
 from formats.optimizer import STATES
+from formats.spec import ModelSpec, Verbatim
 
 MANIFEST = "vitruvian.json"
+UNSETTABLE = {"family", "own"}
+"""The settings that `--set` cannot give."""
 
 
 def hasher(job: Job) -> Any:
@@ -104,6 +110,60 @@ def is_verbatim(folder: Path) -> bool:
     """Whether a folder's manifest counts its tensors under their own names."""
     facts, _ = read_manifest(folder) or ({"layers": 0}, {})
     return "layers" not in facts
+
+
+def contradictions(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Where settings are not those of a manifest, as `name: here | there`; of a map, each of its keys."""
+    found = []
+    for name, one in here.items():
+        other = there.get(name)
+        if one == other:
+            continue
+        ours, theirs = (each if isinstance(each, dict) else {} for each in (one, other))
+        keys = [key for key in {**ours, **theirs} if key not in ours or key not in theirs or ours[key] != theirs[key]]
+        pairs = [(f"{name}.{key}", ours.get(key), theirs.get(key)) for key in keys] or [(name, one, other)]
+        found += [f"{said}: {short(a)} | {short(b)}" for said, a, b in pairs]
+    return found
+
+
+def check_manifest(source: Checkpoint) -> None:
+    """Compare what the headers of a source say with the manifest that travels with it, if there is one.
+
+    Only what the manifest records, and what the user has not said (with --set, --config, --family and the like). Names
+    follow from the settings of a model that a table describes; a manifest of names says nothing of such a one.
+
+    Raises:
+        VerificationError: the source is not what it was when its manifest was written.
+    """
+    held = read_manifest(source.home)
+    if held is None:
+        return
+    (facts, digests), path = held, source.home / MANIFEST
+    spec, said = source.spec, source.settings
+    if isinstance(spec, Verbatim) == ("layers" in facts):
+        if isinstance(spec, ModelSpec) or said.verbatim or said.config:
+            return
+        raise VerificationError(
+            f"{path} is of a model that a table describes, {short(facts.get('family'))}, and none does now: {spec.why}",
+            "correct its config.json, or name its --family; --verbatim carries every tensor under its own name",
+        )
+    decided = {*said.values, *(["vocab"] if said.vocab_size else [])}
+    if isinstance(spec, ModelSpec) and family_named(spec.family).file:
+        decided.add("family")
+    here = {name: value for name, value in spec.settings().items() if name in facts and name not in decided}
+    wrong = {name: value for name, value in here.items() if value != facts[name]}
+    if wrong and said.config is None:
+        ways = " ".join(f"--set {quote(f'{name}={json.dumps(value)}')}" for name, value in wrong.items())
+        raise VerificationError(
+            f"{source.root} and {path} differ in settings (here | there): {'; '.join(contradictions(wrong, facts))}",
+            f"if that is meant: {'' if wrong.keys() & UNSETTABLE else f'{ways}, or '}remove {path}",
+        )
+    odd = sorted(spec.shapes.keys() ^ digests.keys()) if isinstance(spec, Verbatim) else []
+    if odd:
+        raise VerificationError(
+            f"{source.root} is damaged: {len(odd)} tensors, such as {odd[0]}, are in it or in {path}, not in both",
+            f"`convert verify {source.root}` lists them; if that is meant, remove {path}",
+        )
 
 
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:

@@ -59,7 +59,7 @@ def _cast(words: Array, source: str, target: str, name: str) -> Array:
         if len(lost):
             raise RefusedError(
                 f"{name} holds {lost[0]:g}, which is too large for {target} ({len(lost)} or more such values)",
-                "choose --dtype bf16, fp32 or keep",
+                "choose --dtype bf16, fp32 or keep" if target == "F16" else "leave --dtype out",
             )
     return result
 

@@ -25,7 +25,7 @@ from converters.digest import hasher
 from converters.edges import WORDS, Array
 from converters.plan import Job
 from converters.regions import Nearby, tiles
-from formats.errors import Interrupted, RefusedError, VerificationError
+from formats.errors import Interrupted, RefusedError, UsageError, VerificationError
 from formats.storage import DTYPES, FLOATS
 
 DEFAULT_MEMORY = 16 << 20
@@ -58,7 +58,12 @@ class _Buffers(threading.local):
     """One thread's memory."""
 
     def __init__(self, nbytes: int) -> None:
-        self.tile, self.other, self.scratch = (np.empty(nbytes, np.uint8) for _ in range(3))
+        try:
+            self.tile, self.other, self.scratch = (np.empty(nbytes, np.uint8) for _ in range(3))
+        except MemoryError:
+            raise UsageError(
+                f"this machine has no {nbytes * 3} bytes for the buffers of a thread", "lower --memory, or raise -j"
+            ) from None
 
 
 class Outcome(NamedTuple):

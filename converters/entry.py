@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Mapping
+from io import TextIOWrapper
 from typing import Any
 
 import click
@@ -51,6 +52,8 @@ def run(group: click.Group, program: str) -> None:
     """Run a command line: one sentence and a hint for every error, and its exit code."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `convert … | head` ends quietly
     gc.set_threshold(100_000)  # headers are many small objects and no cycles: collecting them early finds nothing
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: a path need not be UTF-8
     verbose = any(re.fullmatch("-vv+", word) for word in sys.argv[1:])
     try:
         group.main(standalone_mode=False)
@@ -59,7 +62,7 @@ def run(group: click.Group, program: str) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):  # click makes the one of the other, but not as early
         click.echo("error: interrupted", err=True)
         sys.exit(75)
     except VitruvianError as error:

@@ -141,17 +141,19 @@ def _claim(held: ExitStack, staging: Path, share: Share | None) -> int:
     staging.mkdir(parents=True, exist_ok=True)
     if any(staging.iterdir()) and not (staging / JOURNAL).is_file():  # in this order: the journal comes first
         raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
-    common = _open(held, staging / JOURNAL)
+    common = own = _open(held, staging / JOURNAL)
     if share is None:
         try:
             lock(common, staging)
         except OutputError:
             lock(common, staging, shared=True)  # then the others share it too
             raise OutputError(f"other processes are writing parts of {staging}", "wait until they are done") from None
-        return common
-    own = _open(held, staging / share.journal)
-    if not (lock(common, f"all of {staging}", shared=True) and lock(own, f"part {share} of {staging}")):
-        raise OutputError(f"{staging} lies on a file system without locks, which --part needs", "leave --part out")
+    else:
+        own = _open(held, staging / share.journal)
+        if not (lock(common, f"all of {staging}", shared=True) and lock(own, f"part {share} of {staging}")):
+            raise OutputError(f"{staging} lies on a file system without locks, which --part needs", "leave --part out")
+    if not os.path.samestat(os.fstat(common), (staging / JOURNAL).stat()):
+        raise OutputError(f"another process has begun {staging} anew", "wait until it is done")
     return own
 
 
@@ -240,5 +242,6 @@ def fingerprint(plan: Plan, replicas: str) -> str:
         facts.update(f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial}\n".encode())
         for part in (*job.sources, *job.targets):
             at, spans = part.fragment, [(one.start, one.stop, one.stride) for one in part.leaf.spans]
-            facts.update(f"{place(at.path)} {at.offset} {at.stream} {at.strides} {part.leaf.base} {spans}\n".encode())
+            line = f"{place(at.path)} {at.offset} {at.stream} {at.strides} {part.leaf.base} {spans}\n"
+            facts.update(line.encode(errors="surrogateescape"))  # a path is bytes
     return "vitruvian 1 " + facts.hexdigest()

@@ -196,7 +196,8 @@ def _require_no_scales(source: Checkpoint) -> None:
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:
     """The element type of a tensor after a cast, which leaves integers alone, and what no framework rounds."""
-    return CASTS[cast] if cast and dtype in FLOATS and tensor not in BUFFERS else dtype
+    kept = tensor in BUFFERS or tensor.endswith(".e_score_correction_bias")  # of a model without a table
+    return CASTS[cast] if cast and dtype in FLOATS and not kept else dtype
 
 
 def cast_dtypes(source: Checkpoint, cast: str | None) -> dict[tuple[str, int | None], str]:

@@ -17,6 +17,7 @@ from converters.plan import Job, Plan, make_plan
 from formats import deepspeed, huggingface, neox, universal, verbatim, zero, zero_partitions
 from formats.checkpoint import Checkpoint, Settings, Target
 from formats.errors import RefusedError, UnsupportedError
+from formats.huggingface import BUFFERS
 from formats.layout import Slot, match
 from formats.optimizer import STATES, Group, Optimizer
 from formats.pickles import Opaque
@@ -65,6 +66,7 @@ def plan_universal(states: States, request: Request) -> Plan:
             f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores "
             "none from a universal checkpoint"
         )
+    notes += _not_restored([*(model.get("buffer_names") or ())])
     target = _target(request.root, tag.name, parameters, small)
     jobs = _jobs(opened, target)
     return Plan(opened[0], opened[0].spec, jobs, target, tuple(notes), read_back)
@@ -84,13 +86,16 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     """
     if source.spec.vocab is None and isinstance(source.spec, ModelSpec):
         raise RefusedError(f"the true vocabulary of {source.root} is unknown", "add --vocab-size N, or --config MODEL")
-    groups = _grouped(source, optimizer)
+    slots = huggingface.model_slots(source.spec, memory=True)
+    buffers = [slot.keys[0] for slot in slots if BUFFERS.intersection(slot.rule.pattern.tensors)]
+    groups = _grouped([slot for slot in slots if slot.keys[0] not in buffers], optimizer)
     parameters = [one for group in groups.values() for one in group]
     listed = [*groups] * (1 if len(groups) > 1 else 2)  # the loader passes over what it has no group for
     settings = [{**_settings(group), "params": [number]} for number, group in enumerate(listed)]
-    small = universal.texts(parameters, settings, _model(optimizer, groups.values()), 1)
+    model = _model(optimizer, groups.values()) | {"buffer_names": buffers}
+    small = universal.texts(parameters, settings, model, 1)
     target = _target(request.root, f"global_step{optimizer.step}", parameters, small)
-    opened = [optimizer.states.get(state, source) for state in STATES]
+    opened = [replace(optimizer.states.get(state, source), without=BUFFERS) for state in STATES]
     jobs = _jobs(opened, target)
     copies = assets.own_family(source.spec)
     if source.assets:
@@ -98,18 +103,29 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
         copies |= {name: path for name, path in assets.files(source.assets) if name != "config.json"}
     files = tuple(dict.fromkeys(path for one in (source, *opened) for path in one.files))
     told = "; ".join(f"{_told(group)} ({len(held)} parameters)" for group, held in groups.items())
-    notes = (f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {told}",)
-    return Plan(replace(source, files=files), source.spec, jobs, replace(target, copies=copies), notes, read_back)
+    order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {told}"
+    target, notes = replace(target, copies=copies), (order, *_not_restored(buffers))
+    return Plan(replace(source, files=files), source.spec, jobs, target, notes, read_back)
 
 
-def _grouped(source: Checkpoint, optimizer: Optimizer) -> dict[Group | None, list[Parameter]]:
+def _not_restored(buffers: Sequence[str]) -> list[str]:
+    """What the user should know of buffers, which are no parameters."""
+    if not buffers:
+        return []
+    return [
+        f"{len(buffers)} buffers are not in it, such as {buffers[0]}: DeepSpeed restores none from a universal "
+        "checkpoint; begin with a model that has those of this checkpoint"
+    ]
+
+
+def _grouped(slots: Iterable[Slot], optimizer: Optimizer) -> dict[Group | None, list[Parameter]]:
     """The parameters of each group, in the order of the groups; None stands for one of which nothing is known.
 
     Raises:
         UnsupportedError: what is one parameter in transformers was trained in several groups.
     """
     found: dict[Group | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
-    for slot in huggingface.model_slots(source.spec, memory=True):
+    for slot in slots:
         treated = {optimizer.groups.get((name, slot.layer)) for name in slot.rule.pattern.tensors}
         if len(treated) > 1:
             raise UnsupportedError(f"{slot.keys[0]} is one parameter here, and was trained in {len(treated)} groups")

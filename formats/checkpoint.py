@@ -56,6 +56,7 @@ class Checkpoint:
         notes: what else the user should know.
         proof: where `tensors` are moments, the masters that lie beside them and can be compared with the module.
         without: the logical tensors of the model that it does not hold.
+        settings: what the user said when it was opened.
     """
 
     root: Path
@@ -72,6 +73,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     proof: Checkpoint | None = None
     without: Collection[str] = ()
+    settings: Settings = field(default_factory=Settings)
 
     def dtypes(self) -> dict[tuple[str, int | None], str]:
         """The element type of each logical tensor, by (name, layer).

@@ -355,7 +355,7 @@ def write(
         path = root / folder / name / "model_optim_rng.pt"
         head = {"args": Namespace({**merged, "rank": stage * options.mesh.ranks + rank}), "checkpoint_version": 3.0}
         head["iteration"] = merged["iteration"]
-        parameters = parameters_of(by_file[name], options)
+        parameters = parameters_of(by_file.get(name, []), options)  # a stage may be empty
         files.append(_file(path, head, parameters, dtypes, options, optimizer, kinds))
         if optimizer and optimizer.distributed:
             beside, dtype, first = path.with_name(SHARDED), main_dtype(dtypes.values()), rank < options.tp

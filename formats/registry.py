@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
             if module(name).detect(place) or (place != path and module(name).detect(path)):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())
                 _check_family(checkpoint)
-                return checkpoint
+                return replace(checkpoint, settings=settings or checkpoint.settings)
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None

@@ -23,7 +23,7 @@ from converters.commands.options import (
     require_family,
     weights,
 )
-from formats.errors import SourceError, VerificationError, short
+from formats.errors import SourceError, VerificationError
 
 if TYPE_CHECKING:
     from converters.plan import Job
@@ -64,8 +64,8 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
 
     A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32.
     """
-    from converters.digest import MANIFEST, is_verbatim, read_manifest, remembered_states, total
-    from formats.spec import differences
+    from converters.digest import MANIFEST, contradictions, is_verbatim, read_manifest, remembered_states, total
+    from formats.spec import Verbatim, differences
 
     if src is None and out.is_dir() and not any(out.rglob(MANIFEST)):
         _verify_archives(out, options["threads"], as_json)
@@ -86,8 +86,7 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
                 f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
             )
         facts, against = remembered
-        own = checkpoint.spec.settings()
-        settings = [f"{key}: {short(own[key])} | {short(facts.get(key))}" for key in own if own[key] != facts.get(key)]
+        settings = contradictions(checkpoint.spec.settings(), facts)
     found = _digests(checkpoint, options, as_json)
     states = remembered_states(checkpoint.home) if src is None else {}
     held = _state_digests(checkpoint, options, as_json) if states else {}
@@ -108,6 +107,8 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
         click.echo(f"{out} equals {name}: {len(here)} tensors\ndigest {total(found)}")
     if "optimizer" in checkpoint.extra.get("state", ()) and not states:
         click.echo("note: the weights were compared, the optimizer was not", err=True)
+    if src is None and isinstance(checkpoint.spec, Verbatim):
+        click.echo("note: no table says what its config.json means, which was not compared", err=True)
 
 
 def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:

@@ -58,6 +58,7 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
     if options["dry_run"]:
         click.echo(json.dumps(record, indent=1) if options["as_json"] else "\n".join(plan_lines(plan)))
         check_paths(plan.source, request)
+        digest.check_manifest(plan.source)
         return
     for note in record["notes"]:
         click.echo(f"note: {note}", err=True)

@@ -52,6 +52,14 @@ def test_a_file_that_is_cut_off(convert, checkpoint):
     refused(convert("verify", checkpoint), 6, "__0_0.distcp: no torch.save archive ends at byte")
 
 
+def test_a_file_of_a_rank_that_is_empty(convert, checkpoint):
+    """One of torch's own is where a thread had nothing to write; torch.save leaves none."""
+    (checkpoint / "__1_0.distcp").touch()
+    assert convert("verify", checkpoint).code == 0
+    (checkpoint / "model_optim_rng.pt").touch()
+    refused(convert("verify", checkpoint), 6, "1 parts of", "model_optim_rng.pt is empty")
+
+
 def test_a_hole_between_two_archives(convert, checkpoint):
     file = checkpoint / "__0_0.distcp"
     file.write_bytes(file.read_bytes().replace(b"PK\x05\x06", bytes(4), 1))

@@ -203,6 +203,103 @@ def test_an_altered_safetensors_file_is_seen(made, convert, tmp_path):
     refused(convert("verify", tmp_path / "hf"), 6, tmp_path / "hf")
 
 
+# --- what travels with a source contradicts it ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(model: Callable[..., Path], convert: Callable[..., Ran], tmp_path: Path) -> Callable[..., Path]:
+    """`written(family)`: what `convert hf2hf` writes of a model, to be damaged."""
+
+    def make(family: str, **changes: Any) -> Path:
+        assert convert("hf2hf", model(family, "float32", **changes), tmp_path / "src", "-q").code == 0
+        return tmp_path / "src"
+
+    return make
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def contradicted(convert: Callable[..., Ran], source: Path, *parts: object, verify: bool = True) -> str:
+    """A source is refused by every way to write it, before anything is; gives the hint."""
+    assert not verify or convert("verify", source).code == 6
+    words = [(), ("-n",), ("--part", "1/2")]
+    for number, more in enumerate(words):
+        ran = convert("hf2fsdp" if number else "hf2hf", source, source.with_name("out"), *more)
+        refused(ran, 6, source, "vitruvian.json", *parts)
+        assert [path.name for path in source.parent.iterdir()] == [source.name]
+    return ran.err.partition("hint: ")[2].strip()
+
+
+@pytest.mark.parametrize("fault", ["another name", "one less"])
+def test_names_that_a_manifest_lacks_are_noticed(written, convert, fault):
+    """Of a model without a table, whose names no settings tell."""
+    from safetensors.numpy import load_file, save_file
+
+    source = written("gpt_neox", attention_bias=False)
+    assert "its config.json means, which was not compared" in convert("verify", source).err
+    held = load_file(source / "model.safetensors")
+    name = next(key for key in held if "layers.0.attention" in key)
+    value = held.pop(name)
+    held |= {name.replace("layers.0.", "layers.0>"): value} if fault == "another name" else {}
+    save_file(held, source / "model.safetensors", {"format": "pt"})
+    hint = contradicted(convert, source, f"such as {name}", f"{1 + (fault != 'one less')} tensors")
+    (source / "vitruvian.json").unlink()
+    assert str(source / "vitruvian.json") in hint
+    assert convert("hf2hf", source, source.with_name("out")).code == 0
+
+
+def test_a_table_that_no_longer_fits_is_noticed(written, convert):
+    """Its tensors would go under other names, and nothing of the manifest be compared."""
+    source = written("llama")
+    configure(source, model_type="mlama")
+    hint = contradicted(convert, source, "is of a model that a table describes, 'llama'", "'mlama'")
+    assert "--verbatim" in hint
+    assert convert("hf2hf", source, source.with_name("out"), "--verbatim").code == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says", "way"),
+    [
+        ("llama", {"rms_norm_eps": 1e-5}, "norm_epsilon: 1e-05 | 1e-06", "norm_epsilon=1e-05"),
+        ("llama", {"max_position_embeddings": 4096}, "max_positions: 4096 | ", "max_positions=4096"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+            "rope_scaling.rope_type: 'linear' | None; rope_scaling.factor: 2.0 | None",
+            """'rope_scaling={"rope_type": "linear", "factor": 2.0}'""",
+        ),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "own.swiglu_limit: 6.0 | 7.0", None),
+        ("gpt_neox", {"vocab_size": 210}, "vocab: 210 | 211", "vocab=210"),
+    ],
+    ids=["epsilon", "positions", "rope", "own", "verbatim"],
+)
+def test_settings_that_a_manifest_contradicts_are_noticed(written, convert, family, changes, says, way):
+    """Who means them says so, and the output says the same."""
+    source = written(family, **({"attention_bias": False} if family == "gpt_neox" else {}))
+    configure(source, **changes)
+    hint = contradicted(convert, source, says)
+    manifest = source / "vitruvian.json"
+    assert hint == f"if that is meant: {f'--set {way}, or ' if way else ''}remove {manifest}"
+    if way is None:
+        manifest.unlink()
+    words = ["--set", way.strip("'")] if way else []
+    ran = convert("hf2hf", source, source.with_name("out"), *words)
+    assert ran.code == 0, ran.err
+    assert convert("verify", source.with_name("out")).code == 0
+    config = json.loads((source.with_name("out") / "config.json").read_text())
+    assert config.items() >= changes.items()
+
+
+def test_what_no_manifest_records_may_change(written, convert):
+    """Tokens that end an answer, say, are the user's own."""
+    source = written("llama")
+    configure(source, eos_token_id=[2, 7], use_cache=False, transformers_version="9.9")
+    assert convert("hf2fsdp", source, source.with_name("out")).code == 0
+
+
 # --- replicas --------------------------------------------------------------------------------------------------------
 
 NORM = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,35 @@ def test_a_signal_ends_with_75_and_the_same_command_goes_on(whole, model, conver
     assert journal.read_text().count("\n") > 1
     assert convert(*words).code == 0
     assert convert("verify", out, source).code == 0
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["finished", "begun anew"])
+def test_a_folder_that_another_process_has_taken_away_is_not_written(whole, convert, tmp_path, monkeypatch, begun):
+    """It was locked too late: the lock is that of a file that is no longer there."""
+    from converters import journal
+
+    source, staging, lock = whole[0], tmp_path / "out.partial", journal.lock
+
+    def late(handle, *words, **options):
+        shutil.rmtree(staging)
+        if begun:
+            staging.mkdir()
+            (staging / "journal.jsonl").write_text("of another conversion\n")
+        return lock(handle, *words, **options)
+
+    monkeypatch.setattr(journal, "lock", late)
+    ran = convert("hf2megatron", source, tmp_path / "out")
+    assert ran.code == 7
+    assert str(staging) in ran.err
+    assert [path.name for path in tmp_path.rglob("*")] == (["out.partial", "journal.jsonl"] if begun else [])
+
+
+def test_an_interruption_before_anything_listens(convert, monkeypatch):
+    import click
+
+    monkeypatch.setattr(click.Group, "main", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    ran = convert("formats")
+    assert (ran.code, ran.err) == (75, "error: interrupted\n")
 
 
 def test_two_processes_do_not_write_the_same_output(whole, convert, tmp_path):

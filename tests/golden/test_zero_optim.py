@@ -19,6 +19,7 @@ from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import refused
 from tests.golden.test_zero import ALONE, FOUR, ODD, TIED, TWO, differences, name
 from tests.golden.zero_worlds import PARALLEL, checkpoint
+from tests.optimizers import add_optimizer, of
 
 pytestmark = pytest.mark.distributed
 NEOX = Path(__file__).parent / "neox"
@@ -109,6 +110,26 @@ def test_the_training_goes_on_as_if_it_had_not_stopped(made, zero, convert, tmp_
     assert len(whole) == 2
     assert len({loss for rank in whole for loss in rank}) == 6
     assert parts == [whole] * 4
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_loads_a_model_with_a_bias_that_nothing_trains(zero, model, convert, tmp_path, stage):
+    """Of DeepSeek-V3, out of Megatron: every master, both moments and the rate; the bias is that of the model."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    source = model("deepseek_v3", "float32")
+    assert convert("hf2megatron", source, tmp_path / "run", "--norm", "local", "--iteration", 3).code == 0
+    add_optimizer(tmp_path / "run", "plain")
+    assert convert("zero2universal", tmp_path / "run", tmp_path / "universal").code == 0
+    whole = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    expected = {f"module.{key}": weight.contiguous() for key, weight in whole.state_dict().items()}
+    for key, weight in whole.named_parameters():
+        expected |= {f"fp32.{key}": weight.data.clone()}
+        expected |= {f"{state}.{key}": of(weight.data, state) for state in ("exp_avg", "exp_avg_sq")}
+    save_file(expected, tmp_path / "truth.safetensors")
+    code, told = zero("load-universal", tmp_path / "universal", source, 2, stage, tmp_path / "truth.safetensors")
+    assert code == 0, told[-4000:]
 
 
 def test_a_scheduler_goes_on_too(made, convert, tmp_path):

@@ -67,3 +67,17 @@ def test_what_deepspeed_saves_of_fused_experts_is_read(model, convert, tmp_path)
     torch.save({**held, "buffer_names": [], "shared_params": {}}, tag / "mp_rank_00_model_states.pt")
     assert convert("zero2hf", tag, tmp_path / "back", "--config", source).code == 0
     assert files(tmp_path / "back") == files(source)
+
+
+@pytest.mark.parametrize("changes", [{}, {"v_head_dim": 5}], ids=["table", "verbatim"])
+def test_the_bias_of_a_router_is_not_rounded(model, convert, tmp_path, changes):
+    """transformers keeps it in float32, in a model that no table describes too."""
+    from safetensors.torch import load_file
+
+    source = model("deepseek_v3", "float32", **changes)
+    ran = convert("hf2hf", source, tmp_path / "out", "--dtype", "bf16")
+    assert ran.code == 0, ran.err
+    assert ("no table" in ran.err) == bool(changes)
+    held, out = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    kept = {name for name, value in out.items() if value.dtype == held[name].dtype}
+    assert kept == {name for name in held if name.endswith("e_score_correction_bias")} != set()

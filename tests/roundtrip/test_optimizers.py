@@ -86,3 +86,33 @@ def test_settings_that_megatron_has_no_place_for(model, name, treated, changes, 
     groups = {key: group._replace(**changes) if treated in key[0] else group for key in source.dtypes()}
     with pytest.raises(UnsupportedError, match=says):
         native(source, Optimizer({}, 3, groups))
+
+
+@pytest.mark.parametrize("family", ["dots1", "deepseek_v3"])
+def test_a_bias_that_nothing_trains_is_no_parameter_of_deepspeed(model, convert, tmp_path, family):
+    """What transformers trains is in a universal checkpoint, in one group of DeepSpeed; its buffers are told."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source, run, moved = model(family, "float32"), tmp_path / "run", tmp_path / "universal"
+    with torch.device("meta"):
+        wanted = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    assert convert("hf2megatron", source, run, "--norm", "te", "--iteration", 3).code == 0
+    add_optimizer(run, "plain")
+    ran = convert("zero2universal", run, moved)
+    assert ran.code == 0, ran.err
+    bias = "e_score_correction_bias: DeepSpeed restores none from a universal checkpoint"
+    assert bias in ran.err
+    (path,) = moved.glob("*/mp_rank_00_model_states.pt")
+    said = torch.load(path, weights_only=False)
+    assert {name: shape for group in said["param_shapes"] for name, shape in group.items()} == {
+        name: tuple(one.shape) for name, one in wanted.named_parameters()
+    }
+    assert {one.name for one in moved.glob("*/zero/*/")} == {name for name, _ in wanted.named_parameters()}
+    settings = torch.load(path.parent / "zero/optimizer_state.pt", weights_only=False)
+    assert [group["lr"] for group in settings["param_groups"]] == [0.01] * 2
+    assert settings["optimizer_state_dict"]["param_groups"][0]["lr"] == 0.01  # all that stage 3 restores
+    for words in ([], ["--verbatim"]):
+        ran = convert("hf2fsdp", moved, tmp_path / "fsdp", "--with-optimizer", *words)
+        assert ran.code == 3, ran.err
+        assert "holds no parameters that were not trained: it lacks model.layers." in ran.err

@@ -77,6 +77,8 @@ UNEVEN = [
     ["--pp", 2, "--last-stage-layers", 0],
     ["--pp", 2, "--vpp", 2, "--last-stage-layers", 2, "--tp", 2],
     ["--pp", 2, "--pp-layout", "Et|(t|)*2tL"],
+    ["--pp", 3, "--pp-layout", "Etttt||L"],
+    ["--pp", 2, "--vpp", 2, "--pp-layout", "E||tttt|L"],
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import click
@@ -417,3 +418,11 @@ def test_a_config_that_is_nearly_known_is_told_what_is_wrong(model, convert, tmp
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
     ran = convert("hf2megatron", tmp_path / "hf", tmp_path / "m")
     assert (ran.code, says in ran.err) == (4, True), ran.err
+
+
+def test_a_path_may_be_any_bytes(model, convert, tmp_path):
+    source, out = (tmp_path / os.fsdecode(name) for name in (b"hf\xff", b"out\xff"))
+    shutil.copytree(model("llama"), source)
+    ran = convert("hf2hf", source, out)
+    assert ran.code == 0, ran.err
+    assert convert("verify", out, source).code == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -32,6 +34,21 @@ def test_large_tensors_move_in_large_pieces(model, convert, tmp_path, monkeypatc
     before, after = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
     for name, tensor in before.items():
         assert after[name].equal(tensor.to(after[name].dtype)), name
+
+
+def test_more_memory_than_the_machine_has_is_refused(model, convert, tmp_path, monkeypatch):
+    empty = np.empty
+
+    def refusing(shape: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(shape, int) and shape > 10**11:
+            raise MemoryError
+        return empty(shape, *args, **options)
+
+    monkeypatch.setattr(np, "empty", refusing)
+    ran = convert("hf2megatron", model("llama"), tmp_path / "out", "-j", 2, "--memory", "1TB")
+    assert ran.code == 2
+    assert "buffers of a thread" in ran.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_threads_and_memory_do_not_change_the_output(model, convert, tmp_path):

@@ -46,7 +46,7 @@ class Start(NamedTuple):
     seq_length: int
 
 
-def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = None) -> Path:
+def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = None, gqa_layout: str = "auto") -> Path:
     """Make a run folder.
 
     Args:
@@ -54,6 +54,7 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
         start: checkpoint of any format.
         data: token files.
         base: Hugging Face folder with settings and tokenizer, for a checkpoint that has none.
+        gqa_layout: see `Settings`.
 
     Returns:
         The settings.
@@ -68,7 +69,7 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
 
     _require_empty(folder)
     start = _tag(start)
-    spec = open_checkpoint(start, Settings(config=base)).spec
+    spec = open_checkpoint(start, Settings(config=base, gqa_layout=gqa_layout)).spec
     for prefix in data:
         if not is_plan(prefix) and not prefix.with_name(prefix.name + ".idx").is_file():
             raise SourceError(f"{prefix}.idx is not there", "train tokenize makes it")
@@ -79,7 +80,8 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
         "batch.micro": 1, "optim.lr": 1e-5, "steps.epochs": 1, "steps.iteration_offset": begun.offset,
         "save.path": folder / "checkpoints",
     }  # fmt: skip
-    return _write(folder, values | ({"model.config": base} if base else {}))
+    more = {"model.config": base} if base else {}
+    return _write(folder, values | more | ({"model.gqa_layout": gqa_layout} if gqa_layout != "auto" else {}))
 
 
 def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:

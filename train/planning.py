@@ -77,8 +77,8 @@ def estimate(config: Config, ranks: int) -> Estimate:
     Raises:
         UsageError: the settings contradict each other, or the ranks cannot be divided.
     """
-    from formats.checkpoint import Settings
     from formats.registry import open_checkpoint
+    from train.source import settings_of
 
     if ranks % config.parallel.replicas:
         raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
@@ -86,7 +86,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     rows = open_rows(config.data, config.data.train, config.seed)
     order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
     check_schedule(config, steps)
-    spec = open_checkpoint(started(config.model.path), Settings(config=config.model.config)).spec
+    spec = open_checkpoint(started(config.model.path), settings_of(config)).spec
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
     if not isinstance(spec, ModelSpec):
         raise UnsupportedError(f"{config.model.path} is of no known family: its sizes are not known either")

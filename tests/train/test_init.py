@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from tests.train.conftest import GOLDEN
 from train.config import Config, Lora, keys, load_config
 from train.rows import open_rows
 
@@ -128,3 +129,12 @@ def test_the_doctor_adds_up_ranks(forks):
     code, out = forks(["doctor", "--json"], 3)
     assert code == 0, out
     assert "3 ranks sum 67.1 MB" in out
+
+
+def test_an_order_that_nobody_guesses_is_told_once(train, data, tmp_path):
+    """Where heads share keys in GPT-NeoX: `init` takes what `convert` takes, and the settings keep it."""
+    words = ("init", tmp_path / "run", "--from", GOLDEN.parents[1] / "neox/llama-grouped-tp2", "--data", data)
+    assert train(*words).code == 5
+    assert train(*words, "--gqa-layout", "grouped").code == 0
+    planned = train("plan", tmp_path / "run/config.yml")
+    assert (planned.code, "13,984 parameters" in planned.out) == (0, True), planned.err

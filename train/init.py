@@ -24,6 +24,7 @@ from converters.durable import write_file
 from formats.errors import OutputError, SourceError, UsageError
 from train.batching import make_order, one_pass
 from train.config import Config, load_config
+from train.data.indexed import idx_path, prefix_of
 from train.data.plan import is_plan
 from train.rows import open_rows
 from train.runs import LATEST, PREFIX
@@ -71,8 +72,8 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
     start = _tag(start)
     spec = open_checkpoint(start, Settings(config=base, gqa_layout=gqa_layout)).spec
     for prefix in data:
-        if not is_plan(prefix) and not prefix.with_name(prefix.name + ".idx").is_file():
-            raise SourceError(f"{prefix}.idx is not there", "train tokenize makes it")
+        if not is_plan(prefix) and not idx_path(prefix_of(prefix)).is_file():
+            raise SourceError(f"{idx_path(prefix_of(prefix))} is not there", "train tokenize makes it")
     longest = spec.max_positions if isinstance(spec, ModelSpec) else None
     begun = _link(folder, start, min(SEQ_LENGTH, longest or SEQ_LENGTH))
     values: dict[str, Any] = {
@@ -176,7 +177,7 @@ def text_of(values: Mapping[str, Any]) -> Iterator[str]:
         values: by dotted names.
     """
     yield "# Every setting can be given on the command line too: train run config.yml --optim.lr 1e-5"
-    yield "# What is commented out has the value that stands there.\n"
+    yield "# What is commented out has the value that stands there. Paths begin where the command is run.\n"
     plain = {name: info for name, info in Config.model_fields.items() if not _section(info)}
     yield from _lines(plain, "", "", values)
     for name, info in Config.model_fields.items():

@@ -251,7 +251,7 @@ def eod_id(vocabulary: Vocabulary, token: str | None) -> int:
     if found is None:
         raise UsageError(
             f"{vocabulary.path} has no control token {name}, which would silently become the unknown token",
-            "name the token that ends a document, such as --eod '</s>'",
+            "name the token that ends a document: --eod " + ("TOKEN" if vocabulary.id_of("</s>") is None else "'</s>'"),
         )
     if found in vocabulary.unusable:
         raise UsageError(f"{name} is the {vocabulary.unusable[found]} token of {vocabulary.path}, id {found}")

@@ -77,7 +77,10 @@ def open_vocabulary(path: Path, control: Iterable[str] = ()) -> Vocabulary:
             raise SourceError(f"{path} holds neither a tokenizer.json nor a tokenizer.model")
         path = held[0]
     if not path.is_file():
-        raise SourceError(f"{path} is no tokenizer", "name a .model of SentencePiece, a tokenizer.json, or its folder")
+        raise SourceError(
+            f"{path} is {'no tokenizer' if path.exists() else 'not there'}",
+            "name a .model of SentencePiece, a tokenizer.json, or its folder",
+        )
     return Fast(path) if path.suffix == ".json" else SentencePiece(path, control)
 
 

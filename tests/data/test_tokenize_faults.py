@@ -95,6 +95,9 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected, send
     """To it alone, or to its workers too, as Slurm and timeout do."""
     corpus(tmp_path / "in.jsonl")
     slow = "import time\nmove = t._move\ndef later(*a):\n    time.sleep(0.05)\n    move(*a)\nt._move = later\n"
+    if send is os.killpg:  # so that the writer waits for workers
+        slow = "import time\nimport train.data.workers as w\nencode = w.encode_range\n"
+        slow += "def later(*a):\n    time.sleep(0.2)\n    return encode(*a)\nw.encode_range = later\n"
     ran = spawn(words_of(tmp_path, "P"), slow)
     done = tmp_path / "P_text_document.partial/done.json"
     for _ in range(600):

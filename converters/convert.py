@@ -23,8 +23,8 @@ from converters.journal import Journal, Share, fingerprint, open_journal
 from converters.plan import Job, Plan, make_plan
 from converters.report import Progress, size
 from formats.checkpoint import Checkpoint, Settings, Target
-from formats.errors import Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError
-from formats.registry import FORMATS, module, open_checkpoint
+from formats.errors import Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError, some
+from formats.registry import FORMATS, module, open_checkpoint, steps
 from formats.spec import Verbatim, differences
 
 if TYPE_CHECKING:
@@ -254,6 +254,12 @@ def _check_free(request: Request) -> None:
     if not known:
         raise OutputError(
             f"{request.out} exists and is no checkpoint", "--force deletes checkpoints only; remove it yourself"
+        )
+    held = steps(place)
+    if len(held) > 1:
+        raise OutputError(
+            f"{request.out} holds {len(held)} checkpoints: {some(held, 4)}",
+            "--force deletes one checkpoint, not a training; remove it yourself",
         )
 
 

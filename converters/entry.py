@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from formats.errors import VitruvianError
+from formats.errors import UnsupportedError, VitruvianError
 
 EXIT_CODES = """\b
 Exit codes:
@@ -80,6 +80,11 @@ def run(group: click.Group, program: str) -> None:
     except Exception as error:  # the last resort, which says that it is a bug
         if verbose:
             raise
+        lacking = error.name if isinstance(error, ModuleNotFoundError) else ""
+        if lacking in ("torch", "transformers"):
+            click.echo(f"error: this needs {lacking}, which is not installed", err=True)
+            click.echo("hint: pip install '.[transformers]'", err=True)
+            sys.exit(UnsupportedError.exit_code)
         click.echo(f"bug: {type(error).__name__}: {error}", err=True)
         click.echo(f"hint: run `{program} -vv …` again and report what it prints", err=True)
         sys.exit(1)

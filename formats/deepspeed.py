@@ -57,8 +57,9 @@ def likely(run: Path) -> list[Path]:
 
 
 def detect(path: Path) -> bool:
-    """Whether a folder is a tag or a run, complete or not."""
-    return holds(path) or bool(tags(path)) or any((path / name).is_file() for name in TRACKERS)
+    """Whether a folder is a tag or a run, complete or not. A training with FSDP may have a `latest` too."""
+    trackers = [path / name for name in TRACKERS if (path / name).is_file()]
+    return holds(path) or bool(tags(path)) or (bool(trackers) and not any(path.glob("*/.metadata")))
 
 
 def locate(path: Path, tag: str | None) -> tuple[Path, Path]:

@@ -26,6 +26,10 @@ They are tried in this order. What Megatron saves as torch_dist would pass for F
 """
 
 
+ITERATION = re.compile(r"iter_\d+|release")
+"""Folders of a run of Megatron, each a checkpoint."""
+
+
 def module(name: str) -> ModuleType:
     """The module of a format."""
     return import_module(f"formats.{name}")
@@ -60,7 +64,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
     from formats import fsdp, zero
 
-    iterations = [name for name in entries if re.fullmatch(r"iter_\d+|release", name)]
+    iterations = [name for name in entries if ITERATION.fullmatch(name)]
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
     runs = fsdp.checkpoints(path) or fsdp.checkpoints(path, zero.detect)
@@ -70,6 +74,14 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
         f"{path} is no checkpoint of a known format; it holds {some(entries, 6) or 'nothing'}",
         "`convert formats` lists what is read",
     )
+
+
+def steps(run: Path) -> list[str]:
+    """The folders of a run whose names are those of checkpoints, whatever is in them."""
+    from formats import fsdp
+
+    names = sorted(path.name for path in run.iterdir() if path.is_dir())
+    return [name for name in names if ITERATION.fullmatch(name) or fsdp.STEPS.fullmatch(name)]
 
 
 def _check_family(checkpoint: Checkpoint) -> None:

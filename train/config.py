@@ -55,6 +55,9 @@ class Model(_Part):
     tokenizer: Path | None = Field(
         None, description="File of the tokenizer, for a checkpoint without: of SentencePiece, or tokenizer.json."
     )
+    gqa_layout: Literal["auto", "blocked", "grouped"] = Field(
+        "auto", description="Order of query, key and value in a checkpoint of GPT-NeoX, as of `convert`."
+    )
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="Type of the computation; weights to step are float32.")
     attention: Literal["auto", "flash", "varlen", "flex", "sdpa", "eager"] = Field(
         "auto", description="How documents of a row are kept apart; auto takes the fastest that the device has."

@@ -12,7 +12,6 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +25,7 @@ from train.checkpoint import Progress
 from train.config import Config
 from train.distributed import World
 from train.metrics import Judge
-from train.model import Trainee, embedded
+from train.model import Trainee, fitted
 from train.rows import Rows, check_tokenizer, open_rows
 from train.runs import EVALUATIONS
 
@@ -64,9 +63,8 @@ def open_sets(config: Config, world: World) -> dict[str, Rows]:
     Raises:
         RefusedError: a set was made with another tokenizer.
     """
-    rows = embedded(config.model.path)
     sets = {
-        name: replace(open_rows(config.data, [path], config.seed, name), vocabulary=rows)
+        name: fitted(open_rows(config.data, [path], config.seed, name), config.model.path)
         for name, path in config.data.validation.items()
     }
     world.told(lambda: check_tokenizer([one for rows in sets.values() for one in rows.documents], config.model.path))

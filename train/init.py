@@ -24,6 +24,7 @@ from converters.durable import write_file
 from formats.errors import OutputError, SourceError, UsageError
 from train.batching import make_order, one_pass
 from train.config import Config, load_config
+from train.data.indexed import idx_path, prefix_of
 from train.data.plan import is_plan
 from train.rows import open_rows
 from train.runs import LATEST, PREFIX
@@ -46,7 +47,7 @@ class Start(NamedTuple):
     seq_length: int
 
 
-def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = None) -> Path:
+def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = None, gqa_layout: str = "auto") -> Path:
     """Make a run folder.
 
     Args:
@@ -54,6 +55,7 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
         start: checkpoint of any format.
         data: token files.
         base: Hugging Face folder with settings and tokenizer, for a checkpoint that has none.
+        gqa_layout: see `Settings`.
 
     Returns:
         The settings.
@@ -68,10 +70,10 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
 
     _require_empty(folder)
     start = _tag(start)
-    spec = open_checkpoint(start, Settings(config=base)).spec
+    spec = open_checkpoint(start, Settings(config=base, gqa_layout=gqa_layout)).spec
     for prefix in data:
-        if not is_plan(prefix) and not prefix.with_name(prefix.name + ".idx").is_file():
-            raise SourceError(f"{prefix}.idx is not there", "train tokenize makes it")
+        if not is_plan(prefix) and not idx_path(prefix_of(prefix)).is_file():
+            raise SourceError(f"{idx_path(prefix_of(prefix))} is not there", "train tokenize makes it")
     longest = spec.max_positions if isinstance(spec, ModelSpec) else None
     begun = _link(folder, start, min(SEQ_LENGTH, longest or SEQ_LENGTH))
     values: dict[str, Any] = {
@@ -79,7 +81,8 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
         "batch.micro": 1, "optim.lr": 1e-5, "steps.epochs": 1, "steps.iteration_offset": begun.offset,
         "save.path": folder / "checkpoints",
     }  # fmt: skip
-    return _write(folder, values | ({"model.config": base} if base else {}))
+    more = {"model.config": base} if base else {}
+    return _write(folder, values | more | ({"model.gqa_layout": gqa_layout} if gqa_layout != "auto" else {}))
 
 
 def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
@@ -179,7 +182,7 @@ def text_of(values: Mapping[str, Any]) -> Iterator[str]:
         values: by dotted names.
     """
     yield "# Every setting can be given on the command line too: train run config.yml --optim.lr 1e-5"
-    yield "# What is commented out has the value that stands there.\n"
+    yield "# What is commented out has the value that stands there. Paths begin where the command is run.\n"
     plain = {name: info for name, info in Config.model_fields.items() if not _section(info)}
     yield from _lines(plain, "", "", values)
     for name, info in Config.model_fields.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from formats.errors import SourceError, UnsupportedError
 from train.attention import forward_words, keep_apart, named
 from train.experts import Fused, keys_of
-from train.rows import CHUNK, IGNORED, Flat
+from train.rows import CHUNK, IGNORED, Flat, Rows
 from train.source import MAKE
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FILED: Mapping[str, Mapping[str, str]] = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 """Model type: names in memory that are others in its files (transformers 5.23.0 conversion_mapping.py)."""
+LEARNED = ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt")
+"""Model types with an embedding of positions (transformers 5.23.0)."""
 ADAPTERS = (".lora_A.", ".lora_B.")
 """In the names of tensors that peft adds to a model (peft 0.21.2 tuners/lora/layer.py)."""
 
@@ -130,9 +133,11 @@ def open_config(path: Path) -> Any:
         raise SourceError(f"transformers cannot read {path / 'config.json'}: {told}") from error
 
 
-def embedded(path: Path) -> int:
-    """The rows of a model's embedding, as its configuration says. Raises as `open_config` does."""
-    return int(open_config(path).get_text_config().vocab_size)
+def fitted(rows: Rows, path: Path) -> Rows:
+    """Rows for a model: ids and positions that it has not are refused. Raises as `open_config` does."""
+    made = open_config(path).get_text_config()
+    positions, learned = getattr(made, "max_position_embeddings", None), made.model_type in LEARNED
+    return replace(rows, vocabulary=int(made.vocab_size)).within(positions, learned)
 
 
 def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:

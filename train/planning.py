@@ -10,10 +10,9 @@ and DeepSpeed's buckets add their own, and what it offloads is counted all the s
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from formats.errors import UnsupportedError, UsageError
 from formats.huggingface import model_slots
@@ -21,9 +20,7 @@ from formats.rows import EMBEDDING, HEAD
 from formats.spec import ModelSpec
 from train.batching import Sizes, batch_sizes, make_order
 from train.config import Config, Lora
-from train.data.documents import Documents
-from train.data.plan import Plan
-from train.rows import CHUNK, Rows, open_rows
+from train.rows import CHUNK, Rows, lengths, open_rows
 from train.runs import started
 from train.schedule import check_schedule
 
@@ -77,8 +74,8 @@ def estimate(config: Config, ranks: int) -> Estimate:
     Raises:
         UsageError: the settings contradict each other, or the ranks cannot be divided.
     """
-    from formats.checkpoint import Settings
     from formats.registry import open_checkpoint
+    from train.source import settings_of
 
     if ranks % config.parallel.replicas:
         raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
@@ -86,10 +83,11 @@ def estimate(config: Config, ranks: int) -> Estimate:
     rows = open_rows(config.data, config.data.train, config.seed)
     order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
     check_schedule(config, steps)
-    spec = open_checkpoint(started(config.model.path), Settings(config=config.model.config)).spec
+    spec = open_checkpoint(started(config.model.path), settings_of(config)).spec
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
     if not isinstance(spec, ModelSpec):
         raise UnsupportedError(f"{config.model.path} is of no known family: its sizes are not known either")
+    rows = rows.within(spec.max_positions, any(tensor == "positions" for tensor, _, _ in spec.boxes(None)))
     hidden, layers, vocabulary = spec.hidden, spec.layers, spec.vocab or 0
     width, tokens = WIDTH[config.model.dtype], sizes.micro * config.data.seq_length
     shards = ranks // config.parallel.replicas
@@ -105,23 +103,13 @@ def estimate(config: Config, ranks: int) -> Estimate:
         "activations": kept * layers * tokens * hidden * width + 40 * tokens * hidden * width,
         "logits": 3 * 4 * min(CHUNK, tokens) * vocabulary,
     }
-    lengths = [_lengths(*pair) for pair in zip(rows.documents, rows.plans, strict=True)]
-    inputs = np.concatenate(lengths).astype(float) - 1
+    inputs = np.concatenate([lengths(*pair) for pair in zip(rows.documents, rows.plans, strict=True)]).astype(float) - 1
     pairs = np.square(inputs).sum() / 2
     multiplied = counted - _idle(spec) - (0 if spec.tied else vocabulary * hidden)
     factor = 6.0 * multiplied if config.lora is None else 4.0 * multiplied + 6.0 * trained
     once = factor * inputs.sum() + 12.0 * layers * spec.heads * spec.head_dim * pairs
     parameters = counted + trained if config.lora else counted
     return Estimate(sizes, steps, rows, parameters, trained, memory, float(once) * order.samples / len(rows))
-
-
-def _lengths(documents: Documents, plan: Plan) -> NDArray[Any]:
-    """Tokens of each document that is trained; cut over several rows, its attention is counted as the whole one's."""
-    sizes = documents.indexed.sizes
-    if plan.algorithm == "packed":
-        return np.asarray(sizes)
-    taken = slice(int(plan.rows[0]), int(plan.rows[-1]))
-    return sizes[plan.documents[taken]] if plan.pieces is None else plan.pieces[taken, 1]
 
 
 def _idle(spec: ModelSpec) -> int:

@@ -6,7 +6,6 @@ it, which lies in the same folder at the global step that this one starts from.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from train.config import Config
 from train.distributed import World
 from train.engines import ENGINES
 from train.export import check_export
-from train.model import DTYPES, embedded, open_config
+from train.model import DTYPES, fitted, open_config
 from train.rows import Rows, check_tokenizer, open_rows
 from train.schedule import check_schedule
 from train.selfcheck import require_masks, self_check
@@ -66,7 +65,7 @@ def prepare(config: Config, world: World) -> Prepared:
         path = world.told(lambda: folder_of(config, resumed=start is not None))
         world.told(lambda: check_export(config, path))
         world.told(lambda: check_tokenizer(rows.documents, path))
-        rows = replace(rows, vocabulary=embedded(path))
+        rows = fitted(rows, path)
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     return Prepared(config, rows, sizes, order, total, progress, start)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -67,6 +67,7 @@ class Rows:
         ends: first row of each file, and their number.
         loss: what is trained, see `masks.LOSSES`.
         vocabulary: rows of the model's embedding, where that is known: larger ids are refused.
+        positions: tokens that the model was made for, where that is known: longer documents are told.
     """
 
     documents: Sequence[Documents]
@@ -74,18 +75,45 @@ class Rows:
     ends: Sequence[int]
     loss: str
     vocabulary: int = LARGEST
+    positions: int = LARGEST
 
     def __len__(self) -> int:
         return self.ends[-1]
 
     @property
     def overlong(self) -> str:
-        """What became of documents that are longer than a row; empty if there are none."""
+        """What became of documents that are longer than a row, or than the model knows; empty if there are none."""
         many, tokens = (sum(plan.counts[key] for plan in self.plans) for key in ("overlong", "overlong_tokens"))
-        if not many or any(plan.algorithm == "packed" for plan in self.plans):
-            return ""
-        done = "left out" if all(plan.pieces is None for plan in self.plans) else "cut"
-        return f"{many} documents with {tokens} tokens are longer than a row: {done}"
+        told = []
+        if many and all(plan.algorithm != "packed" for plan in self.plans):
+            done = "left out" if all(plan.pieces is None for plan in self.plans) else "cut"
+            told.append(f"{many} documents with {tokens} tokens are longer than a row: {done}")
+        if self.longest > self.positions:
+            told.append(f"documents have up to {self.longest} inputs, the model was made for {self.positions}")
+        return "; ".join(told)
+
+    @property
+    def longest(self) -> int:
+        """The most inputs that a document can have in a row."""
+        pairs = zip(self.documents, self.plans, strict=True)
+        return max((int(lengths(*pair).clip(max=pair[1].capacity).max(initial=1)) - 1 for pair in pairs), default=0)
+
+    def within(self, positions: int | None, learned: bool) -> Rows:
+        """These rows for a model.
+
+        Args:
+            positions: how many it was made for, None where that is not known.
+            learned: whether it has a vector for each, and none for others.
+
+        Raises:
+            RefusedError: a document needs others.
+        """
+        if positions is not None and learned and self.longest > positions:
+            raise RefusedError(
+                f"documents have up to {self.longest} inputs, the model has vectors of {positions} positions",
+                f"--data.seq_length {positions}",
+            )
+        return replace(self, positions=positions or LARGEST)
 
     @property
     def digest(self) -> str:
@@ -129,6 +157,15 @@ class Rows:
                 )
             found.append((tokens, documents.trained(document, document + 1, self.loss)[low : low + many]))
         return found
+
+
+def lengths(documents: Documents, plan: Plan) -> NDArray[Any]:
+    """Tokens of each document that is trained; cut over several rows, it counts as the whole one."""
+    sizes = documents.indexed.sizes
+    if plan.algorithm == "packed":
+        return np.asarray(sizes)
+    taken = slice(int(plan.rows[0]), int(plan.rows[-1]))
+    return sizes[plan.documents[taken]] if plan.pieces is None else plan.pieces[taken, 1]
 
 
 def open_rows(data: Data, paths: Sequence[Path], seed: int, split: str = "train") -> Rows:

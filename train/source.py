@@ -23,6 +23,11 @@ CONVERTED = "start"
 """Folder in `save.path` that holds the start of a training as a Hugging Face folder."""
 
 
+def settings_of(config: Config) -> Settings:
+    """What a checkpoint to start from is opened with."""
+    return Settings(config=config.model.config, gqa_layout=config.model.gqa_layout)
+
+
 def is_folder(path: Path) -> bool:
     """Whether ranks can read their pieces from a folder as it is."""
     held = any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
@@ -72,7 +77,7 @@ def _opened(path: Path, config: Config, scratch: Path) -> tuple[Checkpoint, str]
     from converters.publish.tokenizer_files import attached, load, named
     from formats.registry import open_checkpoint
 
-    given, settings = config.model.tokenizer, Settings(config=config.model.config)
+    given, settings = config.model.tokenizer, settings_of(config)
     source = open_checkpoint(path, settings)
     if source.assets is not None and has_tokenizer(source.assets):
         return source, ""

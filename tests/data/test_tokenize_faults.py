@@ -52,7 +52,7 @@ def spawn(words, before=""):
     script.write_text(code)
     return subprocess.Popen(
         [sys.executable, str(script), *words], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
 
@@ -90,16 +90,21 @@ def test_killed_at_any_moment_and_run_again(tmp_path, expected):
     assert outputs(tmp_path, "P") == expected
 
 
-def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected):
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected, send):
+    """To it alone, or to its workers too, as Slurm and timeout do."""
     corpus(tmp_path / "in.jsonl")
     slow = "import time\nmove = t._move\ndef later(*a):\n    time.sleep(0.05)\n    move(*a)\nt._move = later\n"
+    if send is os.killpg:  # so that the writer waits for workers
+        slow = "import time\nimport train.data.workers as w\nencode = w.encode_range\n"
+        slow += "def later(*a):\n    time.sleep(0.2)\n    return encode(*a)\nw.encode_range = later\n"
     ran = spawn(words_of(tmp_path, "P"), slow)
     done = tmp_path / "P_text_document.partial/done.json"
     for _ in range(600):
         if done.exists():
             break
         time.sleep(0.05)
-    ran.send_signal(signal.SIGTERM)
+    send(ran.pid, signal.SIGTERM)
     _, err = ran.communicate(timeout=60)
     assert ran.returncode == 75, err
     assert "run the same command again" in err
@@ -272,7 +277,7 @@ def test_other_work_in_the_same_place_is_refused(train, tmp_path):
         (["--tokenizer-type", "HFTokenizer"], 2, "is no file for HFTokenizer"),
         (["--chat-template", "chatml"], 2, "has no use for records of the format control-text"),
         (["--vocab-file", str(GOLDEN / "sft.jsonl")], 3, "is no SentencePiece model"),
-        (["--vocab-file", "nowhere.model"], 3, "is no tokenizer"),
+        (["--vocab-file", "nowhere.model"], 3, "nowhere.model is not there"),
         (["--output-prefix", "nowhere/P"], 2, "mkdir -p nowhere"),
     ],
 )

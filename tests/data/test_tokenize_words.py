@@ -59,6 +59,95 @@ def test_ftfy_mends_a_text_before_anything_else(tokenized, record):
     assert tokenized([record(BROKEN)], "--ftfy") == tokenized([mended]) != tokenized([record(BROKEN)])
 
 
+@pytest.fixture(scope="module")
+def roleless(tmp_path_factory):
+    """A SentencePiece model without control tokens."""
+    import sentencepiece as spm
+
+    folder = tmp_path_factory.mktemp("roleless")
+    (folder / "words.txt").write_text("saule sveiki tulko paldies diena\n" * 20)
+    spm.SentencePieceTrainer.train(
+        input=str(folder / "words.txt"), model_prefix=str(folder / "m"), vocab_size=40, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    return folder / "m.model"
+
+
+TALK = {"conversations": [{"role": "user", "content": "saule"}, {"role": "assistant", "content": "diena"}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "messages"),
+    [
+        ({"text": TURNS.format("saule", "diena")}, [], ["records with markers need a tokenizer that has them"]),
+        (TALK, [], ["and no chat template", "FOLDER --add --control '<|im_start|>' --control '<|im_end|>'"]),
+        (TALK, ["--chat-template", "chatml"], ["the chat template chatml needs a fast tokenizer"]),
+    ],
+)
+def test_hints_lead_on(train, tmp_path, roleless, record, words, messages):
+    (tmp_path / "in.jsonl").write_text(json.dumps(record) + "\n")
+    ran = train(
+        "tokenize",
+        "--input",
+        tmp_path / "in.jsonl",
+        "--vocab-file",
+        roleless,
+        "--output-prefix",
+        tmp_path / "P",
+        *words,
+    )
+    assert (ran.code, [one for one in messages if one not in ran.err]) == (2, []), ran.err
+
+
+def test_a_sentencepiece_model_gets_the_tokens_of_a_template(train, convert, tmp_path, roleless):
+    """What the hints say, done."""
+    (tmp_path / "in.jsonl").write_text(json.dumps(TALK) + "\n")
+    words = [
+        "tokenize",
+        "--input",
+        tmp_path / "in.jsonl",
+        "--chat-template",
+        "chatml",
+        "--output-prefix",
+        tmp_path / "P",
+    ]
+    assert convert("tokenizer", roleless, tmp_path / "bare", "--check", 1).code == 0
+    bare = train(*words, "--vocab-file", tmp_path / "bare")
+    assert "FOLDER --add --control '<|im_start|>' --control '<|im_end|>'" in bare.err
+    control = ["--control", "<|im_start|>", "--control", "<|im_end|>"]
+    assert convert("tokenizer", roleless, tmp_path / "with", "--check", 1, "--add", *control).code == 0
+    ran = train(*words, "--vocab-file", tmp_path / "with", "--workers", 1)
+    assert ran.code == 0, ran.err
+
+
+def test_plain_text_of_a_tokenizer_without_roles(train, tmp_path, roleless):
+    (tmp_path / "in.jsonl").write_text('{"text": "saule"}\n')
+    (tmp_path / "P").mkdir()
+    ran = train(
+        "tokenize", "--input", tmp_path / "in.jsonl", "--vocab-file", roleless, "--output-prefix", f"{tmp_path}/P/",
+        "--workers", 1,
+    )  # fmt: skip
+    assert (ran.code, f"{tmp_path}/P/NAME puts them into it" in ran.err) == (0, True), ran.err
+    shown = train("show", tmp_path / "P_text_document", "--tokenizer", roleless)
+    assert "nothing tells which are trained: --loss all\n" in shown.out
+
+
+def test_lint_tells_of_the_others_before_a_file_that_is_empty(train, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "b.jsonl").touch()
+    ran = train("lint", tmp_path / "b.jsonl", tmp_path / "a.jsonl")
+    assert (ran.code, "a.jsonl:1" in ran.out, "b.jsonl is empty" in ran.err) == (3, True, True), ran.err
+
+
+def test_without_torch(train, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "train.doctor", raising=False)
+    monkeypatch.delitem(sys.modules, "train.distributed", raising=False)
+    ran = train("doctor")
+    assert ran.code == 4, ran.err
+    assert "error: this needs torch, which is not installed\nhint: pip install '.[transformers]'" in ran.err
+
+
 def test_without_the_library(train, tmp_path, monkeypatch):
     def lacking(_):
         raise PackageNotFoundError

@@ -61,6 +61,25 @@ def test_only_checkpoints_are_replaced(model, convert, tmp_path, force):
     assert convert("hf2megatron", model(), tmp_path / "m", "--tp", 2, "--force").code == 0
 
 
+def test_a_training_is_not_replaced(model, convert, tmp_path):
+    """Neither one that began in an output of ours, nor one of another program, whose `latest` names its newest."""
+    run = tmp_path / "m"
+    words = ("hf2megatron", model(), run, "--force")
+    assert convert(*words).code == 0
+    shutil.copytree(run / "release", run / "iter_0000100")
+    ran = convert(*words)
+    assert (ran.code, "holds 2 checkpoints: iter_0000100, release" in ran.err) == (7, True)
+    assert convert("hf2fsdp", model(), tmp_path / "run/global_step2").code == 0
+    shutil.copytree(tmp_path / "run/global_step2", tmp_path / "run/global_step4")
+    (tmp_path / "run/latest").write_text("global_step4")
+    before = files(tmp_path / "run")
+    ran = convert("hf2megatron", model(), tmp_path / "run", "--force")
+    assert (ran.code, "is no checkpoint" in ran.err) == (7, True)
+    assert files(tmp_path / "run") == before
+    ran = convert("inspect", tmp_path / "run")
+    assert (ran.code, f"hint: name one: {tmp_path}/run/global_step4" in ran.err) == (3, True)
+
+
 def test_an_output_that_came_into_being_meanwhile_is_kept(model, convert, tmp_path, monkeypatch):
     from converters import convert as module
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from tests.train.conftest import GOLDEN, ROOT
 from train.config import Config, Lora, keys, load_config
 from train.rows import open_rows
 
@@ -140,3 +141,25 @@ def test_the_doctor_adds_up_ranks(forks):
     code, out = forks(["doctor", "--json"], 3)
     assert code == 0, out
     assert "3 ranks sum 67.1 MB" in out
+
+
+def test_token_files_by_any_of_their_names(train, model, data, tmp_path):
+    for number, end in enumerate((".bin", ".idx")):
+        made = train("init", tmp_path / str(number), "--from", model("llama", vocab_size=253), "--data", f"{data}{end}")
+        assert made.code == 0, made.err
+
+
+def test_a_refused_training_leaves_nothing(run, settings, tmp_path):
+    """And tells where it looked: paths begin where the command is run."""
+    ran = run(settings(), "--data.train", "[../gone]", save="a/b/save")
+    assert (ran.code, f"{ROOT}/../gone.idx is not there" in ran.out) == (3, True), ran.out
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_order_that_nobody_guesses_is_told_once(train, data, tmp_path):
+    """Where heads share keys in GPT-NeoX: `init` takes what `convert` takes, and the settings keep it."""
+    words = ("init", tmp_path / "run", "--from", GOLDEN.parents[1] / "neox/llama-grouped-tp2", "--data", data)
+    assert train(*words).code == 5
+    assert train(*words, "--gqa-layout", "grouped").code == 0
+    planned = train("plan", tmp_path / "run/config.yml")
+    assert (planned.code, "13,984 parameters" in planned.out) == (0, True), planned.err

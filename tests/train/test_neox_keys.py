@@ -227,3 +227,6 @@ def test_files_of_the_users_own_tool_are_masked(read):
     assert "--data.control_tokens '{user: 7, assistant: 8}'" in caught.value.hint
     other = config.data.model_copy(update={"control_tokens": {"user": 8, "assistant": 7}})
     assert open_rows(other, [prefix], 1).digest != rows.digest
+    wrong = config.data.model_copy(update={"control_tokens": {"user": 7, "assistant": 252}})
+    with pytest.raises(RefusedError, match="is 252, which is said to open what the assistant says"):
+        open_rows(wrong, [prefix], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -56,6 +57,21 @@ def test_operations_are_those_that_the_log_counts(settings, family, more):
         lora.insert(made, config.lora, config.model.path)
     counted = flops_of([rows.flat([number]) for number in range(len(rows))], made.config, multiplied(made))
     assert estimate(config, 1).flops == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_documents_that_the_model_has_no_positions_for(settings, model, train, run, family):
+    """Told where positions are computed, refused where each has a vector."""
+    path = settings(model={"path": str(model(family, vocab_size=253, max_position_embeddings=8))})
+    planned, ran = train("plan", path), run(path, "--steps.train_iters", 1)
+    if family == "gpt2":
+        assert (planned.code, ran.code) == (5, 5), (planned.err, ran.out)
+        assert "the model has vectors of 8 positions\nhint: --data.seq_length 8" in planned.err
+        assert "the model has vectors of 8 positions" in ran.out
+    else:
+        assert (planned.code, ran.code) == (0, 0), (planned.err, ran.out)
+        assert re.search(r"note: documents have up to \d+ inputs, the model was made for 8", planned.err)
+        assert re.search(r"note       data.train: documents have up to \d+ inputs, the model was made for 8", ran.out)
 
 
 def test_no_torch_is_loaded(settings):

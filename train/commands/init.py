@@ -19,7 +19,13 @@ from formats.errors import UsageError
 @click.option(
     "--config", type=click.Path(path_type=Path), help="Hugging Face folder, for a checkpoint without its own."
 )
-def init(folder: Path, start: Path | None, before: Path | None, data: tuple[Path, ...], config: Path | None) -> None:
+@click.option(
+    "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto",
+    help="Of a checkpoint of GPT-NeoX, as of `convert`.",
+)  # fmt: skip
+def init(
+    folder: Path, start: Path | None, before: Path | None, data: tuple[Path, ...], config: Path | None, gqa_layout: str
+) -> None:
     """Make a run folder: every setting explained, the start linked.
 
     \b
@@ -33,9 +39,12 @@ def init(folder: Path, start: Path | None, before: Path | None, data: tuple[Path
 
     if (start is None) == (before is None):
         raise UsageError("give one of --from CHECKPOINT and --after CONFIG")
-    if before is not None and config is not None:
-        raise UsageError("--config belongs to --from: the phase before has its own")
-    path = after(folder, before, data) if before is not None else begin(folder, Path(str(start)), data, config)
+    if before is not None and (config is not None or gqa_layout != "auto"):
+        raise UsageError("--config and --gqa-layout belong to --from: the phase before has its own")
+    if before is not None:
+        path = after(folder, before, data)
+    else:
+        path = begin(folder, Path(str(start)), data, config, gqa_layout)
     click.echo(path)
     click.echo(
         f"hint: look at it, then: train plan {path} && torchrun --nproc-per-node 8 -m train run {path}", err=True

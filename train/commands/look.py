@@ -96,8 +96,10 @@ def lint(**options: Any) -> None:
     if options["as_json"]:
         record = {"records": found.records, "malformed": bad, "format": found.form}
         click.echo(json.dumps(record | {"findings": dict(found.counts), "places": found.places}))
-    else:
+    elif found.records or not found.unread:
         _report(found)
+    for error in found.unread:
+        raise error  # the first, behind what is wrong with the others
     if bad:
         over = found.counts.get("over", 0)
         long = f", {over} documents are longer than a row" if over else ""

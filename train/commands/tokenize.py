@@ -75,7 +75,7 @@ running = together(
     "--output-prefix", "prefix", required=True, type=FILE, metavar="P", help="Writes P_text_document.bin and .idx."
 )
 @click.option("--append-eod", is_flag=True, help="End each document with the end-of-document token.")
-@click.option("--eod", metavar="TOKEN", help="That token.  [default: <|endoftext|>, or the tokenizer's eos]")
+@click.option("--eod", metavar="TOKEN", help="That token.  [default: <|endoftext|>, or the eos of a tokenizer.json]")
 @click.option(
     "--chat-template",
     "template",
@@ -99,6 +99,8 @@ def tokenize(**options: Any) -> None:
     from train.data.tokenize import tokenize
 
     parts, prefix = ranges(paths(options["inputs"])), options["prefix"]
+    if prefix.is_dir():
+        click.echo(f"note: {prefix} is a folder, the files lie beside it; {prefix}/NAME puts them into it", err=True)
     jobs = [make_job({**options, "key": key}, parts) for key in options["key"].split(",")]
     for job in jobs:
         out = named_prefix(prefix).with_name(f"{prefix.name}_{job.key}_document")
@@ -140,10 +142,10 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     if template is not None and isinstance(vocabulary, Fast):
         check_template(vocabulary, template)
     elif form != "text" and not {"user", "assistant"} <= control.keys():
-        raise UsageError(
-            f"{vocabulary.path} has no control tokens <|user|> and <|assistant|> for dialogues",
-            "name a template: --chat-template chatml, llama3 or a file",
-        )
+        hint = "name a template: --chat-template chatml, llama3 or a file"
+        if form in ("control-text", "mixed"):
+            hint = "records with markers need a tokenizer that has them; conversations can have a --chat-template"
+        raise UsageError(f"{vocabulary.path} has no control tokens <|user|> and <|assistant|> for dialogues", hint)
     eod = eod_id(vocabulary, options["eod"]) if options["append_eod"] else None
     token = vocabulary.pieces([eod])[0] if eod is not None else None
     if eod in control.values() and template is None:
@@ -182,6 +184,12 @@ def _template(named: str | None, vocabulary: Any, form: str, control: Mapping[st
         return held_template(vocabulary.beside)
     if named in (None, "control") and control:
         return None  # control tokens are that template, and SentencePiece itself gives the ids
+    if named is None:
+        raise UsageError(
+            f"{vocabulary.path} has no control tokens <|user|> and <|assistant|> for dialogues, and no chat template",
+            f"convert tokenizer {vocabulary.path} FOLDER --add --control '<|im_start|>' --control '<|im_end|>', "
+            "then --tokenizer FOLDER --chat-template chatml",
+        )
     raise UsageError(
         f"the chat template {named} needs a fast tokenizer, {vocabulary.path} is a SentencePiece model",
         f"convert tokenizer {vocabulary.path} FOLDER, then --tokenizer FOLDER",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from formats.errors import RefusedError, SourceError, UsageError
 from train.data.facts import Facts, mask_path, read_facts
-from train.data.indexed import Indexed, open_indexed, prefix_of
+from train.data.indexed import Indexed, chunks, open_indexed, prefix_of
 from train.data.masks import ASSISTANT, Mask, label_mask
 from train.data.vocabulary import Vocabulary, control_ids, made_with
 
@@ -91,7 +91,7 @@ def open_documents(
 
     Raises:
         SourceError: a file is missing or does not fit.
-        RefusedError: the files were made with another tokenizer.
+        RefusedError: the files were made with another tokenizer, or have no control token of those told.
     """
     prefix = prefix_of(path)
     indexed, facts = open_indexed(prefix), read_facts(prefix)
@@ -114,7 +114,23 @@ def open_documents(
         told = dict(facts.control)
     elif vocabulary is not None:
         told = control_ids(vocabulary, told)
+    if facts is None and control:
+        _check_control(indexed, told)
     return Documents(indexed, facts, told, stored, roles)
+
+
+def _check_control(indexed: Indexed, told: Mapping[str, int]) -> None:
+    """Control tokens of dialogues stand in the files; without them all would pass for plain text, and be trained."""
+    lacking = {role: number for role, number in told.items() if role in ("user", "assistant")}
+    for _, tokens in chunks(indexed.tokens):
+        lacking = {role: number for role, number in lacking.items() if not (tokens == number).any()}
+        if not lacking:
+            return
+    for role, number in lacking.items():
+        raise RefusedError(
+            f"no token of {indexed.prefix} is {number}, which is said to open what the {role} says",
+            f"`train show {indexed.prefix} --tokenizer FILE` shows ids",
+        )
 
 
 def _roles(indexed: Indexed) -> Indexed | None:

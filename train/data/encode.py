@@ -311,6 +311,7 @@ def probed(vocabulary: Fast, template: str) -> tuple[Probe, str | None]:
     if strange:
         raise RefusedError(
             f"the chat template writes {', '.join(strange)}, which {vocabulary.path} does not have as special tokens",
-            "give the tokenizer the template's tokens: convert assets OUT --from BASE --chat-template NAME",
+            "a model's folder gets them from `convert assets OUT --chat-template NAME`, a SentencePiece model from "
+            f"`convert tokenizer MODEL FOLDER --add {' '.join(f'--control {token!r}' for token in strange)}`",
         )
     return seen, seen.terminator({*vocabulary.added, *seen.markers(), *named.values()})

@@ -140,7 +140,9 @@ def open_indexed(path: Path, tokens: bool = True) -> Indexed:
     index = idx_path(prefix)
     if not index.is_file():
         hint = "leave out _text_document only if the files do" if not bin_path(prefix).is_file() else ""
-        raise SourceError(f"{index} is not there", hint or f"only {bin_path(prefix).name} is: its index got lost")
+        raise SourceError(
+            f"{index.absolute()} is not there", hint or f"only {bin_path(prefix).name} is: its index got lost"
+        )
     dtype, n, m = _header(index)
     raw = np.memmap(index, np.uint8, "r")
     cuts = np.cumsum([HEADER, 4 * n, 8 * n, 8 * m])

@@ -163,7 +163,7 @@ def _parquet(path: Path) -> Any:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise UsageError(f"{path} is parquet, which needs pyarrow", "pip install '.[data]'") from None
+        raise UnsupportedError(f"{path} is parquet, which needs pyarrow", "pip install '.[data]'") from None
     try:
         return ParquetFile(path)
     except (ArrowException, OSError) as error:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from formats.errors import SourceError
 from train.data.encode import Encoder
-from train.data.inputs import ranges, values
+from train.data.inputs import Ranges, ranges, values
 from train.data.records import Malformed, Reader, Record, form_of, reader
 
 NOTES = {
@@ -28,12 +29,14 @@ class Findings:
 
     Attributes:
         records: how many there are, malformed ones included.
+        unread: why files could not be read.
         form: the format of all files, decided by the first record as `train tokenize` does.
         counts: finding to how often.
         places: finding to the first places, `FILE:LINE`.
     """
 
     records: int = 0
+    unread: list[SourceError] = field(default_factory=list)
     form: str = ""
     counts: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
@@ -69,7 +72,12 @@ def lint(
     seen: set[int] = set()
     read: Reader | None = None
     for path in paths:
-        for number, value in _numbered(path, key):
+        try:
+            parts = ranges([path])
+        except SourceError as error:
+            found.unread.append(error)
+            continue
+        for number, value in _numbered(parts, key):
             place = f"{path}:{number + 1}"
             found.records += 1
             try:
@@ -87,10 +95,10 @@ def lint(
     return found
 
 
-def _numbered(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+def _numbered(parts: Ranges, key: str) -> Iterator[tuple[int, Any]]:
     """Values of a file that are not blank, with their line from 0."""
     number = 0
-    for part in ranges([path]):
+    for part in parts:
         for value in values(part, key):
             if value is not None:
                 yield number, value

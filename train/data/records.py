@@ -24,7 +24,7 @@ MORE = (
 SPELLED = ("from", "value")
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 REASONS: Mapping[str, str] = {
-    "json": "the line is no JSON that can be read",
+    "json": "the line is no JSON that can be read (NaN and Infinity are none)",
     "object": "the line is no JSON object",
     "long": "the line is longer than 16 MiB",
     "field": "the field is missing",

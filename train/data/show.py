@@ -38,7 +38,8 @@ def lines_of(
     shown = mask if other is None else other
     told = f"{int(shown.sum())} trained"
     if documents.silent and loss != "all":
-        shown, told = np.zeros_like(mask), "of which nothing tells which are trained: --control-tokens, or --tokenizer"
+        wanted = "--loss all" if vocabulary is not None else "--control-tokens, or --tokenizer"
+        shown, told = np.zeros_like(mask), f"of which nothing tells which are trained: {wanted}"
     yield f"document {number}, {len(tokens)} tokens, {told}"
     if vocabulary is not None:
         _require(tokens, vocabulary, documents)

@@ -77,7 +77,10 @@ def open_vocabulary(path: Path, control: Iterable[str] = ()) -> Vocabulary:
             raise SourceError(f"{path} holds neither a tokenizer.json nor a tokenizer.model")
         path = held[0]
     if not path.is_file():
-        raise SourceError(f"{path} is no tokenizer", "name a .model of SentencePiece, a tokenizer.json, or its folder")
+        raise SourceError(
+            f"{path} is {'no tokenizer' if path.exists() else 'not there'}",
+            "name a .model of SentencePiece, a tokenizer.json, or its folder",
+        )
     return Fast(path) if path.suffix == ".json" else SentencePiece(path, control)
 
 
@@ -251,7 +254,7 @@ def eod_id(vocabulary: Vocabulary, token: str | None) -> int:
     if found is None:
         raise UsageError(
             f"{vocabulary.path} has no control token {name}, which would silently become the unknown token",
-            "name the token that ends a document, such as --eod '</s>'",
+            "name the token that ends a document: --eod " + ("TOKEN" if vocabulary.id_of("</s>") is None else "'</s>'"),
         )
     if found in vocabulary.unusable:
         raise UsageError(f"{name} is the {vocabulary.unusable[found]} token of {vocabulary.path}, id {found}")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -214,6 +215,7 @@ class Workers:
         self.idle: SimpleQueue[Connection] = SimpleQueue()
         self.pipes: list[Connection] = []
         self.processes = []
+        resource_tracker.ensure_running()  # its start lets these signals through again (Python 3.10 to 3.13)
         held = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # processes inherit it: the writer alone hears of them
         for _ in range(number):
             ours, theirs = context.Pipe()

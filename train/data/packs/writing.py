@@ -37,6 +37,12 @@ DIFFERENCES = {
     "packs": "other targets, from another slices json",
 }  # fmt: skip
 
+OPTIONS = {
+    "tokens_per_iter": "--tokens-per-iter", "warmup_iters": "--warmup-iters", "cool_down": "--cd-phase",
+    "most": "--max-tokens-per-pack",
+}  # fmt: skip
+"""Field of a schedule, and the option that gives it."""
+
 
 def write(
     plan: Plan, schedule: Schedule, state: Mapping[str, State], out: Path, *, jobs: int, force: bool, quiet: bool
@@ -200,7 +206,10 @@ def difference(held: Mapping[str, Any], record: Mapping[str, Any]) -> str:
         if one != two:
             if not isinstance(one, dict) or not isinstance(two, dict):
                 return words
-            return f"{words}: " + ", ".join(sorted(key for key in {*one, *two} if one.get(key) != two.get(key)))
+            parts = sorted(key for key in {*one, *two} if one.get(key) != two.get(key))
+            if part == "arguments":
+                return ", ".join(f"{OPTIONS.get(key, key)} {one.get(key)}, not {two.get(key)}" for key in parts)
+            return f"{words}: " + ", ".join(parts)
     return ""
 
 

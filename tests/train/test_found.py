@@ -142,6 +142,22 @@ def test_a_save_folder_is_safe(settings, run, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+WORKS_ALONE = """
+import time
+from train.distributed import world
+with world(1, 0.1) as ranks:  # 6 seconds
+    assert ranks.told(lambda: time.sleep(9) or ["found by", ranks.rank]) == ["found by", 0]
+    assert ranks.sums(1) == [2]
+"""
+
+
+@pytest.mark.distributed
+def test_the_others_wait_as_long_as_the_first_rank_works(forks, tmp_path):
+    (tmp_path / "alone.py").write_text(WORKS_ALONE)
+    code, out = forks([], 2, tmp_path / "alone.py")
+    assert code == 0, out
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_another_start_is_converted_again(settings, run, model, convert, tmp_path):

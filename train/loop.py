@@ -97,7 +97,7 @@ def _train(config: Config, world: World, say: Say) -> Progress:
     run = _open(made, world, say)
     log = None
     if world.first:
-        log = Log(config, world.ranks, made.progress, peak_of(world.device))
+        log = Log(config, world.ranks, made.progress, made.total, peak_of(world.device))
         write_config(config, config.save.path)
         write_file(config.save.path / RESUME, f"{made.total} steps\n".encode())
     steps = _steps
@@ -146,6 +146,7 @@ def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: fl
     if done % config.save.every == 0 or done == total or leaving or step.due:
         run.saver.start(run.engine, progress)
     if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
+        run.saver.finish()  # whatever ends a long evaluation leaves the checkpoint before it
         most = config.evaluate.max_rows
         scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, most, run.watch.again)
         if log:

@@ -82,8 +82,9 @@ class Sharded:
         self.optimizer = adamw(self.trainee, config.optim, fused=world.device.type == "cuda")
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """See `Engine`. FSDP divides by the number of ranks only when it reduces."""
-        self.trainee.set_requires_gradient_sync(last)
+        """See `Engine`. Each micro-batch is reduced, or every rank would hold the whole model's gradient; HSDP's
+        replicas are, behind the last one."""
+        self.trainee.set_requires_all_reduce(last)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, rate: float) -> float:

@@ -26,8 +26,9 @@ class Fused:
         return [len(self.parts), sum(shape[0] for shape in one), *one[0][1:]]
 
     def __getitem__(self, where: Any) -> torch.Tensor:
-        """A box of it, or all with `...`; a rank reads what lies in its box."""
-        experts, *inside = [slice(0, size) for size in self.get_shape()] if where is ... else where
+        """A box of it, some experts with a slice, or all with `...`; a rank reads what lies in its box."""
+        box = () if where is ... else (where,) if isinstance(where, slice) else where
+        experts, *inside = (*box, *(slice(0, size) for size in self.get_shape()[len(box) :]))
         return torch.stack([_rows(parts, *inside) for parts in self.parts[experts]])
 
 

@@ -33,7 +33,7 @@ def zero(stage, *words):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, model, data, forks):
     """Trainings on two ranks by name: `fsdp`; `zero1` to `zero3`; `chain1` to `chain3`, which are stopped, go on with
-    their stage, are stopped again and go on with the next; and two with noise.
+    their stage, are stopped again and go on with the next; two with noise; and two of experts.
     """
     folder = tmp_path_factory.mktemp("zero")
     tree = {
@@ -46,7 +46,9 @@ def trained(tmp_path_factory, model, data, forks):
     }
     (folder / "config.yml").write_text(json.dumps(tree))
     noise = ["--neftune_alpha", "5", "--steps.train_iters", "2"]
+    experts = ["--model.path", str(model("mixtral", vocab_size=253)), "--steps.train_iters", "2"]
     runs = [("fsdp", []), ("noisy-fsdp", noise), ("noisy-zero3", zero(3, *noise))]
+    runs += [("experts-fsdp", experts), ("experts-zero3", zero(3, *experts))]
     for stage, micro in MICRO.items():
         words = zero(stage, "--batch.micro", micro)
         stopped = [*words, "--steps.exit_interval", "2"]
@@ -70,6 +72,12 @@ def require_same(found, whole, near=NEAR, steps=STEPS):
 @pytest.mark.parametrize("stage", MICRO)
 def test_every_stage_computes_what_fsdp_does(trained, stage):
     require_same(trained[f"zero{stage}"], trained["fsdp"])
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_experts(trained):
+    require_same(trained["experts-zero3"], trained["experts-fsdp"], steps=2)
 
 
 @pytest.mark.distributed

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from formats.errors import UnsupportedError
+from formats.hf_config import DROPOUTS
 from train.rows import Flat
 
 BACKENDS = {
@@ -42,9 +43,12 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
     half = device.type == "cuda" and dtype != torch.float32
     # sdpa and varlen know no cap and no sinks; transformers 5.23.0 has no sdpa for these, with a cap or not
     capped = config.model_type in ("gemma2", "gpt_oss") or getattr(config, "attn_logit_softcapping", None) is not None
+    # both kernels want keys and values of one width, which latent attention has not; varlen drops nothing out
+    half = half and getattr(config, "v_head_dim", None) is None
+    dropped = any(getattr(config, name, 0) for name in DROPOUTS["attention_dropout"])
     has = {
         "flash": half and config.model_type != "gpt_oss" and find_spec("flash_attn") is not None,
-        "varlen": half and not capped and _has_varlen(),
+        "varlen": half and not capped and not dropped and _has_varlen(),
         "flex": device.type == "cuda" and not rocm,
         "sdpa": not capped,
         "eager": True,

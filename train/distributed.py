@@ -7,6 +7,7 @@ gloo two of them in one group abort or hang, so each has its own.
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import warnings
@@ -154,6 +155,8 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     # torch 2.10 says so of its own writer of checkpoints
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, "torch.distributed")
     os.environ.update(environment(os.environ))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # gloo connects every rank with every other, in each group
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks % replicas:
         raise UsageError(f"{ranks} ranks cannot be {replicas} replicas of equal shards")
@@ -162,6 +165,7 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     if cuda:  # Slurm may show each task its own GPU only, which is number 0 then
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed sets this device once more
     timeout = timedelta(minutes=minutes)
     with _on_stderr():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
@@ -169,6 +173,6 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
         with _on_stderr():
             mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
             groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-        yield World(rank, ranks, device, mesh, *groups, timeout.total_seconds() / 4)
+        yield World(rank, ranks, device, mesh, *groups, beat=timeout.total_seconds() / 4)
     finally:
         dist.destroy_process_group()

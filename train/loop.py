@@ -198,6 +198,8 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         for name, one in {"data.train": rows, **sets}.items():
             if one.overlong:
                 say(f"note       {name}: {one.overlong}")
+        if made.note:
+            say(f"note       {made.note}")
         if told := passes(len(rows), config.steps, made.sizes.size):
             say(f"note       {told}")
         say(f"batch      {made.sizes}")

@@ -43,6 +43,7 @@ def documents():
         ("llama", torch.bfloat16, True, "flash"),
         ("llama", torch.bfloat16, False, "varlen"),
         ("llama", torch.float32, True, "sdpa"),
+        ("deepseek_v3", torch.bfloat16, True, "sdpa"),
         ("gemma2", torch.bfloat16, True, "flash"),
         ("gemma2", torch.bfloat16, False, "eager"),
         ("gemma2-untied", torch.bfloat16, False, "eager"),
@@ -56,6 +57,13 @@ def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
     assert resolve("auto", config, CPU, dtype) == ("eager" if "gemma2" in family else "sdpa")
     with pytest.raises(UnsupportedError, match="varlen does not compute"):
         resolve("varlen", config, CPU if family == "llama" else CUDA, dtype)
+
+
+def test_a_kernel_without_dropout_is_not_taken(model, monkeypatch):
+    monkeypatch.setattr("train.attention.find_spec", lambda _: None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, window_size, scale, enable_gqa: q)
+    config = config_of(model("gpt_neox", vocab_size=253, attention_dropout=0.1))
+    assert resolve("auto", config, CUDA, torch.bfloat16) == "sdpa"
 
 
 def test_a_kernel_without_windows_is_not_taken(model, monkeypatch):

@@ -82,8 +82,7 @@ class Sharded:
         self.optimizer = adamw(self.trainee, config.optim, fused=world.device.type == "cuda")
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """See `Engine`. Each micro-batch is reduced, or every rank would hold the whole model's gradient; HSDP's
-        replicas are, behind the last one."""
+        """See `Engine`. Each micro-batch is scattered, or a rank would hold the whole gradient; replicas can wait."""
         self.trainee.set_requires_all_reduce(last)
         loss.backward()  # type: ignore[no-untyped-call]
 

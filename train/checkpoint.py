@@ -17,6 +17,7 @@ import re
 import shutil
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,11 @@ class Saver:
         """Delete the oldest checkpoints of this run that are too many: no link, nobody else's, no other phase's."""
         if self.keep is None:
             return
-        held = [path for path in ours(self.save) if read_progress(path).offset == progress.offset]
+        held = []
+        for path in ours(self.save):
+            with suppress(SourceError):  # a damaged note is no reason to end a training, and nobody knows whose it is
+                if read_progress(path).offset == progress.offset:
+                    held.append(path)
         for path in held[: -self.keep]:
             if path != latest:
                 _delete(path)

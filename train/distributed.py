@@ -172,7 +172,7 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     try:
         with _on_stderr():
             mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
-            groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-        yield World(rank, ranks, device, mesh, *groups, beat=timeout.total_seconds() / 4)
+            numbers, saving = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        yield World(rank, ranks, device, mesh, numbers, saving, timeout.total_seconds() / 4)
     finally:
         dist.destroy_process_group()

@@ -27,8 +27,11 @@ class Fused:
 
     def __getitem__(self, where: Any) -> torch.Tensor:
         """A box of it, some experts with a slice, or all with `...`; a rank reads what lies in its box."""
-        box: tuple[slice, ...] = () if where is ... else (where,) if isinstance(where, slice) else where
-        experts, *inside = (*box, *(slice(0, size) for size in self.get_shape()[len(box) :]))
+        box = [slice(0, size) for size in self.get_shape()]
+        if where is not ...:
+            given = (where,) if isinstance(where, slice) else where
+            box[: len(given)] = given
+        experts, *inside = box
         return torch.stack([_rows(parts, *inside) for parts in self.parts[experts]])
 
 

@@ -45,6 +45,7 @@ class Run(NamedTuple):
     judge: Judge | None
     parameters: float
     watch: Watch
+    began: float
 
 
 def train(config: Config, world: World, say: Say) -> Progress:
@@ -85,6 +86,7 @@ def _alone(config: Config, world: World) -> Iterator[None]:
 
 
 def _train(config: Config, world: World, say: Say) -> Progress:
+    began = time.monotonic()
     made = prepare(config, world)
     if made.progress.step >= made.total:
         if world.first:
@@ -94,7 +96,7 @@ def _train(config: Config, world: World, say: Say) -> Progress:
         raise OutputError(
             f"{config.export}, where the model is to be exported to, exists", "name a new folder: --export"
         )
-    run = _open(made, world, say)
+    run = _open(made, world, say, began)
     log = None
     if world.first:
         log = Log(config, world.ranks, made.progress, made.total, peak_of(world.device))
@@ -115,12 +117,11 @@ def _train(config: Config, world: World, say: Say) -> Progress:
 def _steps(run: Run, log: Log | None, say: Say) -> Progress:
     """The steps of a run, to its end or until it has to leave; everything is saved."""
     config, total, progress = run.made.config, run.made.total, run.made.progress
-    began = time.monotonic()
     with stoppable() as stopped, Profiler(config, run.world, say) as profiler, run.watch:
         for number in range(progress.step, total):
             run.watch.again()
             started = time.monotonic()
-            step = _step(run, number, stopped() or late(config, time.monotonic() - began))
+            step = _step(run, number, stopped() or late(config, time.monotonic() - run.began))
             progress = replace(progress, step=number + 1, tokens=progress.tokens + step.trained)
             profiler.step()
             if after(run, log, progress, step, time.monotonic() - started, say):
@@ -183,7 +184,7 @@ def late(config: Config, seconds: float) -> bool:
     return config.steps.exit_minutes is not None and seconds > 60 * config.steps.exit_minutes
 
 
-def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
+def _open(made: Prepared, world: World, say: Callable[[str], None], began: float) -> Run:
     config, rows = made.config, made.rows
     sets = open_sets(config, world)
     judge = open_judge(config.evaluate.metrics, config.evaluate.tokenizer or config.model.path, sets)
@@ -212,7 +213,7 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
             trained = sum(count for count, wanted in counts if wanted)
             say(f"adapters   {trained:,} of {sum(count for count, _ in counts):,} parameters are trained")
     saver = Saver(config.save, config.model.path, world)
-    return Run(made, world, engine, saver, sets, judge, multiplied(engine.model), Watch(config))
+    return Run(made, world, engine, saver, sets, judge, multiplied(engine.model), Watch(config), began)
 
 
 def ahead(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:

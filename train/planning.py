@@ -110,7 +110,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     pairs = np.square(inputs).sum() / 2
     multiplied = counted - _idle(spec) - (0 if spec.tied else vocabulary * hidden)
     factor = 6.0 * multiplied if config.lora is None else 4.0 * multiplied + 6.0 * trained
-    head = (spec.nope_dim + spec.rope_dim + spec.head_dim) / 2 if spec.rope_dim else spec.head_dim
+    head = ((spec.nope_dim or 0) + spec.rope_dim + spec.head_dim) / 2 if spec.rope_dim else spec.head_dim
     once = factor * inputs.sum() + 12.0 * layers * spec.heads * head * pairs
     parameters = counted + trained if config.lora else counted
     return Estimate(sizes, steps, rows, parameters, trained, memory, float(once) * order.samples / len(rows))

@@ -97,6 +97,24 @@ def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, whole):
     require_same(run(config, ranks=2), whole)
 
 
+SLOW = """
+import time
+from train import loop
+from train.cli import main
+prepare = loop.prepare
+loop.prepare = lambda *words: time.sleep(4) or prepare(*words)
+main()
+"""
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "transformers"])
+def test_the_clock_runs_while_a_training_is_prepared(settings, forks, tmp_path, engine):
+    (tmp_path / "slow.py").write_text(SLOW)
+    config = settings(engine=engine, steps={"train_iters": 400})
+    code, out = forks(["run", str(config), "--steps.exit_minutes", "0.05"], 1, tmp_path / "slow.py")
+    assert (code, "stopped behind step 1 of 400" in out) == (75, True), out
+
+
 def test_checkpoints_by_the_clock(settings, run, whole):
     config = settings(save={"every": 1000, "every_minutes": 1e-6})
     found = run(config, ranks=2)
@@ -114,6 +132,10 @@ def test_checkpoints_by_the_clock(settings, run, whole):
     assert [path.name for path in results if path.is_file()] == ["103.csv", "109.csv", "mean.csv"]
     left = sorted(path.name for path in found.save.glob("global_step*"))
     assert left == [*held[:3], "global_step108"]
+    (found.save / "global_step101/.progress").write_text("damaged")
+    (found.save / "latest").write_text("global_step103")
+    require_same(run(config, "--save.every_minutes", 60, "--save.keep", 1), whole)
+    assert sorted(path.name for path in found.save.glob("global_step*")) == ["global_step101", "global_step108"]
 
 
 def test_it_goes_on_with_other_ranks(settings, run, whole):

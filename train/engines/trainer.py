@@ -160,12 +160,12 @@ class Loop(Trainer):
 
 def steps(run: Run, log: Log | None, say: Say) -> Progress:
     """The steps of a run, to its end or until it has to leave; everything is saved."""
-    config, began = run.made.config, time.monotonic()
+    config = run.made.config
     with stoppable() as stopped, Profiler(config, run.world, say) as profiler, run.watch:
 
         def before() -> bool:
             run.watch.again()
-            return stopped() or late(config, time.monotonic() - began)
+            return stopped() or late(config, time.monotonic() - run.began)
 
         def behind(progress: Progress, step: Step, seconds: float) -> bool:
             profiler.step()

@@ -23,7 +23,7 @@ from train.batching import Sizes, batch_sizes, make_order
 from train.config import Config, Lora
 from train.data.documents import Documents
 from train.data.plan import Plan
-from train.rows import CHUNK, Rows, open_rows
+from train.rows import CHUNK, Rows, check_tokenizer, open_rows
 from train.runs import started
 from train.schedule import check_schedule
 
@@ -76,6 +76,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
 
     Raises:
         UsageError: the settings contradict each other, or the ranks cannot be divided.
+        RefusedError: a token file was made with another tokenizer than the model's.
     """
     from formats.checkpoint import Settings
     from formats.registry import open_checkpoint
@@ -86,6 +87,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     rows = open_rows(config.data, config.data.train, config.seed)
     order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
     check_schedule(config, steps)
+    check_tokenizer(rows.documents, started(config.model.path))
     spec = open_checkpoint(started(config.model.path), Settings(config=config.model.config)).spec
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
     if not isinstance(spec, ModelSpec):

@@ -8,10 +8,11 @@ if [ -n "$bench" ] && [ ! -f "$bench" ]; then
   echo "note: there is no $bench, so nothing is evaluated" >&2
   bench=''
 fi
-: >job_log.txt
 export VITRUVIAN_JOB_LOG=$PWD/job_log.txt
 case $job in
-  *.yml | *.yaml) exec train submit "$job" --jobs "$links" ${bench:+--bench "$bench"} ;;
+  *.yml | *.yaml)
+    : >job_log.txt
+    exec train submit "$job" --jobs "$links" ${bench:+--bench "$bench"} ;;
 esac
 if ! grep -q '^COMMAND=(.*train run' "$job"; then
   echo "error: $job is no job of \`train submit\`: it would not know when a training is at its end" >&2
@@ -19,6 +20,9 @@ if ! grep -q '^COMMAND=(.*train run' "$job"; then
   exit 2
 fi
 if [ -n "$bench" ]; then bench=$(realpath "$bench"); fi
+conf=${SLURM_CONF-}
+unset "${!SLURM_@}" # of a job that we may stand in
+if [ -n "$conf" ]; then export SLURM_CONF=$conf; fi
 id=$(VITRUVIAN_LINKS=$links VITRUVIAN_BENCH=$bench sbatch --parsable "$job")
-echo "${id%%;*} link 1" >>job_log.txt
+echo "${id%%;*} link 1" >job_log.txt
 echo "Submitted batch job ${id%%;*}"

@@ -21,7 +21,9 @@ import yaml
 from formats.errors import RefusedError, UsageError
 
 CONTAINERS = Path(__file__).parents[1] / "containers"
-FACT = re.compile(r"^(SITE_\w+)='([^']*)'", re.MULTILINE)
+OTHER_LIMITS = frozenset({"qos", "reservation"})
+"""Options with limits of time of their own, such as four days by boost_qos_lprod of Leonardo: Slurm knows them."""
+FACT = re.compile(r"^(SITE_(?:GPU|CPU_\d+|SRUN|NET))=(?:'([^']*)')?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class Site:
         gpu: sbatch options of a job with GPUs; `time` is the most there is.
         cpu: those of each partition for jobs without, the first choice first; `mem` (MB) and `time` are the most.
         srun: options of a step that has whole nodes.
+        network: what connects its nodes, where TCP in its place is a fault.
     """
 
     name: str
     gpu: Mapping[str, str]
     cpu: Sequence[Mapping[str, str]]
     srun: Sequence[str]
+    network: str
 
     @property
     def tasks(self) -> int:
@@ -65,10 +69,16 @@ class Job:
     folder: Path
 
     @property
+    def options(self) -> list[str]:
+        """All options of sbatch."""
+        output = str(self.folder).replace("%", "%%") + "/%x-%j.out"
+        header = {"job-name": self.name, **self.header, "output": output, "open-mode": "append"}
+        return [f"--{name}={value}" if value else f"--{name}" for name, value in header.items()]
+
+    @property
     def text(self) -> str:
         """The script."""
-        header = {"job-name": self.name, **self.header, "output": f"{self.folder}/%x-%j.out", "open-mode": "append"}
-        options = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in header.items()]
+        options = [f"#SBATCH {quoted(option)}" for option in self.options]
         settings = [f"{name}={value}" for name, value in self.settings.items()]
         body = (CONTAINERS / "slurm" / f"{self.body}.sh").read_text()
         return "\n".join(["#!/bin/bash", *options, "", *settings, "", body])
@@ -99,14 +109,42 @@ def load_site(name: str) -> Site:
     """Read a site's facts.
 
     Raises:
-        UsageError: there is no such site.
+        UsageError: there is no such site, or its file lacks something.
     """
     known = sorted(path.stem for path in (CONTAINERS / "sites").glob("*.sh"))
     if name not in known:
         raise UsageError(f"there is no site {name!r}", f"--site is one of {', '.join(known)}")
-    facts = dict(FACT.findall((CONTAINERS / "sites" / f"{name}.sh").read_text()))
-    cpu = [options_of(shlex.split(value)) for key, value in sorted(facts.items()) if key.startswith("SITE_CPU_")]
-    return Site(name, options_of(shlex.split(facts["SITE_GPU"])), cpu, shlex.split(facts["SITE_SRUN"]))
+    path = CONTAINERS / "sites" / f"{name}.sh"
+    facts: dict[str, str] = {}
+    for match in FACT.finditer(path.read_text()):
+        if match[2] is None:
+            raise UsageError(f"{path}: {match[1]} has to be in single quotes", "no shell reads it here")
+        facts[match[1]] = match[2]
+    gpu = _wanted(path, facts, "SITE_GPU", "ntasks-per-node")
+    partitions = sorted(key for key in facts if key.startswith("SITE_CPU_")) or ["SITE_CPU_1"]
+    cpu = [_wanted(path, facts, key, "mem") for key in partitions]
+    return Site(name, gpu, cpu, shlex.split(facts.get("SITE_SRUN", "")), facts.get("SITE_NET", ""))
+
+
+def _wanted(path: Path, facts: Mapping[str, str], key: str, name: str) -> dict[str, str]:
+    """Options of sbatch that a site tells, this one among them."""
+    options = options_of(shlex.split(facts.get(key, "")))
+    for needed in (name, "cpus-per-task", "time"):
+        if not options.get(needed):
+            raise UsageError(f"{path}: {key} has no --{needed}", "sites/local.sh is the pattern")
+    return _counted(options, f"{path}: {key} ")
+
+
+def _counted(options: dict[str, str], where: str = "") -> dict[str, str]:
+    """The options, of which some have to be numbers here, though sbatch knows ranges of nodes.
+
+    Raises:
+        UsageError: one is none.
+    """
+    for name in ("nodes", "ntasks-per-node", "cpus-per-task"):
+        if re.fullmatch("[1-9][0-9]*", options.get(name, "1")) is None:
+            raise UsageError(f"{where}{name} is {options[name]!r}, not a number", f"such as --sbatch {name}=2")
+    return options
 
 
 def options_of(words: Iterable[str]) -> dict[str, str]:
@@ -128,11 +166,11 @@ def gpu_header(site: Site, wishes: Wishes) -> dict[str, str]:
     """Options of a job with all GPUs of its nodes.
 
     Raises:
-        UsageError: it asks for more time than the partition gives, where that is known.
+        UsageError: it asks for more time than the partition gives, where that is known; a wish cannot be read.
     """
-    header = {**site.gpu, "nodes": "1", **wishes.sbatch}
-    same = header.get("partition") == site.gpu.get("partition")
-    if same and seconds_of(header["time"]) > seconds_of(site.gpu["time"]):
+    header = _counted({**site.gpu, "nodes": "1", **wishes.sbatch})
+    known = header.get("partition") == site.gpu.get("partition") and not OTHER_LIMITS & wishes.sbatch.keys()
+    if known and seconds_of(header["time"]) > seconds_of(site.gpu["time"]):
         where = header.get("partition", "the default partition")
         raise UsageError(
             f"{where} of {site.name} gives {site.gpu['time']}, not {header['time']}", "a chain goes on by itself"
@@ -151,21 +189,25 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
 
     Raises:
         RefusedError: no partition is enough.
+        UsageError: a wish cannot be read.
     """
-    asked = {"nodes": "1", "ntasks-per-node": "1", "mem": str(round(megabytes)), "time": clock(seconds)} | dict(
-        wishes.sbatch
-    )
+    asked = {"ntasks-per-node": "1", "mem": str(round(megabytes)), "time": clock(seconds)}
+    asked = _counted({**asked, **wishes.sbatch}) | {"nodes": "1"}
     mem, time = megabytes_of(asked["mem"]), seconds_of(asked["time"])
+    if OTHER_LIMITS & asked.keys():
+        time = 0  # Slurm knows the limit
     for limits in site.cpu:
         if "partition" in asked and limits.get("partition") != asked["partition"]:
             continue
-        if mem <= int(limits["mem"]) and time <= seconds_of(limits["time"]):
+        if mem <= megabytes_of(limits["mem"]) and time <= seconds_of(limits["time"]):
             return {**limits, **asked}
     if "partition" in asked and all(limits.get("partition") != asked["partition"] for limits in site.cpu):
-        return asked  # one that only the user knows
-    most = "; ".join(f"{one.get('partition', 'default')} {one['mem']} MB, {one['time']}" for one in site.cpu)
+        return {**site.cpu[0], **asked}  # one that only the user knows
+    most = "; ".join(
+        f"{one.get('partition', 'default')} {megabytes_of(one['mem']):.0f} MB, {one['time']}" for one in site.cpu
+    )
     raise RefusedError(
-        f"{asked['mem']} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
+        f"{mem:.0f} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
         "--time and --sbatch mem=… say otherwise; what is interrupted goes on when it is submitted again",
     )
 
@@ -272,12 +314,16 @@ def cpu_job(
         RefusedError: no partition is enough.
     """
     site, here = load_site(wishes.site), Path.cwd()
-    found = cpu_header(site, wishes, seconds, megabytes) | {"chdir": str(here), "signal": "B:USR1@120"} | header
+    found = cpu_header(site, wishes, seconds, megabytes)
+    found |= {"chdir": str(here), "signal": f"B:USR1@{min(120, seconds_of(found['time']) // 2)}", **header}
     return Job(name, found, launching(site, wishes, here / "slurm") | chain(command), "chain", here / "slurm")
 
 
 def submit(job: Job) -> str:
     """Write a job's script and give it to sbatch.
+
+    Its options are said again, as variables such as SBATCH_ACCOUNT beat those in a script. SLURM_ variables are of the
+    job, if any, that we stand in.
 
     Returns:
         Its number.
@@ -288,8 +334,10 @@ def submit(job: Job) -> str:
     script = job.folder / f"{job.name}.sbatch"
     job.folder.mkdir(parents=True, exist_ok=True)
     script.write_text(job.text)
+    env = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
+    words = ["sbatch", "--parsable", *job.options, str(script)]
     try:
-        ran = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)  # noqa: S603, S607
+        ran = subprocess.run(words, env=env, capture_output=True, text=True, check=False)  # noqa: S603
     except FileNotFoundError:
         raise UsageError("there is no sbatch here", "-n prints the job") from None
     if ran.returncode:
@@ -319,5 +367,7 @@ def load_settings(path: Path) -> dict[str, Any]:
             if key not in known.get(section, ()):
                 told = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in known.items())
                 raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {told}")
-            found[key] = value
+            if key == "time" and not isinstance(value, str):  # YAML 1.1 reads 20:00:00 as seconds, and 1:30 as 90
+                raise UsageError(f"{path}: slurm.time is the number {value} to YAML", 'time: "20:00:00", in quotes')
+            found[key] = [value] if key == "sbatch" and not isinstance(value, list) else value
     return found

@@ -1,1 +1,6 @@
 """Sharded fine-tuning and its data."""
+
+import time
+
+BEGAN = time.monotonic()
+"""When this process began to load: what a limit of time counts from."""

@@ -7,7 +7,7 @@ boundaries only if there is neither). `forward_words` is the only place that mak
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import import_module
 from inspect import signature
 from typing import Any
 
@@ -25,6 +25,8 @@ BACKENDS = {
     "eager": "eager",
 }
 """Our names, and those of transformers."""
+WIDEST = 256
+"""Elements of the widest head of flash-attn 2, and of torch's varlen kernel, which takes multiples of 8 alone."""
 
 
 def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) -> str:
@@ -34,7 +36,7 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
         wanted: a key of `BACKENDS`, or auto: the fastest that is right for the model on the device.
         config: the model's configuration, of transformers.
         device: where the model runs.
-        dtype: of the computation; flash and varlen have none for float32.
+        dtype: of the computation; flash and varlen have none for float32, nor for wide heads.
 
     Raises:
         UnsupportedError: the device does not have it, or it computes something else than the model does.
@@ -43,12 +45,12 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
     half = device.type == "cuda" and dtype != torch.float32
     # sdpa and varlen know no cap and no sinks; transformers 5.23.0 has no sdpa for these, with a cap or not
     capped = config.model_type in ("gemma2", "gpt_oss") or getattr(config, "attn_logit_softcapping", None) is not None
-    # both kernels want keys and values of one width, which latent attention has not; varlen drops nothing out
-    half = half and getattr(config, "v_head_dim", None) is None
+    fits = half and _width(config) <= WIDEST
+    # varlen drops nothing out
     dropped = any(getattr(config, name, 0) for name in DROPOUTS["attention_dropout"])
     has = {
-        "flash": half and config.model_type != "gpt_oss" and find_spec("flash_attn") is not None,
-        "varlen": half and not capped and not dropped and _has_varlen(),
+        "flash": fits and config.model_type != "gpt_oss" and _has_flash(),
+        "varlen": fits and not capped and not dropped and _width(config) % 8 == 0 and _has_varlen(),
         "flex": device.type == "cuda" and not rocm,
         "sdpa": not capped,
         "eager": True,
@@ -61,6 +63,22 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
             "model.attention auto takes what does",
         )
     return wanted
+
+
+def _width(config: Any) -> int:
+    """The elements of a head's query; with latent attention `head_dim` is that of its turned part."""
+    if getattr(config, "qk_rope_head_dim", None):
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _has_flash() -> bool:
+    """Whether flash-attn can be imported: one that was built for another torch cannot."""
+    try:
+        import_module("flash_attn")
+    except ImportError:
+        return False
+    return True
 
 
 def _has_varlen() -> bool:
@@ -77,11 +95,11 @@ def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **words: Any) 
         module: the attention layer.
         query: [1, heads, n, head dim].
         key: [1, groups, n, head dim].
-        value: likewise.
+        value: likewise; [..., value dim] with latent attention.
         words: `cu_seq_lens_q`, `max_length_q`, `scaling`, `sliding_window`.
 
     Returns:
-        [1, n, heads, head dim], and no weights.
+        [1, n, heads, value dim], and no weights.
 
     Raises:
         UnsupportedError: the layer wants something that the kernel has not.
@@ -96,12 +114,13 @@ def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **words: Any) 
             )
     ends, longest, window = words["cu_seq_lens_q"], words["max_length_q"], words.get("sliding_window")
     q, k, v = (one[0].transpose(0, 1).contiguous() for one in (query, key, value))
-    size = (-1 if window is None else window - 1, 0)
+    size, width = (-1 if window is None else window - 1, 0), v.shape[-1]
+    v = torch.nn.functional.pad(v, (0, q.shape[-1] - width))  # the kernel takes one width
     out: Any = varlen_attn(
         q, k, v, ends, ends, longest, longest, scale=words.get("scaling"), window_size=size,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
-    return out[None], None
+    return out[None, ..., :width], None
 
 
 def named(backend: str) -> str:

@@ -220,14 +220,18 @@ class Saver:
         """Delete the oldest checkpoints of this run that are too many: no link, nobody else's, no other phase's."""
         if self.keep is None:
             return
-        held = []
-        for path in ours(self.save):
-            with suppress(SourceError):  # a damaged note is no reason to end a training, and nobody knows whose it is
-                if read_progress(path).offset == progress.offset:
-                    held.append(path)
+        held = [path for path in ours(self.save) if _offset(path) == progress.offset]
         for path in held[: -self.keep]:
             if path != latest:
                 _delete(path)
+
+
+def _offset(path: Path) -> int | None:
+    """Where the run of a checkpoint began; None of one with a damaged note, which is not this run's to delete."""
+    try:
+        return read_progress(path).offset
+    except SourceError:
+        return None
 
 
 def _delete(path: Path) -> None:

@@ -138,7 +138,9 @@ class Steps(_Part):
     epochs: Annotated[float, Field(gt=0)] | None = Field(None, description="Passes over the rows.")
     iteration_offset: Annotated[int, Field(ge=0)] = Field(0, description="Global step of the checkpoint to start from.")
     exit_interval: Count | None = Field(None, description="Save and end after so many steps; the next job goes on.")
-    exit_minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="Likewise after so much time.")
+    exit_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Likewise so long after it began to load; what is saved then takes more."
+    )
 
 
 class Save(_Part):

@@ -7,8 +7,8 @@ gloo two of them in one group abort or hang, so each has its own.
 from __future__ import annotations
 
 import os
+import re
 import resource
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -104,28 +104,35 @@ class World:
 
 
 def environment(held: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torch.distributed reads: of torchrun, of Slurm with a task for each GPU, or of one process."""
+    """The variables that torch.distributed reads: of torchrun, of Slurm with a task for each GPU, or of one process.
+
+    Raises:
+        UsageError: this is the script of a job of several tasks, and none of them.
+    """
     if "RANK" in held and "WORLD_SIZE" in held:
         return {}
     if int(held.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in held:
-        port = 20_000 + int(held.get("SLURM_JOB_ID", "0")) % 20_000
+        if "SLURM_STEP_NUM_TASKS" not in held:  # a script has the number of its tasks, and a rank of 0
+            raise UsageError(f"this job has {held['SLURM_NTASKS']} tasks, which nobody started", "srun train …")
+        port = 20_000 + int(held.get("SLURM_JOB_ID", "0")) % 12_000  # Linux gives those from 32768 on to anyone
         return {
             "RANK": held["SLURM_PROCID"],
             "WORLD_SIZE": held["SLURM_NTASKS"],
             "LOCAL_RANK": held.get("SLURM_LOCALID", "0"),
-            "MASTER_ADDR": held.get("MASTER_ADDR") or _first_host(held.get("SLURM_JOB_NODELIST", "")),
+            "MASTER_ADDR": held.get("MASTER_ADDR") or _first_host(held),
             "MASTER_PORT": held.get("MASTER_PORT") or str(port),
         }
     # port 0: whichever is free
     return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def _first_host(nodes: str) -> str:
-    command = ["scontrol", "show", "hostnames", nodes]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # of the job's own list
-    if ran.returncode or not ran.stdout.split():
-        raise UsageError(f"{nodes!r} has no first host: scontrol says {ran.stderr.strip()}", "set MASTER_ADDR")
-    return ran.stdout.split()[0]
+def _first_host(held: Mapping[str, str]) -> str:
+    """The node of rank 0, of a list such as `n[01-04,07],m1`: an image has no scontrol that would read it."""
+    nodes = held.get("SLURM_STEP_NODELIST") or held.get("SLURM_JOB_NODELIST", "")
+    first = re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).partition(",")[0]
+    if not first:
+        raise UsageError("Slurm does not say which nodes there are", "set MASTER_ADDR to the first one")
+    return first
 
 
 @contextmanager
@@ -150,8 +157,10 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
         minutes: how long a rank waits for the others.
 
     Raises:
-        UsageError: the ranks cannot be divided so.
+        UsageError: the ranks cannot be divided so, or some do not come.
     """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each of three gloo groups has a socket to every rank
     # torch 2.10 says so of its own writer of checkpoints
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, "torch.distributed")
     os.environ.update(environment(os.environ))
@@ -167,8 +176,12 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
         torch.cuda.set_device(device)
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed sets this device once more
     timeout = timedelta(minutes=minutes)
-    with _on_stderr():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    try:
+        with _on_stderr():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    except dist.DistStoreError as error:
+        told = " ".join(str(error).split())[:200]
+        raise UsageError(f"rank {rank} of {ranks} waited in vain for the others: {told}", "did all start?") from error
     try:
         with _on_stderr():
             mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))

@@ -26,12 +26,10 @@ class Fused:
         return [len(self.parts), sum(shape[0] for shape in one), *one[0][1:]]
 
     def __getitem__(self, where: Any) -> torch.Tensor:
-        """A box of it, some experts with a slice, or all with `...`; a rank reads what lies in its box."""
-        box = [slice(0, size) for size in self.get_shape()]
-        if where is not ...:
-            given = (where,) if isinstance(where, slice) else where
-            box[: len(given)] = given
-        experts, *inside = box
+        """A box of it, some experts, or all with `...`; a rank reads what lies in its box."""
+        whole = [slice(0, size) for size in self.get_shape()]
+        said = [] if where is ... else [where] if isinstance(where, slice) else list(where)
+        experts, *inside = said + whole[len(said) :]
         return torch.stack([_rows(parts, *inside) for parts in self.parts[experts]])
 
 

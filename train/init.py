@@ -85,6 +85,8 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
 def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
     """Make the run folder of the phase that follows another one, with its settings and in its save folder.
 
+    It warms up as that did where the rate does not go on, and is exported to no folder.
+
     Args:
         folder: new, or empty.
         before: the settings of the phase before.
@@ -111,9 +113,12 @@ def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
     values |= {"data.train": list(data), "steps.iteration_offset": config.steps.iteration_offset + total}
     if config.steps.train_iters is not None:
         values["steps.train_iters"] = one_pass(len(open_rows(config.data, data, config.seed)), config.batch.size)
-    values |= {"schedule.warmup": 0.0, "init": "auto"}
-    ended = config.schedule.end is not None and config.schedule.end <= values["steps.iteration_offset"]
-    over = ("schedule.start", "schedule.end") if ended else ()
+    values |= {"init": "auto"}
+    end, over = config.schedule.end, {"export"}
+    if end is not None and end <= values["steps.iteration_offset"]:
+        end, over = None, {"export", "schedule.start", "schedule.end"}
+    if config.schedule.style == "constant" or end is not None:  # else it begins anew, far above where it ended
+        values["schedule.warmup"] = 0.0
     return _write(folder, {name: value for name, value in values.items() if name not in over})
 
 

@@ -15,6 +15,7 @@ import torch
 
 from converters.durable import lock, stoppable, write_file
 from formats.errors import Interrupted, OutputError, VerificationError
+from train import BEGAN
 from train.batching import passes, seed_of
 from train.checkpoint import Progress, Saver
 from train.config import Config, write_config
@@ -121,7 +122,7 @@ def _steps(run: Run, log: Log | None, say: Say) -> Progress:
         for number in range(progress.step, total):
             run.watch.again()
             started = time.monotonic()
-            step = _step(run, number, stopped() or late(config, time.monotonic() - run.began))
+            step = _step(run, number, stopped() or late(config))
             progress = replace(progress, step=number + 1, tokens=progress.tokens + step.trained)
             profiler.step()
             if after(run, log, progress, step, time.monotonic() - started, say):
@@ -179,9 +180,10 @@ def _interval(config: Config, done: int) -> bool:
     return config.steps.exit_interval is not None and done % config.steps.exit_interval == 0
 
 
-def late(config: Config, seconds: float) -> bool:
+def late(config: Config) -> bool:
     """Whether this rank's clock says that time is up. Clocks differ: a step sums what ranks think, and all leave."""
-    return config.steps.exit_minutes is not None and seconds > 60 * config.steps.exit_minutes
+    minutes = config.steps.exit_minutes
+    return minutes is not None and time.monotonic() - BEGAN > 60 * minutes
 
 
 def _open(made: Prepared, world: World, say: Callable[[str], None], began: float) -> Run:

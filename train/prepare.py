@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.errors import RefusedError
+from train import kernels
 from train.attention import resolve
 from train.batching import Order, Sizes, batch_sizes, make_order
 from train.checkpoint import Progress, check_same, newest, read_progress, require_places
@@ -83,7 +84,8 @@ def choose_attention(config: Config, world: World) -> tuple[Any, str, float]:
     require_masks(made, config.data.seq_length)
     dtype = DTYPES[config.model.dtype]
     backend = resolve(config.model.attention, made, world.device, dtype)
-    return made, backend, self_check(made, world.device, backend, dtype)
+    found = kernels.resolve(config.model.kernels, made, world.device) if config.engine == "fsdp" else "torch"
+    return made, backend, self_check(made, world.device, backend, dtype, found)
 
 
 def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:

@@ -1,6 +1,6 @@
 """Two layers of a model, run before the first step: do documents of a row stay apart, and are logits the model's own?
 
-It runs on the real device, in the type of the computation, with the attention that the training will have.
+It runs on the real device, in the type of the computation, with the attention and the kernels of the training.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from formats.errors import UnsupportedError, UsageError, VerificationError
+from train import kernels
 from train.attention import BACKENDS, forward_words, keep_apart, named
 from train.model import adjusted
 from train.rows import Flat
@@ -25,7 +26,7 @@ LOUD = 100.0
 """The largest logit in the check of what a model does with its logits: a cap of 30 or 50 bends it."""
 
 
-def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dtype) -> float:
+def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dtype, kernel: str = "torch") -> float:
     """Run two layers of the model on documents of a row and on each by itself.
 
     Args:
@@ -33,6 +34,7 @@ def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dty
         device: where it will run.
         backend: a key of `attention.BACKENDS`.
         dtype: of the computation.
+        kernel: torch or liger.
 
     Returns:
         The largest difference of hidden states, relative to the largest of them.
@@ -43,7 +45,7 @@ def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dty
     """
     try:
         with torch.no_grad():
-            apart = _apart(config, device, backend, dtype)
+            apart = _apart(config, device, backend, dtype, kernel)
     except (RuntimeError, ImportError, ValueError) as error:  # of kernels, their libraries, and transformers
         raise UnsupportedError(
             f"{config.model_type} cannot be computed with the attention {backend} in {str(dtype)[6:]} on "
@@ -59,8 +61,10 @@ def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dty
     return apart
 
 
-def _apart(config: Any, device: torch.device, backend: str, dtype: torch.dtype) -> float:
+def _apart(config: Any, device: torch.device, backend: str, dtype: torch.dtype, kernel: str) -> float:
     model, words = _small(config, device, backend, dtype)
+    if kernel == "liger":
+        kernels.replace(model)
     decoder = model.get_decoder()
     if decoder is model:  # Llama4ForCausalLM of transformers 5.23.0
         raise UnsupportedError(f"{type(model).__name__} does not tell its decoder from its head: it cannot be trained")

@@ -29,7 +29,8 @@ DATA_SECONDS, DATA_MB = 4 * 3600, 28_000
 EACH = 240
 """Seconds for a node, for all together, and twice for neighbours: less than the 20 minutes of a preflight."""
 RENDEZVOUS = (
-    "exec python -m torch.distributed.run --nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID --nproc_per_node={tasks} "
+    "OMP_NUM_THREADS={cpus} exec python -m torch.distributed.run "
+    "--nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID --nproc_per_node={tasks} "
     '--master_addr=$MASTER_ADDR --master_port=$MASTER_PORT -m "$@"'
 )
 
@@ -76,7 +77,7 @@ def evaluation(words: Sequence[str], wishes: Wishes, launcher: str) -> Job:
     site = load_site(wishes.site)
     header, srun, command = _with_gpus(site, wishes, launcher, words)
     folder = Path.cwd() / "slurm"
-    return Job("eval", header, launching(site, wishes, folder) | chain(command, srun=srun), "chain", folder)
+    return Job("eval", header, launching(site, wishes, folder) | chain(command, srun=srun, links=1), "chain", folder)
 
 
 def data(words: Sequence[str], wishes: Wishes) -> Job:
@@ -88,10 +89,12 @@ def preflight(wishes: Wishes) -> Job:
     """`train doctor` on each node, and on all of them together."""
     site = load_site(wishes.site)
     header = gpu_header(site, Wishes(wishes.site, {"time": "00:20:00", **wishes.sbatch}, wishes.image))
+    header["no-requeue"] = ""  # a node that dies is what it looks for
     folder = Path.cwd() / "slurm"
     settings = launching(site, wishes, folder) | {
         "LOGS": quoted(folder / "preflight") + "-$SLURM_JOB_ID",
         "TASKS": str(_tasks(site, wishes)),
+        "NETWORK": quoted(site.network),
         "SRUN": array(_srun(site, header)),
         "SECONDS_EACH": str(EACH),
     }
@@ -120,5 +123,5 @@ def _with_gpus(
         return header, _srun(site, header), ["train", *words]
     tasks, cpus = int(header["ntasks-per-node"]), int(header["cpus-per-task"])
     header |= {"ntasks-per-node": "1", "cpus-per-task": str(tasks * cpus)}
-    command = ["sh", "-c", RENDEZVOUS.format(tasks=tasks), "sh", "train", *words]
+    command = ["sh", "-c", RENDEZVOUS.format(tasks=tasks, cpus=cpus), "sh", "train", *words]
     return header, [], command

@@ -11,6 +11,8 @@ SITE_CPU_2='--partition=dcgp_usr_prod --cpus-per-task=16 --mem=494000 --time=1-0
 SITE_CPU_3='--partition=boost_usr_prod --cpus-per-task=8 --mem=494000 --time=1-00:00:00'
 # srun: one socket, 8 cores a task, in order
 SITE_SRUN='--cpu-bind=cores'
+# what connects the nodes, by the name that NCCL has for it: a preflight that finds TCP in its place fails
+SITE_NET='IB'
 # bound into the image: $WORK and $SCRATCH lie below them (the same page)
 SITE_BIND='/leonardo,/leonardo_work,/leonardo_scratch'
 # the driver's libraries; NCCL has its own InfiniBand transport, so nothing else comes from the host

@@ -1,29 +1,46 @@
 # A link of a chain: run, be told to save before the time is up, and submit the next link while there is something left.
 set -uo pipefail
-link=${VITRUVIAN_LINK:-1} failed=${VITRUVIAN_FAILED:-0}
+link=${VITRUVIAN_LINK:-1} failed=${VITRUVIAN_FAILED:-0} after_this=--dependency=afterany:$SLURM_JOB_ID
 say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, link $link: $1"; }
 newest() { cat "$SAVE/latest" 2>/dev/null; } # checkpoint of a training; nothing for a job without any
 
-submit() { # LABEL, sbatch options: a job that inherits none of this one's SLURM_ variables, of which some contradict its own
+submit() { # LABEL, sbatch options: a job that inherits none of this one's variables, of which some contradict its own
   local label=$1 next
   shift
   next=$(
-    conf=${SLURM_CONF-} after=afterany:$SLURM_JOB_ID
-    unset "${!SLURM_@}"
+    conf=${SLURM_CONF-}
+    unset "${!SLURM_@}" MASTER_ADDR MASTER_PORT VITRUVIAN_LINK VITRUVIAN_FAILED
     if [ -n "$conf" ]; then export SLURM_CONF=$conf; fi
-    exec sbatch --parsable --kill-on-invalid-dep=yes --dependency="$after" "$@"
+    exec sbatch --parsable --kill-on-invalid-dep=yes "$after_this" "$@"
   ) || { say "$label was not accepted"; return 1; }
   say "$label is job ${next%%;*}"
   echo "${next%%;*} $label, after $SLURM_JOB_ID" >>"$JOB_LOG"
 }
 
+go_on() { # the script as it runs, whatever has become of the file; its options are said again, or SBATCH_ variables beat them
+  local pause script options
+  for pause in 0 10 60 300; do
+    sleep "$pause" &
+    wait $! # which a signal ends
+    # Slurm may have taken it though sbatch was not told so, or this job was put back behind that.
+    if squeue --noheader --me --name="$SLURM_JOB_NAME" --format=%E | grep -qw "afterany:$SLURM_JOB_ID"; then return; fi
+    script=$(scontrol write batch_script "$SLURM_JOB_ID" -) || continue
+    mapfile -t options < <(sed -En '/^#SBATCH\s+/{s///;/["'\'']/!s/\s#.*//;p}' <<<"$script" | xargs printf '%s\n')
+    submit "link $((link + 1))" "${options[@]}" "$after_this" \
+      --export="ALL,VITRUVIAN_LINK=$((link + 1)),VITRUVIAN_FAILED=$failed" <<<"$script" && return
+  done
+  return 1
+}
+
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # in the image there is no scontrol
-export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))         # two jobs on a node have two ports
+# Two jobs on a node have two ports, below those that Linux gives away.
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 say "$SLURM_JOB_NUM_NODES nodes from $MASTER_ADDR, restart ${SLURM_RESTART_COUNT:-0}"
 before=$(newest)
-# Cores are said again: since Slurm 22.05 srun does not take them from the job.
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SRUN[@]}" "$RUN" "${COMMAND[@]}" &
-step=$! told=0
+# Since Slurm 22.05 srun does not take the cores from the job. It does take --export=NONE.
+cores=(${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"})
+srun --export=ALL --kill-on-bad-exit=1 "${cores[@]}" "${SRUN[@]}" "$RUN" "${COMMAND[@]}" &
+step=$! told=0 late=''
 # shellcheck disable=SC2317,SC2329  # the trap calls it
 tell() {
   told=$((told + 1))
@@ -31,24 +48,35 @@ tell() {
   scancel --signal="$SIGNAL" "$SLURM_JOB_ID.0"
 }
 trap tell USR1
+# The end of the time, behind which Slurm leaves us KillWait seconds (30). Of scancel too, which has no successor.
+# shellcheck disable=SC2154  # the trap is quoted
+trap 'scontrol show job "$SLURM_JOB_ID" | grep -q Reason=TimeLimit || exit 143; late=1' TERM
 waited=none
 until [ "$waited" = "$told" ]; do # a signal ends `wait` too
   waited=$told
   wait "$step"
   code=$?
 done
+if [ -n "$late" ]; then
+  say "the time was up before all was saved"
+  for _ in {1..10}; do
+    kill -0 "$step" 2>/dev/null || break
+    sleep 1
+  done
+  code=75
+fi
 after=$(newest)
-if [ -n "$BENCH" ] && [ "$after" != "$before" ]; then submit evaluation "$BENCH" "$SAVE/$after"; fi
-
-case $code in
-  0) say "done"; exit 0 ;;
-  [2-8]) say "refused with exit code $code; the chain ends"; exit "$code" ;;
-esac
 if [ "$after" != "$before" ] || { [ "$code" = 75 ] && [ -z "$SAVE" ]; }; then failed=0; else failed=$((failed + 1)); fi
-if [ "$failed" -gt "$RETRIES" ]; then say "exit code $code, and nothing new $failed times; the chain ends"; exit 1; fi
-if [ "$link" -ge "$LINKS" ]; then say "exit code $code; that was the last of $LINKS links"; exit 1; fi
-# The script as it runs, whatever has become of the file. No exit code 75: some sites requeue such jobs by themselves.
-scontrol write batch_script "$SLURM_JOB_ID" - |
-  submit "link $((link + 1))" --export="ALL,VITRUVIAN_LINK=$((link + 1)),VITRUVIAN_FAILED=$failed" || exit 1
-if [ "$code" = 75 ] || [ "$told" != 0 ]; then exit 0; fi
-exit 1
+status=1
+case $code in
+  0) say "done"; status=0 ;;
+  [2-8]) say "refused with exit code $code; the chain ends"; status=$code ;;
+  *)
+    # No exit code 75: some sites requeue such jobs by themselves.
+    if [ "$failed" -gt "$RETRIES" ]; then say "exit code $code, and nothing new $failed times; the chain ends"
+    elif [ "$link" -ge "$LINKS" ]; then say "exit code $code; that was the last of $LINKS links"
+    elif go_on && { [ "$code" = 75 ] || [ "$told" != 0 ]; }; then status=0; fi ;;
+esac
+# Behind the next link: partitions for tests take two jobs of a user.
+if [ -n "$BENCH" ] && [ "$after" != "$before" ]; then VITRUVIAN_LINKS='' VITRUVIAN_BENCH='' submit evaluation "$BENCH" "$SAVE/$after"; fi
+exit "$status"

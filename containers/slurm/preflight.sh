@@ -2,17 +2,21 @@
 # If those fail together, each with its neighbour. The nodes to leave out, slow ones too, are printed, ready for --exclude.
 set -uo pipefail
 mkdir -p "$LOGS"
-port=$((20000 + SLURM_JOB_ID % 20000))
+port=$((20000 + SLURM_JOB_ID % 12000))
+cores=(${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}) # as in chain.sh
 export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET
 
 check() { # LABEL NUMBER NODE…: `train doctor` on these nodes; NUMBER keeps ports apart
   local label=$1 number=$2
   shift 2
   MASTER_ADDR=$1 MASTER_PORT=$((port + number)) timeout --kill-after=10 "$SECONDS_EACH" \
-    srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SRUN[@]}" \
+    srun --export=ALL --kill-on-bad-exit=1 "${cores[@]}" "${SRUN[@]}" \
     --nodes=$# --ntasks=$(($# * TASKS)) --nodelist="$(IFS=, && echo "$*")" \
     --open-mode=append --output="$LOGS/$label.log" "$RUN" train doctor </dev/null 2>>"$LOGS/$label.log" || return
-  ! grep -q 'Using network Socket' "$LOGS/$label.log" # NCCL without the site's plugin
+  if [ -n "$NETWORK" ] && grep -q 'Using network Socket' "$LOGS/$label.log"; then
+    echo "error: NCCL uses TCP, not $NETWORK" >>"$LOGS/$label.log"
+    return 1
+  fi
 }
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -44,7 +48,7 @@ fi
 grep -h -E '^(device|ranks|nodes) ' "$LOGS/together.log" "$LOGS/${good[0]:-none}.log" 2>/dev/null
 grep -h -m 1 -E 'Using network|Selected provider' "$LOGS"/*.log | head -n 1
 for node in "${bad[@]}"; do
-  if [ -s "$LOGS/$node.log" ]; then echo "FAULT $node: $(grep -E '^(FAULT|error|srun: error)|Using network Socket' "$LOGS/$node.log" | head -n 1)"; fi
+  if [ -s "$LOGS/$node.log" ]; then echo "FAULT $node: $(grep -E '^(FAULT|error|srun: error)' "$LOGS/$node.log" | head -n 1)"; fi
 done
 while read -r _ node told; do
   echo "SLOW $node: $told"

@@ -27,6 +27,8 @@ RATE = 100e6
 """Bytes of weights a second, for reading, writing and reading back together: a slow hour of a shared file system."""
 START = 900
 """Seconds for everything else."""
+OF_TRAININGS = ("partition", "nodes", "time")
+"""Settings of a user that do not fit a job without GPUs."""
 
 
 def _settings(context: click.Context, _: click.Parameter, path: Path | None) -> None:
@@ -50,15 +52,25 @@ submitting = together(
     click.option("--sbatch", multiple=True, metavar="NAME=VALUE", help="Any other option, such as qos=boost_qos_dbg."),
     click.option("--image", type=click.Path(path_type=Path), envvar="VITRUVIAN_IMAGE", metavar="X.sif",
                  help="Run in this image.  [default: this Python]"),
-    click.option("-n", "--dry-run", is_flag=True, help="Print the job and submit nothing."),
+    click.option("-n", "--dry-run", is_flag=True, help="Print the job; only the folder of its log is made."),
 )  # fmt: skip
 
 
-def wishes_of(options: Mapping[str, Any]) -> Wishes:
-    """What the options of `submitting` ask for."""
+def wishes_of(options: Mapping[str, Any], *, typed: tuple[str, ...] = ()) -> Wishes:
+    """What the options of `submitting` ask for.
+
+    Args:
+        options: their values.
+        typed: those that count only where they are given: a user's settings of them are meant for trainings.
+    """
     from converters.slurm import Wishes, options_of
 
-    given = {name: str(options[name]) for name in ("account", "partition", "nodes", "time") if options[name]}
+    settings, source = click.core.ParameterSource.DEFAULT_MAP, click.get_current_context().get_parameter_source
+    given = {
+        name: str(options[name])
+        for name in ("account", "partition", "nodes", "time")
+        if options[name] and not (name in typed and source(name) == settings)
+    }
     return Wishes(options["site"], given | options_of(options["sbatch"]), options["image"])
 
 
@@ -67,6 +79,7 @@ def hand_over(job: Job, dry_run: bool) -> str:
     from converters.slurm import submit
 
     if dry_run:
+        job.folder.mkdir(parents=True, exist_ok=True)  # sbatch makes none
         click.echo(job.text, nl=False)
         return job.name
     click.echo(job.cost, err=True)
@@ -99,7 +112,7 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
     """  # noqa: D301  # \b is the sign of click for lines as they stand
     from converters.slurm import cpu_job
 
-    wishes, parts, dry_run = wishes_of(options), options["parts"], options["dry_run"]
+    wishes, parts, dry_run = wishes_of(options, typed=OF_TRAININGS), options["parts"], options["dry_run"]
     plans, buffers = _plans(context, words)
     seconds = sum(plan["bytes"] for plan in plans) / RATE
     megabytes = BASE_MB + (buffers + PIECE * max(plan.get("blocks", 0) for plan in plans)) / 10**6

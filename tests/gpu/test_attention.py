@@ -27,11 +27,11 @@ def _compiled_anew():
     torch._dynamo.reset()
 
 
-def available(backend: str) -> str:
+def available(backend: str, folder) -> str:
     from transformers import AutoConfig
 
     try:
-        return resolve(backend, AutoConfig.for_model("llama"), DEVICE, torch.bfloat16)
+        return resolve(backend, AutoConfig.from_pretrained(folder), DEVICE, torch.bfloat16)
     except UnsupportedError as error:
         pytest.skip(f"{backend}: {error}")
 
@@ -47,8 +47,25 @@ def loaded(folder, backend):
 def test_the_self_check_passes_and_is_fast_enough_for_every_start(model, backend):
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model("llama", vocab_size=1000, **WIDE))
-    assert self_check(config, DEVICE, available(backend), torch.bfloat16) < 2e-2
+    folder = model("llama", vocab_size=1000, **WIDE)
+    config = AutoConfig.from_pretrained(folder)
+    assert self_check(config, DEVICE, available(backend, folder), torch.bfloat16) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {"head_dim": 264}),
+        ("llama", {"head_dim": 20}),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"qk_nope_head_dim": 12}),
+    ],
+)
+def test_auto_takes_what_runs_with_heads_of_any_width(model, family, more):
+    from transformers import AutoConfig
+
+    folder = model(family, vocab_size=1000, **WIDE | more)
+    self_check(AutoConfig.from_pretrained(folder), DEVICE, available("auto", folder), torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,7 +74,7 @@ def test_packed_is_unpacked_in_losses_and_gradients(model, family, backend):
     folder = model(family, vocab_size=1000, **WIDE)
     random = np.random.default_rng(1)
     documents = [(random.integers(0, 1000, size), random.random(size) < 0.6) for size in (400, 2, 170, 5, 640, 90)]
-    packed, alone = loaded(folder, available(backend)), loaded(folder, backend)
+    packed, alone = loaded(folder, available(backend, folder)), loaded(folder, backend)
     total = packed(flat_of(documents), DEVICE)
     total.backward()
     parts = [alone(flat_of([one]), DEVICE) for one in documents]
@@ -74,5 +91,5 @@ def test_every_attention_gives_what_eager_gives(model, backend):
     random = np.random.default_rng(2)
     flat = flat_of([(random.integers(0, 1000, size), np.ones(size, bool)) for size in (300, 7, 64)])
     with torch.no_grad():
-        found = loaded(folder, available(backend))(flat, DEVICE).item()
+        found = loaded(folder, available(backend, folder))(flat, DEVICE).item()
         assert found == pytest.approx(loaded(folder, "eager")(flat, DEVICE).item(), rel=2e-3)

@@ -9,9 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from formats.errors import VerificationError
 from train import kernels
 from train.model import Trainee
 from train.rows import Flat
+from train.selfcheck import TOLERANCE, self_check
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 """Largest difference of a gradient, relative to its norm: bf16 alone gives 0.04 between sdpa and eager on CPUs."""
@@ -60,3 +62,26 @@ def test_losses_and_gradients(model, family, dtype):
     device, folder = torch.device("cuda"), model(family, vocab_size=253)
     assert kernels.resolve("auto", AutoConfig.from_pretrained(folder), device) == "liger"
     require_same(folder, device, dtype)
+
+
+def test_wrong_positions_are_refused_before_the_first_step(model, monkeypatch):
+    pytest.importorskip("liger_kernel", reason="liger_kernel is not installed")
+    from transformers import AutoConfig
+    from transformers.models.llama import modeling_llama
+
+    def wrong(model):
+        kernels_of_liger(model)
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q.cumsum(2), k))
+
+    kernels_of_liger = kernels.replace
+    code = vars(modeling_llama)
+    before = dict(code)
+    config, device = AutoConfig.from_pretrained(model("llama", vocab_size=253)), torch.device("cuda")
+    try:
+        assert self_check(config, device, "sdpa", torch.bfloat16, "liger") < TOLERANCE[torch.bfloat16]
+        monkeypatch.setattr("train.kernels.replace", wrong)
+        with pytest.raises(VerificationError, match="see each other"):
+            self_check(config, device, "sdpa", torch.bfloat16, "liger")
+    finally:
+        monkeypatch.undo()
+        code.update(before)

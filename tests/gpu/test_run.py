@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.gpu.test_attention import WIDE
@@ -13,12 +15,67 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 NEAR = 1e-2
 """Of losses of two trainings in bf16 whose sums have another order: 0.004 on CPUs. Without the moments it is 0.07."""
+LOOKED = """
+import os
+
+import torch
+
+from train.cli import main
+
+try:
+    main()
+finally:
+    print(f"rank {os.environ['RANK']} is on", [one for one in range(2) if torch._C._cuda_hasPrimaryContext(one)])
+"""
 
 
 @pytest.fixture(params=["fsdp", "transformers", "deepspeed"])
 def config(settings, model, request):  # noqa: F811
     """Eight steps in bf16."""
     return settings(engine=request.param, model={"dtype": "bf16", "path": str(model("llama", vocab_size=253, **WIDE))})
+
+
+@pytest.fixture
+def both():
+    """Skipped where there is one GPU."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU: what two ranks do together needs two")
+
+
+def test_two_gpus_train_as_one_does(both, config, run):  # noqa: F811
+    """NCCL; two micro-batches, whose gradients stay in shards; checkpoints in the background."""
+    whole, found = (run(config, ranks=ranks, save=f"of{ranks}") for ranks in (1, 2))
+    assert (whole.code, found.code) == (0, 0), whole.out + found.out
+    assert found.series("trained_tokens") == whole.series("trained_tokens")
+    assert found.series("loss") == pytest.approx(whole.series("loss"), abs=NEAR)
+    assert found.series("grad_norm") == pytest.approx(whole.series("grad_norm"), rel=5 * NEAR)
+    assert run(config, "--steps.exit_interval", 3, ranks=2).code == 75
+    again = run(config, ranks=2)
+    assert again.code == 0, again.out
+    assert again.series("loss") == pytest.approx(found.series("loss"), abs=NEAR)
+
+
+@pytest.mark.parametrize("more", [{"parallel": {"replicas": 2}}, {"lora": {}}, {}], ids=str)
+def test_what_two_ranks_do_together(both, settings, model, run, data, more):  # noqa: F811
+    """Four micro-batches, clipped over ranks; and the perplexity of all."""
+    path = str(model("llama", vocab_size=253, **WIDE))
+    about = {"model": {"dtype": "bf16", "path": path}, "batch": {"micro": 1}, "optim": {"clip": 0.5}}
+    config = settings(data={"validation": {"one": str(data)}}, **about, **more)
+    whole = run(config, "--parallel.replicas", 1, save="of1")
+    found = run(config, ranks=2, save="of2")
+    assert (whole.code, found.code) == (0, 0), whole.out + found.out
+    assert found.series("loss") == pytest.approx(whole.series("loss"), abs=NEAR)
+    scores = [[json.loads(line) for line in (one.save / "evaluations.jsonl").open()] for one in (found, whole)]
+    for theirs, mine in zip(*scores, strict=True):
+        assert theirs == pytest.approx(mine, rel=NEAR)
+
+
+def test_a_rank_takes_memory_of_its_own_gpu_alone(both, config, forks, tmp_path):  # noqa: F811
+    """Behind a checkpoint, which a thread writes: threads begin with the first GPU."""
+    (tmp_path / "looked.py").write_text(LOOKED)
+    code, out = forks(["run", str(config)], 2, tmp_path / "looked.py")
+    assert code == 0, out
+    assert {"rank 0 is on [0]", "rank 1 is on [1]"} <= set(out.splitlines()), out
 
 
 def test_a_gpu_trains_as_a_cpu_does(config, run, monkeypatch):  # noqa: F811

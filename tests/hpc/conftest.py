@@ -1,8 +1,10 @@
 """A real Slurm on this machine: slurmctld, and a slurmd for each of two nodes that are as large as those of the sites.
 
 Facts: slurm.conf(5) of Slurm 22.05. Several slurmd on a host need a port, a spool and a pid file each (%n), and
-`config_overrides` lets a node have more cores than there are. No accounting, no cgroups, no binding: `--cpu-bind` and
-QOS are accepted and ignored. The daemons run as root. What a test starts ends with the session.
+`config_overrides` lets a node have more cores than there are. Where cgroups of version 1 can be made they track the
+processes, as at the sites: of a step only what slurmstepd itself has started is signalled. Elsewhere all of it is. No
+accounting, no binding: `--cpu-bind` and QOS are accepted and ignored. The daemons run as root. What a test starts ends
+with the session.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ SlurmctldPidFile={lab}/slurmctld.pid
 SlurmdPidFile={lab}/%n.pid
 SlurmctldLogFile={lab}/slurmctld.log
 SlurmdLogFile={lab}/%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{tracking}
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
@@ -59,7 +61,7 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=5
+KillWait=20
 MessageTimeout=10
 PropagateResourceLimits=NONE
 UnkillableStepTimeout=20
@@ -178,7 +180,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     names = [f"n{number}" for number in range(1, NODES + 1)]
     port, *ports = free_ports(1 + NODES)
     host = socket.gethostname().partition(".")[0]
-    lines = [CONFIG.format(host=host, port=port, lab=folder)]
+    cgroups = Path("/sys/fs/cgroup")
+    tracking = "cgroup" if os.access(cgroups / "freezer", os.W_OK) else "linuxproc"
+    (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={cgroups}\n")
+    lines = [CONFIG.format(host=host, port=port, lab=folder, tracking=tracking)]
     shape = f"CPUs=64 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=514000 Gres=gpu:mi250:{GPUS}"
     for name, one in zip(names, ports, strict=True):
         lines.append(f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={one} {shape}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -171,6 +172,21 @@ def test_it_writes_only_where_caches_belong(inside):
     assert shown["TORCH_EXTENSIONS_DIR"] == f"{caches}/extensions"
     # The training above has compiled nothing: had it, it would lie here.
     assert [path for path in caches.rglob("*") if path.is_file()] == []
+
+
+def test_the_launcher_hands_a_signal_on(sif):
+    """Slurm signals the runtime of the image, and neither the command nor squashfuse, which would die of it."""
+    code = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9)); print('listens', flush=True); time.sleep(60)"
+    words = [IMAGES / "run", "--site", "local", "--image", sif, "python3", "-c", f"import signal, sys, time; {code}"]
+    env = {"PATH": os.environ["PATH"], "HOME": "/", "USER": BUILDER, "SLURM_JOB_ID": "0", "SLURM_NTASKS": "2"}
+    user = None if os.geteuid() else BUILDER
+    with subprocess.Popen(
+        words, env=env, user=user, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as ran:
+        assert ran.stdout is not None
+        assert ran.stdout.readline() == "listens\n"
+        ran.send_signal(signal.SIGUSR1)
+        assert ran.wait(60) == 9
 
 
 def test_a_job_names_its_own_caches(sif):

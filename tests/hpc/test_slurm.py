@@ -26,7 +26,8 @@ TRAINER = f"""#!{sys.executable} -IS
 import os, signal, sys, time
 from pathlib import Path
 
-def tell(*_):
+def tell(number, _):
+    signal.signal(number, signal.SIG_IGN)  # where Slurm signals all processes it comes twice
     save.joinpath("latest").open("a").write("told ")
     save.joinpath("RESUME").touch()
     sys.exit(75)
@@ -42,7 +43,12 @@ if what == "until-told" and save.joinpath("RESUME").exists():
     sys.exit()
 if what == "until-requeued" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
     sys.exit()
-if rank == 0:
+if what == "late":
+    if save.joinpath("RESUME").exists():
+        sys.exit()
+    save.joinpath("RESUME").touch()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+elif rank == 0:
     signal.signal(signal.SIGUSR1, tell)
     signal.signal(signal.SIGTERM, tell)
     save.joinpath("running").touch()
@@ -64,7 +70,6 @@ def job(submitted, settings, queue, tmp_path):
         text = re.sub(r"^COMMAND=.*$", f"COMMAND=({tmp_path}/trainer {' '.join(words)})", shown, flags=re.MULTILINE)
         script = tmp_path / "job.sbatch"
         script.write_text(text.replace(*edit))
-        (tmp_path / "slurm").mkdir(exist_ok=True)
         return queue.call("sbatch", "--parsable", script).strip()
 
     return submit
@@ -98,12 +103,12 @@ def test_two_nodes_train_like_one_process_in_a_chain_with_evaluations(submitted,
     save = tmp_path / "save"
     require_same(Trained(0, "", save), whole)
     assert not (save / "RESUME").exists()
-    assert (tmp_path / "tested").read_text().split() == [f"{save}/global_step104", f"{save}/global_step108"]
+    assert sorted((tmp_path / "tested").read_text().split()) == [f"{save}/global_step104", f"{save}/global_step108"]
     log = (tmp_path / "slurm/job_log.txt").read_text().splitlines()
     assert [line.split(" ", 1)[1].partition(",")[0] for line in log] == [
         tmp_path.name,
-        "evaluation",
         "link 2",
+        "evaluation",
         "evaluation",
     ]
     # the users' call, for a job too many: it ends at once, makes nothing, and nothing follows it
@@ -151,6 +156,16 @@ def test_a_chain_goes_on_behind_a_time_limit(job, queue, tmp_path):
     assert (tmp_path / "save/latest").read_text() == "told "
 
 
+def test_a_chain_goes_on_though_a_save_was_late(job, queue, tmp_path):
+    job_id = job("late", edit=("--time=1-00:00:00", "--time=00:01:00"), options=("--save-seconds", "40"))
+    assert queue.wait(job_id)["JobState"] == "TIMEOUT"
+    queue.idle()
+    told = logs(tmp_path)
+    assert "told to save, USR1" in told
+    assert "the time was up before all was saved" in told
+    assert "link 2: done" in told
+
+
 def test_a_conversion_whose_time_is_up_is_followed_by_another_job(job, queue, tmp_path):
     words = (f"SAVE={tmp_path}/save\nSIGNAL=USR1\n", "SAVE=''\nSIGNAL=TERM\n")
     job_id = job("until-told", edit=words)
@@ -188,8 +203,9 @@ def test_a_job_that_is_put_back_goes_on(job, queue, tmp_path):
     assert "restart 1" in told
 
 
-def test_a_chain_without_progress_ends(job, queue, tmp_path):
-    assert queue.wait(job("exit", "9"))["ExitCode"] == "1:0"
+@pytest.mark.parametrize("options", [(), ("--sbatch", "export=NONE")], ids=["", "export"])
+def test_a_chain_without_progress_ends(job, queue, tmp_path, options):
+    assert queue.wait(job("exit", "9", options=options))["ExitCode"] == "1:0"
     queue.idle()
     told = logs(tmp_path)
     assert told.count("nodes from") == 3, told
@@ -212,16 +228,17 @@ def test_a_cancelled_job_has_no_successor(job, queue, tmp_path):
 
 
 @pytest.fixture
-def preflight(queue, tmp_path):
+def preflight(queue, tmp_path, monkeypatch):
     """`preflight(code)`: the facts of a preflight of two nodes, whose tasks run this code in place of the launcher."""
 
-    def run(code: str) -> dict[str, str]:
+    monkeypatch.chdir(tmp_path)
+
+    def run(code: str, site: str = "local") -> dict[str, str]:
         (tmp_path / "run").write_text(f"#!/bin/bash\n{code}\n")
         (tmp_path / "run").chmod(0o755)
-        shown = queue.call("train", "submit", "--preflight", "--nodes", "2", "-n")
+        shown = queue.call("train", "submit", "--preflight", "--site", site, "--nodes", "2", "-n")
         shown = re.sub(r"^RUN=.*$", f"RUN={tmp_path}/run", shown, flags=re.MULTILINE)
-        (tmp_path / "job.sbatch").write_text(shown.replace(str(Path.cwd()), str(tmp_path)))
-        (tmp_path / "slurm").mkdir()
+        (tmp_path / "job.sbatch").write_text(shown)
         return queue.wait(queue.call("sbatch", "--parsable", tmp_path / "job.sbatch").strip())
 
     return run
@@ -249,21 +266,28 @@ cli.main()
 
 
 @pytest.mark.parametrize(
-    ("rule", "bad"),
+    ("site", "rule", "bad"),
     [
-        ('[ "$SLURMD_NODENAME" != n2 ]', "n2"),
-        ('[ "$SLURM_NNODES" = 1 ]', "n1,n2"),
-        ('[ "$SLURM_NNODES" = 1 ] || echo "NCCL INFO Using network Socket"', "n1,n2"),
+        ("local", '[ "$SLURMD_NODENAME" != n2 ]', "n2"),
+        ("local", '[ "$SLURM_NNODES" = 1 ]', "n1,n2"),
+        ("leonardo", '[ "$SLURM_NNODES" = 1 ] || echo "NCCL INFO Using network Socket"', "n1,n2"),
     ],
 )
-def test_a_preflight_names_nodes_to_exclude(preflight, tmp_path, rule, bad):
-    facts = preflight(rule)
+def test_a_preflight_names_nodes_to_exclude(preflight, tmp_path, site, rule, bad):
+    facts = preflight(rule, site)
+    assert facts["Requeue"] == "0"
     assert facts["ExitCode"] == "1:0"
     assert f"leave these out: --sbatch exclude={bad}" in logs(tmp_path)
     assert (tmp_path / f"slurm/preflight-{facts['JobId']}/exclude").read_text() == f"{bad}\n"
 
 
-def test_a_conversion_runs_in_the_serial_partition(submitted, queue, model, convert, tmp_path):
+def test_a_conversion_runs_in_the_serial_partition(submitted, queue, model, convert, tmp_path, monkeypatch):
+    """In a folder with any name, out of a shell that has a job's variables and others that beat what a script says."""
+    tmp_path = tmp_path / "q's run"
+    tmp_path.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SBATCH_PARTITION", "debug")
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
     job = submitted("convert", "--site", "leonardo", "hf2megatron", model(), "out", "--tp", "2")
     facts = queue.wait(job)
     assert facts["JobState"] == "COMPLETED", logs(tmp_path)

@@ -71,7 +71,7 @@ def ordered(leaves: list[Leaf]) -> list[Leaf]:
 
 
 @given(st.data(), st.sampled_from(FUSED), all_sizes)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_leaves_of_all_ranks_are_a_bijection(data, tensors, sizes):
     pattern, ranks = data.draw(patterns(tensors, sizes))
     seen: dict[object, tuple[int, int]] = {}
@@ -94,7 +94,7 @@ def test_the_leaves_of_all_ranks_are_a_bijection(data, tensors, sizes):
 
 
 @given(st.data(), st.sampled_from(FUSED), all_sizes, st.lists(st.integers(0, 600), max_size=6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_cut_reassembles(data, tensors, sizes, cuts):
     pattern, _ = data.draw(patterns(tensors, sizes))
     numel = prod(shape(pattern, sizes, {"tp": (0, 1)}))
@@ -145,7 +145,7 @@ def placed(folder: Path, name: str, pattern: Pattern, ranks: int, sizes: dict[st
 
 
 @given(st.data(), st.sampled_from(FUSED), all_sizes, st.integers(1, 3))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_the_engine_moves_between_any_two_layouts(data, tensors, sizes, steps):
     """A to B, B to C and back to A, through files: each equals the layout filled by hand."""
     layouts = [data.draw(patterns(tensors, sizes)) for _ in range(steps + 1)]
@@ -175,7 +175,7 @@ def test_the_engine_moves_between_any_two_layouts(data, tensors, sizes, steps):
 
 
 @given(st.data(), st.sampled_from(FUSED), all_sizes, st.integers(1, 50), st.integers(1, 8))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_runs_cover_a_region_exactly(data, tensors, sizes, limit, sparsest):
     """Whatever the tile and the buffer: each element of the region in one run, and exact runs touch nothing else."""
     pattern, _ = data.draw(patterns(tensors, sizes))

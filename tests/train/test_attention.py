@@ -50,7 +50,7 @@ def documents():
     ],
 )
 def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
-    monkeypatch.setattr("train.attention.find_spec", lambda name: {"flash_attn": flash}[name] or None)
+    monkeypatch.setattr("train.attention._has_flash", lambda: flash)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, window_size, scale, enable_gqa: q)
     config = config_of(model(family, vocab_size=253))
     assert resolve("auto", config, CUDA, dtype) == wanted
@@ -59,16 +59,38 @@ def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
         resolve("varlen", config, CPU if family == "llama" else CUDA, dtype)
 
 
-def test_a_kernel_without_dropout_is_not_taken(model, monkeypatch):
-    monkeypatch.setattr("train.attention.find_spec", lambda _: None)
+@pytest.mark.parametrize(
+    ("family", "more", "wanted", "other"),
+    [
+        ("llama", {"head_dim": 264}, "sdpa", "sdpa"),
+        ("llama", {"head_dim": 20}, "flash", "sdpa"),
+        ("llama", {"attention_dropout": 0.1}, "flash", "sdpa"),
+        ("deepseek_v3", {}, "flash", "varlen"),
+        ("deepseek_v3", {"qk_nope_head_dim": 256}, "sdpa", "sdpa"),
+        ("deepseek_v3", {"qk_nope_head_dim": 12}, "flash", "sdpa"),
+    ],
+)
+def test_kernels_are_not_given_what_they_refuse(model, monkeypatch, family, more, wanted, other):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, window_size, scale, enable_gqa: q)
-    config = config_of(model("gpt_neox", vocab_size=253, attention_dropout=0.1))
-    assert resolve("auto", config, CUDA, torch.bfloat16) == "sdpa"
+    config = config_of(model(family, vocab_size=253, **more))
+    for flash, found in ((True, wanted), (False, other)):
+        monkeypatch.setattr("train.attention._has_flash", lambda flash=flash: flash)
+        assert resolve("auto", config, CUDA, torch.bfloat16) == found
+
+
+def test_a_flash_attn_that_cannot_be_imported_is_not_there(model, monkeypatch, tmp_path):
+    """One that was built for another torch."""
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c105ErrorC2E')")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = config_of(model("llama", vocab_size=253))
+    assert resolve("auto", config, CUDA, torch.bfloat16) != "flash"
+    with pytest.raises(UnsupportedError, match="flash does not compute llama in bfloat16 on cuda"):
+        resolve("flash", config, CUDA, torch.bfloat16)
 
 
 def test_a_kernel_without_windows_is_not_taken(model, monkeypatch):
     """That of torch 2.10."""
-    monkeypatch.setattr("train.attention.find_spec", lambda _: None)
+    monkeypatch.setattr("train.attention._has_flash", lambda: False)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, is_causal: q)
     config = config_of(model("llama", vocab_size=253))
     assert resolve("auto", config, CUDA, torch.bfloat16) == "sdpa"
@@ -92,6 +114,7 @@ def kernel(monkeypatch):
         assert given["cu_seq_q"].dtype == torch.int32
         assert (given["max_q"], right, ends[-1]) == (int(np.diff(ends).max()), 0, len(q))
         assert given["enable_gqa"] == (q.shape[1] != k.shape[1])
+        assert q.shape[2] == k.shape[2] == v.shape[2]  # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
         calls.append(left)
         parts = []
         for low, high in pairwise(ends):
@@ -110,7 +133,7 @@ def kernel(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(("family", "window"), [("llama", -1), ("mistral", 15), ("gpt_neox", -1)])
+@pytest.mark.parametrize(("family", "window"), [("llama", -1), ("mistral", 15), ("gpt_neox", -1), ("deepseek_v3", -1)])
 def test_varlen_gives_what_eager_gives(model, documents, kernel, family, window):
     folder = model(family, vocab_size=253, **({"sliding_window": 16} if family == "mistral" else {}))
     assert self_check(config_of(folder), CPU, "varlen", torch.float32) < 1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from formats.errors import UnsupportedError, UsageError
 from tests.train.conftest import ROOT, Trained
 from train.config import load_config
-from train.engines.deepspeed import Zero, _part
+from train.engines.deepspeed import Zero, _deepspeed, _part
 from train.engines.deepspeed import settings as settings_of
 
 NEAR = 2e-6
@@ -48,6 +49,7 @@ def trained(tmp_path_factory, model, data, forks):
     noise = ["--neftune_alpha", "5", "--steps.train_iters", "2"]
     experts = ["--model.path", str(model("mixtral", vocab_size=253)), "--steps.train_iters", "2"]
     runs = [("fsdp", []), ("noisy-fsdp", noise), ("noisy-zero3", zero(3, *noise))]
+    experts = ["--model.path", str(model("mixtral", vocab_size=253)), "--steps.train_iters", "2"]
     runs += [("experts-fsdp", experts), ("experts-zero3", zero(3, *experts))]
     for stage, micro in MICRO.items():
         words = zero(stage, "--batch.micro", micro)
@@ -76,7 +78,7 @@ def test_every_stage_computes_what_fsdp_does(trained, stage):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_experts(trained):
+def test_experts_that_the_hub_has_one_by_one(trained):
     require_same(trained["experts-zero3"], trained["experts-fsdp"], steps=2)
 
 
@@ -216,3 +218,12 @@ def test_the_parts_of_a_tensor_are_all_of_it(tmp_path, shape, ranks):
     assert all(part.shape == (count,) for part in parts)
     assert torch.equal(torch.cat(parts)[: tensor.numel()], tensor.flatten())
     assert not torch.cat(parts)[tensor.numel() :].any()
+
+
+def test_a_task_that_sees_one_gpu_takes_that(monkeypatch):
+    """DeepSpeed takes the number of the rank on its node, and there is no fourth device then."""
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(init_distributed=lambda **_: None))
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    _deepspeed(SimpleNamespace(device=torch.device("cuda", 0)))
+    assert os.environ["LOCAL_RANK"] == "0"

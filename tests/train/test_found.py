@@ -22,11 +22,8 @@ from blake3 import blake3
 from converters.publish.chat import load_template
 from formats.errors import OutputError, RefusedError, SourceError, UsageError
 from tests.train.test_settings import write
-from train.checkpoint import Progress, check_same, newest, ours, require_places
-from train.config import load_config
-from train.data.documents import open_documents
-from train.distributed import world
-from train.export import check_export
+from train.checkpoint import Progress, Saver, check_same, newest, ours, read_progress, require_places
+from train.config import Save, load_config
 from train.schedule import check_schedule
 
 PLAIN = "model: {path: m}\ndata: {train: P, seq_length: 8}\nbatch: {size: 4}\noptim: {lr: 0.1}\nsave: {path: s}\n"
@@ -56,6 +53,14 @@ def test_a_lost_latest_does_not_start_over(save):
     (save / "global_step4/.progress").unlink()
     with pytest.raises(SourceError, match="the last is global_step2"):
         newest(save)
+
+
+def test_a_damaged_note_ends_no_training_that_saves(save):
+    damaged, latest = save / "global_step3", save / "global_step4"
+    damaged.mkdir()
+    (damaged / ".progress").write_text("{")
+    Saver(Save(path=save, keep=1), save, None)._forget(latest, read_progress(latest))
+    assert sorted(save.glob("global_step*")) == [damaged, latest]
 
 
 def test_nobody_elses_checkpoint_is_replaced(save, tmp_path):

@@ -92,6 +92,18 @@ def test_the_steps_of_the_next_phase_are_those_of_its_data(train, data, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("schedule", "warmup"),
+    [({}, 0.1), ({"end": 8}, 0.1), ({"end": 20}, 0.0), ({"style": "constant"}, 0.0)],
+)
+def test_the_next_phase_warms_up_where_the_rate_begins_anew(train, settings, data, tmp_path, schedule, warmup):
+    before = settings(schedule={"warmup": 0.1, **schedule}, export=str(tmp_path / "out"), steps={"iteration_offset": 0})
+    made = train("init", tmp_path / "two", "--after", before, "--data", data)
+    assert made.code == 0, made.err
+    config, _ = load_config(tmp_path / "two/config.yml")
+    assert (config.schedule.warmup, config.export, config.steps.iteration_offset) == (warmup, None, 8)
+
+
+@pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         (["--from", "nowhere"], 3, "nowhere does not exist"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -83,6 +85,27 @@ def test_the_self_check_refuses_what_mixes_documents(model, monkeypatch):
     monkeypatch.setattr(selfcheck, "forward_words", lambda *_: forward_words(*_) | {"use_cache": True})
     with pytest.raises(VerificationError, match="documents of a row see each other"):
         self_check(config, CPU, "sdpa", torch.float32)
+
+
+def test_the_self_check_has_the_kernels_of_the_training(settings, monkeypatch):
+    """A stand-in for liger's: rotary positions that count the tokens of a row."""
+    from formats.errors import VerificationError
+    from train.config import load_config
+    from train.prepare import choose_attention
+
+    def counting(model):
+        forward = model.model.rotary_emb.forward
+        model.model.rotary_emb.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None] ** 2)
+
+    monkeypatch.setattr("train.kernels.resolve", lambda *_: "liger")
+    monkeypatch.setattr("train.kernels.replace", counting)
+    world = SimpleNamespace(device=CPU)
+    with pytest.raises(VerificationError, match="documents of a row see each other"):
+        choose_attention(load_config(settings())[0], world)
+    assert choose_attention(load_config(settings(engine="deepspeed"))[0], world)[1:] == (
+        "sdpa",
+        pytest.approx(0, abs=1e-5),
+    )
 
 
 def test_chunks_of_the_loss(monkeypatch):

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
+from formats.errors import UsageError
 from tests.train.conftest import ROOT, environment
 from tests.train.forks import free_port
+from train.distributed import environment as joined
 from train.nodes import Figures, compare, rounds
 
 WORLD = """
@@ -53,6 +55,31 @@ def test_in_a_round_no_node_has_two_neighbours(count):
     assert len(set(pairs)) == len(pairs)
     assert set(pairs) == {frozenset((at, (at + 1) % count)) for at in range(count) if count > 1}
     assert all(len({node for pair in one for node in pair}) == 2 * len(one) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("step", "job", "first"),
+    [
+        ("", "n1", "n1"),
+        ("", "n[01-04,07],m1", "n01"),
+        ("nid[005003,005007]", "nid[005000-005007]", "nid005003"),
+        ("m1,n[2-3]", "", "m1"),
+        ("", "rack-2-n[10-11]", "rack-2-n10"),
+    ],
+)
+def test_the_first_node_is_known_without_scontrol(monkeypatch, step, job, first):
+    """`srun containers/run --image … train run` of a user: neither a job of ours nor Slurm inside the image."""
+    monkeypatch.setenv("PATH", "")
+    held = {"SLURM_NTASKS": "16", "SLURM_PROCID": "3", "SLURM_JOB_ID": "131071", "SLURM_JOB_NODELIST": job}
+    found = joined(held | ({"SLURM_STEP_NODELIST": step} if step else {}))
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == (first, "31071")
+    assert joined(held | {"MASTER_ADDR": "m9", "MASTER_PORT": "7"})["MASTER_ADDR"] == "m9"
+
+
+def test_without_a_list_of_nodes_a_task_is_refused():
+    with pytest.raises(UsageError, match="which nodes") as error:
+        joined({"SLURM_NTASKS": "16", "SLURM_PROCID": "3"})
+    assert "MASTER_ADDR" in str(error.value.hint)
 
 
 @pytest.mark.distributed

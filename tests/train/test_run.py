@@ -97,22 +97,16 @@ def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, whole):
     require_same(run(config, ranks=2), whole)
 
 
-SLOW = """
-import time
-from train import loop
-from train.cli import main
-prepare = loop.prepare
-loop.prepare = lambda *words: time.sleep(4) or prepare(*words)
-main()
-"""
+def test_loading_is_part_of_the_time(settings, monkeypatch):
+    import train
+    from train.config import load_config
+    from train.loop import late
 
-
-@pytest.mark.parametrize("engine", ["fsdp", "transformers"])
-def test_the_clock_runs_while_a_training_is_prepared(settings, forks, tmp_path, engine):
-    (tmp_path / "slow.py").write_text(SLOW)
-    config = settings(engine=engine, steps={"train_iters": 400})
-    code, out = forks(["run", str(config), "--steps.exit_minutes", "0.05"], 1, tmp_path / "slow.py")
-    assert (code, "stopped behind step 1 of 400" in out) == (75, True), out
+    monkeypatch.setattr("train.loop.BEGAN", train.BEGAN - 90)
+    assert late(load_config(settings(steps={"exit_minutes": 1.5}))[0])
+    assert not late(load_config(settings())[0])
+    monkeypatch.setattr("train.loop.BEGAN", time.monotonic())
+    assert not late(load_config(settings(steps={"exit_minutes": 1.5}))[0])
 
 
 def test_checkpoints_by_the_clock(settings, run, whole):

@@ -44,7 +44,7 @@ def written(value: object) -> str:
     return json.dumps(value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.fixed_dictionaries({

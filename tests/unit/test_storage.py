@@ -96,7 +96,7 @@ def test_headers_are_those_of_the_official_writer(entries, metadata):
         max_size=8,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_headers_of_any_names_and_shapes_are_those_of_the_official_writer(wanted):
     assert_same_file([Entry(name, dtype, shape) for name, (dtype, shape) in wanted.items()], {"format": "pt"})
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from shutil import which
 
 import pytest
 import yaml
 
-from converters.slurm import Wishes, cpu_header, load_site, megabytes_of, options_of, seconds_of
+from converters.slurm import (
+    Wishes,
+    cpu_header,
+    cpu_job,
+    gpu_header,
+    load_site,
+    megabytes_of,
+    options_of,
+    seconds_of,
+)
 from formats.errors import RefusedError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +72,14 @@ def folder(tmp_path, monkeypatch):
 def said(words: list[object], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a program."""
     return subprocess.run(
-        [str(word) for word in words], env=env, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+        [str(word) for word in words],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
     )
 
 
@@ -157,6 +176,7 @@ def test_a_script_of_all_sites_passes_bash(train, folder):
         (["--site", "lumi", "run1/config.yml", "--time", "3-00"], "standard-g of lumi gives 2-00:00:00, not 3-00"),
         (["run1/config.yml", "--time", "soon"], "is no time"),
         (["run1/config.yml", "--time", "10"], "leaves nothing before the last 600 s"),
+        (["run1/config.yml", "--save-seconds", "65536"], "is not in the range 1<=x<=65535"),
         (["run1/config.yml", "--bench", "none.sh"], "none.sh is not there"),
         (["run1/config.yml", "--jobs", "0"], "neither auto nor a number"),
         (["run1/config.yml", "--optim.rl", "1"], "optim.rl is no setting"),
@@ -165,9 +185,13 @@ def test_a_script_of_all_sites_passes_bash(train, folder):
         (["--preflight", "run1/config.yml"], "--preflight examines nodes"),
         ([], "what is to be submitted?"),
         (["--settings", "run1/config.yml", "run1/config.yml"], "batch.size is no setting of a job"),
+        (["--settings", "time.yml", "run1/config.yml"], "slurm.time is the number 72000"),
+        (["--sbatch", "nodes=2-4", "run1/config.yml"], "nodes is '2-4', not a number"),
+        (["--sbatch", "ntasks-per-node", "--preflight"], "ntasks-per-node is '', not a number"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(train, folder, words, message):
+    Path("time.yml").write_text("slurm: {time: 20:00:00}\n")
     ran = train("submit", *words, "-n")
     assert ran.code == 2
     assert message in ran.err
@@ -191,6 +215,51 @@ def test_settings_of_a_user_stand_behind_options(train, folder):
     assert f"export VITRUVIAN_IMAGE={folder}/v.sif\n" in ran.out
 
 
+def test_settings_of_trainings_are_not_those_of_other_jobs(train, folder):
+    Path("mine.yml").write_text("slurm: {nodes: 24, time: '20:00:00', partition: boost_usr_prod, sbatch: qos=x}\n")
+    submit = ["submit", "--settings", "mine.yml", "--site", "leonardo"]
+    ran = train(*submit, "tokenize", "--input", "a", "-n")
+    for line in ("nodes=1", "partition=lrd_all_serial", "time=04:00:00", "qos=x"):
+        assert f"#SBATCH --{line}\n" in ran.out
+    ran = train(*submit, "--preflight", "-n")
+    for line in ("nodes=24", "time=00:20:00", "no-requeue"):
+        assert f"#SBATCH --{line}\n" in ran.out
+
+
+@pytest.mark.parametrize("name", ["my run", "q's", "a b's $x ü", "50%j"])
+def test_a_folder_may_have_any_name(train, folder, monkeypatch, name):
+    """Each line is one word to a shell, as sbatch reads it."""
+    (folder / name).mkdir()
+    monkeypatch.chdir(folder / name)
+    ran = train("submit", "tokenize", "--input", "a", "--sbatch", "comment=a #b", "--time", "1", "-n")
+    lines = [line.removeprefix("#SBATCH ") for line in ran.out.splitlines() if line.startswith("#SBATCH ")]
+    words = [shlex.split(line) for line in lines]
+    assert all(len(one) == 1 for one in words)
+    here = f"{folder}/{name}"
+    for option in (
+        f"--chdir={here}",
+        "--comment=a #b",
+        "--signal=B:USR1@30",
+        f"--output={here.replace('%', '%%')}/slurm/%x-%j.out",
+    ):
+        assert [option] in words
+    assert Path("slurm").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("time: 20:00:00", 'slurm.time is the number 72000 to YAML\nhint: time: "20:00:00", in quotes'),
+        ("time: 90", "slurm.time is the number 90"),
+        ("sbatch: {mail-type: FAIL}", "\"{'mail-type': 'FAIL'}\" is no option of sbatch"),
+    ],
+)
+def test_settings_that_yaml_reads_otherwise_are_refused(train, folder, line, message):
+    Path("mine.yml").write_text(f"slurm: {{site: lumi, {line}}}\n")
+    ran = train("submit", "--settings", "mine.yml", "run1/config.yml", "-n")
+    assert (ran.code, message in ran.err) == (2, True), ran.err
+
+
 @pytest.mark.parametrize(
     ("seconds", "megabytes", "partition"),
     [(3600, 2000, "lrd_all_serial"), (3600, 40_000, "dcgp_usr_prod"), (5 * 3600, 2000, "dcgp_usr_prod")],
@@ -198,6 +267,15 @@ def test_settings_of_a_user_stand_behind_options(train, folder):
 def test_a_conversion_takes_the_first_partition_that_is_enough(seconds, megabytes, partition):
     header = cpu_header(load_site("leonardo"), Wishes("leonardo", {}, None), seconds, megabytes)
     assert header["partition"] == partition
+
+
+def test_what_the_site_does_not_know_is_left_to_slurm(train, folder):
+    header = cpu_header(load_site("lumi"), Wishes("lumi", {"partition": "largemem"}, None), 3600, 10**6)
+    assert (header["partition"], header["cpus-per-task"], header["mem"]) == ("largemem", "16", "1000000")
+    long = ["--sbatch", "qos=boost_qos_lprod", "--time", "3-00:00:00"]
+    assert train("submit", "run1/config.yml", "--site", "leonardo", *long, "-n").code == 0
+    header = cpu_header(load_site("leonardo"), Wishes("leonardo", {"qos": "x", "time": "3-00"}, None), 60, 40_000)
+    assert header["partition"] == "dcgp_usr_prod"
 
 
 def test_parts_share_the_time(convert, folder, model, monkeypatch):
@@ -215,6 +293,78 @@ def test_a_conversion_beyond_every_partition_is_refused():
         cpu_header(
             load_site("leonardo"), Wishes("leonardo", {"partition": "lrd_all_serial", "mem": "40G"}, None), 60, 1
         )
+
+
+@pytest.mark.parametrize("option", ["qos", "reservation"])
+def test_limits_of_a_qos_are_left_to_slurm(option):
+    """A QOS may give more time than its partition, not more memory."""
+    site, wish = load_site("leonardo"), {option: "long", "time": "3-00:00:00"}
+    assert gpu_header(site, Wishes("leonardo", wish, None))["time"] == "3-00:00:00"
+    for limits in site.cpu:
+        header = cpu_header(site, Wishes("leonardo", {**wish, "partition": limits["partition"]}, None), 60, 1)
+        assert (header["time"], header["cpus-per-task"]) == ("3-00:00:00", limits["cpus-per-task"])
+    with pytest.raises(RefusedError, match="512000 MB for 3-00"):
+        cpu_header(site, Wishes("leonardo", {**wish, "partition": "dcgp_usr_prod", "mem": "500G"}, None), 60, 1)
+
+
+@pytest.mark.parametrize(("time", "at"), [("1", 30), ("2", 60), ("3:59", 119), ("4", 120), ("1-00", 120)])
+def test_a_job_without_gpus_works_before_it_is_told_to_stop(folder, time, at):
+    job = cpu_job("tokenize", ["true"], Wishes("local", {"time": time}, None), 60, 1)
+    assert job.header["signal"] == f"B:USR1@{at}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('SITE_GPU="--ntasks-per-node=4"', "SITE_GPU has to be in single quotes"),
+        ("SITE_GPU='--cpus-per-task=1 --time=1'", "SITE_GPU has no --ntasks-per-node"),
+        ("SITE_GPU='--ntasks-per-node=4 --cpus-per-task=1'", "SITE_GPU has no --time"),
+        (
+            "SITE_GPU='--ntasks-per-node=four --cpus-per-task=1 --time=1'",
+            "SITE_GPU ntasks-per-node is 'four', not a number",
+        ),
+        ("SITE_CPU_1='--cpus-per-task=1 --time=1'", "SITE_CPU_1 has no --mem"),
+        ("# no GPUs", "SITE_GPU has no --ntasks-per-node"),
+        ("# no CPUs", "SITE_CPU_1 has no --mem"),
+    ],
+)
+def test_a_site_file_that_lacks_something_is_refused_by_name(monkeypatch, tmp_path, line, message):
+    key = {"# no GPUs": "SITE_GPU=", "# no CPUs": "SITE_CPU_1="}.get(line, line.partition("=")[0] + "=")
+    text = (CONTAINERS / "sites/local.sh").read_text()
+    (tmp_path / "sites").mkdir()
+    (tmp_path / "sites/mine.sh").write_text(re.sub(f"^{key}.*$", line, text, flags=re.MULTILINE))
+    monkeypatch.setattr("converters.slurm.CONTAINERS", tmp_path)
+    with pytest.raises(UsageError, match=re.escape(f"{tmp_path}/sites/mine.sh: {message}")):
+        load_site("mine")
+
+
+def test_a_site_file_needs_neither_binds_nor_masks(monkeypatch, tmp_path):
+    """Nor is the size of memory in megabytes alone, and what only the launcher reads may be quoted as you like."""
+    (tmp_path / "slurm").symlink_to(CONTAINERS / "slurm")
+    (tmp_path / "run").write_text((CONTAINERS / "run").read_text())
+    (tmp_path / "sites").mkdir()
+    (tmp_path / "sites/mine.sh").write_text(
+        "SITE_GPU='--ntasks-per-node=4 --cpus-per-task=1 --time=1'\n"
+        "SITE_CPU_1='--cpus-per-task=1 --mem=64G --time=60'\n"
+    )
+    monkeypatch.setattr("converters.slurm.CONTAINERS", tmp_path)
+    site = load_site("mine")
+    assert (site.srun, site.network) == ([], "")
+    assert cpu_header(site, Wishes("mine", {}, None), 60, 65536)["mem"] == "65536"
+    (tmp_path / "apptainer").symlink_to("/bin/true")
+    ran = said(
+        ["bash", tmp_path / "run", "-n", "--site", "mine", "--image", "x.sif", "true"],
+        {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/nowhere"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "apptainer exec x.sif sh" in ran.stdout
+
+
+@pytest.mark.parametrize("wish", ["nodes=2-4", "nodes=0", "ntasks-per-node", "ntasks-per-node=0", "cpus-per-task=x"])
+def test_numbers_of_nodes_and_tasks_are_numbers(train, folder, wish):
+    for words in (["run1/config.yml", "--launcher", "torchrun"], ["--preflight"], ["tokenize", "--input", "x"]):
+        ran = train("submit", *words, "--sbatch", wish, "-n")
+        assert (ran.code, f"{wish.partition('=')[0]} is '" in ran.err, "not a number" in ran.err) == (2, True, True)
 
 
 def test_no_conversion_is_submitted_that_would_be_refused(convert, folder, model):
@@ -249,6 +399,9 @@ def test_the_launcher_knows_what_is_unwise(folder, tmp_path):
     assert ran.stderr.count("is in the home folder") == 2
     assert "is an unpacked image" in ran.stderr
     assert "PYTHONPATH" not in ran.stdout
+    del env["HOME"]  # a job of sbatch --export=NONE
+    ran = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=True)
+    assert "home folder" not in ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -263,48 +416,151 @@ def test_the_launcher_refuses(words, message, tmp_path):
     assert (ran.returncode, message in ran.stderr) == (2, True), ran.stderr
 
 
+LISTENER = """
+import os, signal, subprocess, sys, time
+
+def tell(number, _):
+    signal.signal(number, signal.SIG_IGN)
+    time.sleep(0.3)
+    print(signal.Signals(number).name, flush=True)
+    sys.exit(75)
+
+if len(sys.argv) > 1:  # as torchrun, which does not listen
+    sys.exit(subprocess.call([sys.executable, "-ISc", os.environ["CODE"]]))
+print("begins", flush=True)
+print(sys.stdin.readline(), end="", flush=True)
+signal.signal(signal.SIGUSR1, tell)
+signal.signal(signal.SIGTERM, tell)
+print("listens", flush=True)
+time.sleep(20)
+"""
+"""A command that saves when it is told to; with another word it is the child of one that does not."""
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "tasks"),
+    [(signal.SIGUSR1, [], "2"), (signal.SIGUSR1, ["below"], "1"), (signal.SIGTERM, [], "2")],
+)
+def test_what_the_launcher_alone_hears_reaches_the_command(tmp_path, number, words, tasks):
+    """Slurm signals what slurmstepd has started, and nothing below it (proctrack/cgroup)."""
+    (tmp_path / "sleep").symlink_to("/bin/true")  # until the other tasks have ended
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "HOME": "/",
+        "SLURM_JOB_ID": "0",
+        "SLURM_NTASKS": tasks,
+        "CODE": LISTENER,
+    }
+    command = [CONTAINERS / "run", "--site", "local", sys.executable, "-ISc", LISTENER, *words]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ran:
+        assert ran.stdin is not None
+        assert ran.stdout is not None
+        assert ran.stdout.readline() == "begins\n"
+        ran.send_signal(signal.SIGUSR1)  # nothing listens yet, and nothing dies of it
+        print("input", file=ran.stdin, flush=True)
+        assert [ran.stdout.readline(), ran.stdout.readline()] == ["input\n", "listens\n"]
+        ran.send_signal(number)
+        time.sleep(0.1)
+        ran.send_signal(number)
+        assert ran.stdout.read() == f"{number.name}\n"
+        assert ran.wait(10) == 75
+
+
 def test_schedule_wants_a_job_of_ours(folder):
     (folder / "launch.sh").write_text("#!/bin/bash\ndeepy.py train.py x.yml\n")
+    (folder / "job_log.txt").write_text("41 link 1\n")
     words = ["bash", CONTAINERS / "schedule.sh", "launch.sh", "3", "pp.sh"]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
     assert (ran.returncode, "train submit CONFIG.yml -n > launch.sh" in ran.stderr) == (2, True)
+    assert (folder / "job_log.txt").read_text() == "41 link 1\n"
 
 
 def test_the_users_call_submits_a_chain(folder):
-    (folder / "sbatch").write_text('#!/bin/sh\necho "42;lab"\n')
+    (folder / "sbatch").write_text(
+        f'#!/bin/sh\necho "42;lab"\nprintf "%s\\n" "$@" ${{SLURM_MEM_PER_CPU-none}} $SLURM_CONF >{folder}/said\n'
+    )
     (folder / "sbatch").chmod(0o755)
     path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "VITRUVIAN_SITE": "lumi"}
+    env |= {"SLURM_MEM_PER_CPU": "1", "SLURM_CONF": "lab.conf"}  # in a shell of salloc
     words = ["bash", CONTAINERS / "schedule.sh", "run1/config.yml", "3", "pp.sh"]
     ran = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stdout) == (0, "Submitted batch job 42\n"), ran.stderr
     assert "1 node for 48 h, at the most 48 node hours a job" in ran.stderr
     assert (folder / "job_log.txt").read_text() == "42 run1\n"
+    said = (folder / "said").read_text().split()
+    assert {"--partition=standard-g", "--time=2-00:00:00", "--requeue"} <= set(said)  # SBATCH_ variables beat a script
+    assert said[-3:] == [f"{folder}/run1/slurm/run1.sbatch", "none", "lab.conf"]
     script = (folder / "run1/slurm/run1.sbatch").read_text()
     assert "LINKS=${VITRUVIAN_LINKS:-3}\n" in script
     assert f"BENCH=${{VITRUVIAN_BENCH-{folder}/pp.sh}}\n" in script
 
 
+def test_the_next_link_comes_before_the_evaluation_and_is_asked_for_again(train, folder):
+    """Slurm is played: `sbatch` fails once, and writes what it is given."""
+    played = {
+        "srun": 'echo "srun $1"\necho global_step4 >save/latest\nexit 75',
+        "scontrol": '[ "$1" = write ] && cat job || echo a',
+        "squeue": ":",
+        "sleep": ":",
+        "sbatch": 'echo "$*" ${MASTER_ADDR-} ${VITRUVIAN_LINK-} ${SLURM_JOB_ID-} ${VITRUVIAN_BENCH-} >>said\n'
+        '[ "$(wc -l <said)" -gt 1 ] && echo 7',
+    }
+    for name, code in played.items():
+        (folder / name).write_text(f"#!/bin/bash\n{code}\n")
+        (folder / name).chmod(0o755)
+    (folder / "save").mkdir()
+    words = ["run1/config.yml", "--time", "20:00:00", "--sbatch", "comment=a b", "--bench", "pp.sh", "-n"]
+    shown = train("submit", *words).out.replace("--nodes=1\n", "--nodes=1 # one\n")
+    (folder / "job").write_text(shown)
+    env = {
+        "PATH": f"{folder}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "x",
+        "SLURM_JOB_NUM_NODES": "1",
+    }
+    env |= {"SLURM_JOB_NAME": "run1", "VITRUVIAN_LINK": "2", "VITRUVIAN_BENCH": f"{folder}/pp.sh"}
+    ran = subprocess.run(["bash"], input=shown, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout
+    assert "srun --export=ALL" in ran.stdout
+    first, again, bench = (folder / "said").read_text().splitlines()
+    assert first == again
+    assert "--job-name=run1 --ntasks-per-node=1" in again
+    assert "--nodes=1 --comment=a b " in again
+    assert again.endswith(f" --dependency=afterany:7 --export=ALL,VITRUVIAN_LINK=3,VITRUVIAN_FAILED=0 {folder}/pp.sh")
+    assert (
+        bench
+        == f"--parsable --kill-on-invalid-dep=yes --dependency=afterany:7 {folder}/pp.sh {folder}/save/global_step4"
+    )
+
+
+TCP = "echo 'n: NCCL INFO Using network Socket'"
+
+
 @pytest.mark.parametrize(
-    ("rule", "bad", "told"),
+    ("site", "rule", "bad", "told"),
     [
-        ("true", "", "PREFLIGHT OK: 3 nodes, 3 tasks"),
+        ("local", "true", "", "PREFLIGHT OK: 3 nodes, 3 tasks"),
+        ("local", TCP, "", "NCCL INFO Using network Socket\nPREFLIGHT OK: 3 nodes, 3 tasks"),
+        ("leonardo", TCP, "a,b,c", "FAULT a: error: NCCL uses TCP, not IB"),
+        ("lumi", f"{TCP}\n[ $nodes != b ]", "a,b,c", "FAULT c: error: NCCL uses TCP, not AWS Libfabric"),
         (
+            "local",
             "echo 'slow b            matmul 9.0 ms, the median is 4.0 ms'",
             "b",
             "SLOW b: matmul 9.0 ms, the median is 4.0 ms",
         ),
-        ('[ "$nodes" != b ] || { echo "error: no device"; false; }', "b", "FAULT b: error: no device"),
-        ("[[ $nodes != *,*,* && $nodes != b,c ]]", "b,c", "FAULT between b and c"),
+        ("local", '[ "$nodes" != b ] || { echo "error: no device"; false; }', "b", "FAULT b: error: no device"),
+        ("local", "[[ $nodes != *,*,* && $nodes != b,c ]]", "b,c", "FAULT between b and c"),
     ],
 )
-def test_a_preflight_of_three_nodes(train, folder, rule, bad, told):
+def test_a_preflight_of_three_nodes(train, folder, site, rule, bad, told):
     """Slurm is played: `srun` writes what the doctor would say of the nodes that it is given."""
     srun = "for word; do case $word in --nodelist=*) nodes=${word#*=};; --output=*) log=${word#*=};; esac; done"
     for name, code in (("srun", f'{srun}\nexec >>"$log"\n{rule}'), ("scontrol", "printf '%s\\n' a b c")):
         (folder / name).write_text(f"#!/bin/bash\n{code}\n")
         (folder / name).chmod(0o755)
-    shown = train("submit", "--preflight", "--nodes", "3", "-n").out
+    shown = train("submit", "--preflight", "--site", site, "--nodes", "3", "-n").out
     env = {
         "PATH": f"{folder}:/usr/bin:/bin",
         "SLURM_JOB_ID": "7",

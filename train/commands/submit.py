@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from converters.commands.submit import hand_over, submitting, wishes_of
+from converters.commands.submit import OF_TRAININGS, hand_over, submitting, wishes_of
 from formats.errors import UsageError
 
 DATA = ("fetch", "lint", "tokenize", "show", "count", "pack", "packs", "role-bins")
@@ -22,7 +22,7 @@ DATA = ("fetch", "lint", "tokenize", "show", "count", "pack", "packs", "role-bin
 )
 @click.option("--launcher", type=click.Choice(["srun", "torchrun"]), default="srun", show_default=True,
               help="A task for each GPU, or for each node.")  # fmt: skip
-@click.option("--save-seconds", type=click.IntRange(1), default=600, show_default=True,
+@click.option("--save-seconds", type=click.IntRange(1, 65535), default=600, show_default=True,
               help="How long before the end of a job the training is told to save.")  # fmt: skip
 @click.option("--preflight", is_flag=True, help="Instead of a training: examine each node, and the link between them.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="CONFIG.yml … | COMMAND …")
@@ -40,7 +40,8 @@ def submit(words: tuple[str, ...], **options: Any) -> None:
     """  # noqa: D301  # \b is the sign of click for lines as they stand
     from train import submit as jobs
 
-    wishes = wishes_of(options)
+    kind = words[0] if words else ""
+    wishes = wishes_of(options, typed=OF_TRAININGS if kind in DATA else ("time",) if options["preflight"] else ())
     if options["preflight"]:
         if words:
             raise UsageError(

@@ -63,10 +63,7 @@ def count(indexed: Indexed, limit: int | None = None) -> Counts:
     number = len(indexed)
     held = np.flatnonzero(histogram)
     below = np.cumsum(histogram)
-    quantiles = {
-        f"{share:g}": int(np.searchsorted(below, max(1, np.ceil(share * number))))
-        for share in (0.05, 0.25, 0.5, 0.75, 0.95)
-    }
+    quantiles = {f"{share:g}": int(np.searchsorted(below, max(1, np.ceil(share * number)))) for share in SHARES}
     bars = list(_bars(below, longest))
     return Counts(
         number, tokens, int(held[0]) if number else 0, longest, quantiles if number else {}, bars, (over, over_tokens)

@@ -25,8 +25,8 @@ class Facts:
         control: name of each role that has a control token, such as user, and its id.
         eod: the token that ends a document, None if nothing was appended.
         template: BLAKE3 of the chat template, None if none was used.
-        names: BLAKE3 of the names of its tokens in the order of their ids; None in files of before.
         counts: documents, tokens, and what was dropped for which reason.
+        names: BLAKE3 of the names of its tokens in the order of their ids; None in files of before.
     """
 
     tokenizer: str
@@ -34,8 +34,8 @@ class Facts:
     control: Mapping[str, int]
     eod: int | None
     template: str | None = None
-    names: str | None = None
     counts: Mapping[str, Any] = field(default_factory=dict)
+    names: str | None = None
 
     @property
     def encoding(self) -> tuple[Any, ...]:

@@ -82,15 +82,6 @@ def _counts(marks: Mask, sizes: NDArray[Any], starts: NDArray[np.int64]) -> NDAr
     return counted - np.repeat(counted[starts] - marks[starts], sizes)
 
 
-def unbalanced(tokens: Tokens, sizes: NDArray[Any], control: Mapping[str, int]) -> Mask:
-    """Which documents have a turn that nobody closes, bool[d]. Files of other programs may."""
-    starts = np.cumsum(sizes, dtype=np.int64) - sizes
-    found = np.zeros(len(sizes), bool)
-    for number in control.values():
-        found |= np.add.reduceat((tokens == number).astype(np.int64), starts) & 1 == 1
-    return found
-
-
 def fork_mask(
     rows: Tokens,
     pairs: Sequence[int] = (),

@@ -310,7 +310,7 @@ def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Fact
     """Leave the facts in the staging folder, with these counts and those of dropped records."""
     job = request.job
     counts = dict(counts) | {reason: number for reason, number in done.counts.items() if reason in REASONS}
-    facts = Facts(job.digest, job.vocabulary, dict(job.control), job.eod, job.template_digest, job.names, counts)
+    facts = Facts(job.digest, job.vocabulary, dict(job.control), job.eod, job.template_digest, counts, job.names)
     write_file(request.staging / "json", facts_text(facts).encode())
     return facts
 

@@ -188,6 +188,8 @@ def _deepspeed(world: World) -> Any:
         UnsupportedError: it is not installed.
     """
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    if world.device.index is not None:  # DeepSpeed takes it from there, and a task may see its own GPU alone
+        os.environ["LOCAL_RANK"] = str(world.device.index)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of its calls, at each step
     try:
         import deepspeed

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -82,7 +83,7 @@ class Sharded:
         self.optimizer = adamw(self.trainee, config.optim, fused=world.device.type == "cuda")
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """See `Engine`. Each micro-batch is scattered, or a rank would hold the whole gradient; replicas can wait."""
+        """See `Engine`. Reduced behind each micro-batch: else a rank keeps gradients of the whole model."""
         self.trainee.set_requires_all_reduce(last)
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -106,12 +107,16 @@ class Sharded:
 
 
 def write(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> Future[Any]:
-    """Write weights, moments and steps: the tensors are copied now and written in the background."""
+    """Write weights, moments and steps: the tensors are copied now and written in the background.
+
+    The writer is named so that it takes them from the CPU: torch's own would wait for a GPU in its thread, where that
+    is number 0 for every rank (torch 2.10 and 2.13 distributed/checkpoint/filesystem.py).
+    """
     if world.first:
         lora.write_note(folder, model)
     tensors = _tensors(model, optimizer)
     tensors["optim"]["param_groups"] = _groups(optimizer, tensors["model"])
-    held: Any = async_save(tensors, checkpoint_id=str(folder), process_group=world.saving)
+    held: Any = async_save(tensors, storage_writer=FileSystemWriter(folder), process_group=world.saving)
     return held  # type: ignore[no-any-return]
 
 

@@ -165,7 +165,7 @@ def steps(run: Run, log: Log | None, say: Say) -> Progress:
 
         def before() -> bool:
             run.watch.again()
-            return stopped() or late(config, time.monotonic() - run.began)
+            return stopped() or late(config)
 
         def behind(progress: Progress, step: Step, seconds: float) -> bool:
             profiler.step()
@@ -198,6 +198,8 @@ def _arguments(run: Run, kinds: Sequence[str]) -> TrainingArguments:
         bf16=dtype == torch.bfloat16 and not shards,  # autocast; shards have a policy
         fsdp=True if shards else None,  # type: ignore[arg-type]  # as its documentation says
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": list(kinds)} if shards else None,
+        # else every rank keeps the gradients of the whole model until the last micro-batch
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}} if shards else None,
         ddp_find_unused_parameters=False,
         logging_steps=1,
         logging_nan_inf_filter=False,

@@ -1,0 +1,49 @@
+"""What FSDP keeps in memory, and how its checkpoints are written where there are GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint import filesystem
+
+from train.engines.fsdp import write
+from train.model import make, open_config
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_gradients_stay_in_shards_between_micro_batches(settings, forks, ranks, replicas):
+    config = settings(model={"dtype": "bf16"}, parallel={"replicas": replicas})
+    code, out = forks([str(config)], ranks, Path(__file__).with_name("gradients.py"))
+    assert code == 0, out
+    held, shard = json.loads(out.splitlines()[-1])
+    assert held == shard > 0
+
+
+def test_no_thread_that_writes_waits_for_a_gpu(model, monkeypatch, tmp_path):
+    """That would be the first one, for every rank: a thread begins with number 0."""
+
+    def waits(*_, **__):
+        raise AssertionError("the loader of tensors on GPUs")
+
+    made = make(open_config(model("llama", vocab_size=253)), "sdpa").to_empty(device="cpu")
+    with torch.no_grad():
+        for one in made.parameters():
+            one.fill_(0.5)
+    optimizer = torch.optim.AdamW(made.parameters())
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", waits)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    running = write(made, optimizer, tmp_path / "step", SimpleNamespace(first=True, saving=None))
+    with torch.no_grad():
+        made.lm_head.weight.zero_()  # a copy is written
+    running.result()
+    monkeypatch.undo()
+    found = {"model": {"lm_head.weight": torch.zeros_like(made.lm_head.weight)}}
+    torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path / "step", no_dist=True)
+    assert (found["model"]["lm_head.weight"] == 0.5).all()

@@ -17,7 +17,6 @@ import re
 import shutil
 import time
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any

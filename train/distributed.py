@@ -164,8 +164,6 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     # torch 2.10 says so of its own writer of checkpoints
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, "torch.distributed")
     os.environ.update(environment(os.environ))
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # gloo connects every rank with every other, in each group
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks % replicas:
         raise UsageError(f"{ranks} ranks cannot be {replicas} replicas of equal shards")
@@ -174,7 +172,6 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     if cuda:  # Slurm may show each task its own GPU only, which is number 0 then
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed sets this device once more
     timeout = timedelta(minutes=minutes)
     try:
         with _on_stderr():

@@ -46,7 +46,6 @@ class Run(NamedTuple):
     judge: Judge | None
     parameters: float
     watch: Watch
-    began: float
 
 
 def train(config: Config, world: World, say: Say) -> Progress:
@@ -87,7 +86,6 @@ def _alone(config: Config, world: World) -> Iterator[None]:
 
 
 def _train(config: Config, world: World, say: Say) -> Progress:
-    began = time.monotonic()
     made = prepare(config, world)
     if made.progress.step >= made.total:
         if world.first:
@@ -97,7 +95,7 @@ def _train(config: Config, world: World, say: Say) -> Progress:
         raise OutputError(
             f"{config.export}, where the model is to be exported to, exists", "name a new folder: --export"
         )
-    run = _open(made, world, say, began)
+    run = _open(made, world, say)
     log = None
     if world.first:
         log = Log(config, world.ranks, made.progress, made.total, peak_of(world.device))
@@ -186,7 +184,7 @@ def late(config: Config) -> bool:
     return minutes is not None and time.monotonic() - BEGAN > 60 * minutes
 
 
-def _open(made: Prepared, world: World, say: Callable[[str], None], began: float) -> Run:
+def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
     config, rows = made.config, made.rows
     sets = open_sets(config, world)
     judge = open_judge(config.evaluate.metrics, config.evaluate.tokenizer or config.model.path, sets)
@@ -215,7 +213,7 @@ def _open(made: Prepared, world: World, say: Callable[[str], None], began: float
             trained = sum(count for count, wanted in counts if wanted)
             say(f"adapters   {trained:,} of {sum(count for count, _ in counts):,} parameters are trained")
     saver = Saver(config.save, config.model.path, world)
-    return Run(made, world, engine, saver, sets, judge, multiplied(engine.model), Watch(config), began)
+    return Run(made, world, engine, saver, sets, judge, multiplied(engine.model), Watch(config))
 
 
 def ahead(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:

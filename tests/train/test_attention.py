@@ -43,7 +43,6 @@ def documents():
         ("llama", torch.bfloat16, True, "flash"),
         ("llama", torch.bfloat16, False, "varlen"),
         ("llama", torch.float32, True, "sdpa"),
-        ("deepseek_v3", torch.bfloat16, True, "sdpa"),
         ("gemma2", torch.bfloat16, True, "flash"),
         ("gemma2", torch.bfloat16, False, "eager"),
         ("gemma2-untied", torch.bfloat16, False, "eager"),

@@ -34,7 +34,7 @@ def zero(stage, *words):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, model, data, forks):
     """Trainings on two ranks by name: `fsdp`; `zero1` to `zero3`; `chain1` to `chain3`, which are stopped, go on with
-    their stage, are stopped again and go on with the next; two with noise; and two of experts.
+    their stage, are stopped again and go on with the next; and two with noise.
     """
     folder = tmp_path_factory.mktemp("zero")
     tree = {
@@ -47,7 +47,6 @@ def trained(tmp_path_factory, model, data, forks):
     }
     (folder / "config.yml").write_text(json.dumps(tree))
     noise = ["--neftune_alpha", "5", "--steps.train_iters", "2"]
-    experts = ["--model.path", str(model("mixtral", vocab_size=253)), "--steps.train_iters", "2"]
     runs = [("fsdp", []), ("noisy-fsdp", noise), ("noisy-zero3", zero(3, *noise))]
     experts = ["--model.path", str(model("mixtral", vocab_size=253)), "--steps.train_iters", "2"]
     runs += [("experts-fsdp", experts), ("experts-zero3", zero(3, *experts))]

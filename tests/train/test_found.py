@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import pickle
 import re
-import resource
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
 from blake3 import blake3
 
 from converters.publish.chat import load_template
@@ -24,6 +18,8 @@ from formats.errors import OutputError, RefusedError, SourceError, UsageError
 from tests.train.test_settings import write
 from train.checkpoint import Progress, Saver, check_same, newest, ours, read_progress, require_places
 from train.config import Save, load_config
+from train.data.documents import open_documents
+from train.export import check_export
 from train.schedule import check_schedule
 
 PLAIN = "model: {path: m}\ndata: {train: P, seq_length: 8}\nbatch: {size: 4}\noptim: {lr: 0.1}\nsave: {path: s}\n"
@@ -158,29 +154,6 @@ def test_a_save_folder_is_safe(settings, run, tmp_path):
     hostile = run(settings(steps={"train_iters": 4}))
     assert hostile.code == 3, hostile.out
     assert not (tmp_path / "executed").exists()
-
-
-def test_many_ranks_are_many_open_files(monkeypatch):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    try:
-        with world(1, 1):
-            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_task_that_sees_its_own_gpu_only(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: sys.exit("enough"))
-    with pytest.raises(SystemExit, match="enough"), world(1, 1):
-        pass
-    assert (chosen, os.environ["LOCAL_RANK"]) == ([torch.device("cuda", 0)], "0")
 
 
 def test_another_template_than_that_of_the_export_is_noted(settings, talker, tmp_path):

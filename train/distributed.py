@@ -12,9 +12,11 @@ import resource
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ class World:
         mesh: (replicate, shard).
         numbers: group for the numbers of each step, on CPU.
         saving: group for checkpoints, on CPU.
+        beat: seconds after which a rank that works alone tells the others that it still does.
     """
 
     rank: int
@@ -43,6 +46,7 @@ class World:
     mesh: DeviceMesh
     numbers: Any
     saving: Any
+    beat: float
 
     @property
     def first(self) -> bool:
@@ -57,22 +61,42 @@ class World:
         return found
 
     def told(self, find: Callable[[], Any]) -> Any:
-        """What the first rank finds out, on all of them.
+        """What the first rank finds out, on all of them, however long that takes.
 
         Raises:
             VitruvianError, OSError: it fails, and says so; the others end with its exit code.
         """
-        box: list[Any] = [None, None]
+        box: list[Any] = [None, None, self.first]
         failure: VitruvianError | OSError | None = None
         if self.first:
-            try:
-                box[0] = find()
-            except (VitruvianError, OSError) as error:
-                failure, box[1] = error, getattr(error, "exit_code", OutputError.exit_code)
+            with self._beating():
+                try:
+                    box[0] = find()
+                except (VitruvianError, OSError) as error:
+                    failure, box[1] = error, getattr(error, "exit_code", OutputError.exit_code)
         dist.broadcast_object_list(box, 0, group=self.numbers)
+        while not box[2]:
+            dist.broadcast_object_list(box, 0, group=self.numbers)
         if box[1] is not None:
             raise failure or SystemExit(box[1])
         return box[0]
+
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Tell the others now and then that the first rank still works, so that they wait longer."""
+        done = Event()
+
+        def beat() -> None:
+            while not done.wait(self.beat):
+                dist.broadcast_object_list([None, None, False], 0, group=self.numbers)
+
+        with ThreadPoolExecutor(1) as threads:
+            beating = threads.submit(beat)
+            try:
+                yield
+            finally:
+                done.set()
+            beating.result()
 
     def wait(self) -> None:
         """Until all ranks are here."""
@@ -158,7 +182,7 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     try:
         with _on_stderr():
             mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
-            groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-        yield World(rank, ranks, device, mesh, *groups)
+            numbers, saving = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        yield World(rank, ranks, device, mesh, numbers, saving, timeout.total_seconds() / 4)
     finally:
         dist.destroy_process_group()

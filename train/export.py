@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from converters.assets import has_tokenizer
+from blake3 import blake3
+
+from converters.assets import files, has_tokenizer
 from converters.convert import Request, check_paths, run
+from converters.publish.chat import load_template
+from converters.publish.small_files import held_template
 from converters.targets import SHARD_SIZE, plan_huggingface
 from formats.checkpoint import Checkpoint
 from formats.errors import RefusedError, SourceError, UsageError
@@ -22,6 +27,7 @@ from formats.layout import Placed
 from formats.registry import open_checkpoint
 from formats.storage import read_safetensors
 from train.config import Config
+from train.data.documents import Documents
 
 ADAPTER = "adapter"
 """Folder in OUT with the adapters by themselves, as peft loads them."""
@@ -63,12 +69,16 @@ def export(checkpoint: Path, out: Path, template: str | None = None) -> None:
         shutil.rmtree(scratch)
 
 
-def check_export(config: Config, start: Path) -> None:
+def check_export(config: Config, start: Path, trained: Iterable[Documents]) -> str:
     """See that a model can be exported before it is trained.
 
     Args:
         config: `export`, `chat_template` and `model`.
         start: the Hugging Face folder that the training begins with.
+        trained: the token files.
+
+    Returns:
+        A note, if one of them was made with another chat template than the model will have; both may write the same.
 
     Raises:
         VitruvianError: it lacks a tokenizer, or the chat template is not for it.
@@ -76,7 +86,7 @@ def check_export(config: Config, start: Path) -> None:
     if config.export is None:
         if config.chat_template is not None:
             raise UsageError("chat_template is that of the exported folder, and nothing is exported", "--export OUT")
-        return
+        return ""
     if not has_tokenizer(start):
         later = "train without export, and then: convert tokenizer FILE FOLDER, convert assets OUT --from FOLDER"
         raise RefusedError(
@@ -86,6 +96,15 @@ def check_export(config: Config, start: Path) -> None:
             else later,
         )
     plan_huggingface(open_checkpoint(start), Request(config.export, cast="bf16"), SHARD_SIZE, config.chat_template)
+    held = held_template(dict(files(start))) if config.chat_template is None else load_template(config.chat_template)
+    told = None if held is None else blake3(held.encode()).hexdigest()
+    other = [one.indexed.prefix for one in trained if one.facts is not None and one.facts.template not in (None, told)]
+    if not other:
+        return ""
+    return (
+        f"{other[0]} was made with another chat template than {config.export} will have: is what they write the same? "
+        "else --chat_template FILE"
+    )
 
 
 def _merged(base: Checkpoint, checkpoint: Path, said: dict[str, Any], scratch: Path) -> Checkpoint:

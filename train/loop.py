@@ -106,7 +106,7 @@ def _train(config: Config, world: World, say: Say) -> Progress:
     run = _open(made, world, say)
     log = None
     if world.first:
-        log = Log(config, world.ranks, made.progress, peak_of(world.device))
+        log = Log(config, world.ranks, made.progress, made.total, peak_of(world.device))
         write_config(config, config.save.path)
         write_file(config.save.path / RESUME, f"{made.total} steps\n".encode())
     steps = _steps
@@ -154,6 +154,7 @@ def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: fl
     if done % config.save.every == 0 or done == total or leaving or step.due:
         run.saver.start(run.engine, progress)
     if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
+        run.saver.finish()  # whatever ends a long evaluation leaves the checkpoint before it
         most = config.evaluate.max_rows
         scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, most, run.watch.again)
         if log:
@@ -206,6 +207,8 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         for name, one in {"data.train": rows, **sets}.items():
             if one.overlong:
                 say(f"note       {name}: {one.overlong}")
+        if made.note:
+            say(f"note       {made.note}")
         if told := passes(len(rows), config.steps, made.sizes.size):
             say(f"note       {told}")
         say(f"batch      {made.sizes}")

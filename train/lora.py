@@ -42,7 +42,7 @@ def insert(model: Any, lora: Lora, base: Path) -> None:
 
     Raises:
         UsageError: a target is no linear layer of the model, or the head of one that shares it with the embedding.
-        UnsupportedError: peft is not installed, or the folder has an adapter already.
+        UnsupportedError: peft is not installed, the folder has an adapter already, or experts would get one.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -56,6 +56,11 @@ def insert(model: Any, lora: Lora, base: Path) -> None:
         target_modules="all-linear" if lora.everywhere else lora.targets, base_model_name_or_path=str(base.resolve()),
     )  # fmt: skip
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    if any(".experts." in name for name in adapters(model)):
+        raise UnsupportedError(
+            f"peft would put adapters on the experts of {model.config.model_type} too, which are not trained here",
+            "name layers of attention: --lora.targets '[q_proj, v_proj]'",
+        )
 
 
 def note_of(model: Any) -> dict[str, Any] | None:

@@ -55,15 +55,18 @@ class Step(NamedTuple):
 
 
 class Log:
-    """The first rank's log of a run."""
+    """The first rank's log of a run. What an earlier run told of steps that come again is dropped."""
 
-    def __init__(self, config: Config, ranks: int, progress: Progress, peak: float | None) -> None:
+    def __init__(self, config: Config, ranks: int, progress: Progress, total: int, peak: float | None) -> None:
         self.folder, self.every, self.peak, self.ranks = config.save.path, config.log.every, peak, ranks
         self.seconds = 0.0
         step = progress.offset + progress.step
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (LOG, EVALUATIONS):
             _forget(self.folder / name, step)
+        for path in (self.folder / CSV).rglob("*.csv"):
+            if path.stem.isdecimal() and step < int(path.stem) <= progress.offset + total:
+                path.unlink()
         self.trackers: list[Tracker] = [TRACKERS[name](config, step) for name in config.log.trackers]
 
     def line(self, progress: Progress, total: int, step: Step, seconds: float, say: Say) -> None:

@@ -20,7 +20,7 @@ from formats.rows import EMBEDDING, HEAD
 from formats.spec import ModelSpec
 from train.batching import Sizes, batch_sizes, make_order
 from train.config import Config, Lora
-from train.rows import CHUNK, Rows, lengths, open_rows
+from train.rows import CHUNK, Rows, check_tokenizer, lengths, open_rows
 from train.runs import started
 from train.schedule import check_schedule
 
@@ -73,6 +73,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
 
     Raises:
         UsageError: the settings contradict each other, or the ranks cannot be divided.
+        RefusedError: a token file was made with another tokenizer than the model's.
     """
     from formats.registry import open_checkpoint
     from train.source import settings_of
@@ -83,6 +84,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     rows = open_rows(config.data, config.data.train, config.seed)
     order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
     check_schedule(config, steps)
+    check_tokenizer(rows.documents, started(config.model.path))
     spec = open_checkpoint(started(config.model.path), settings_of(config)).spec
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
     if not isinstance(spec, ModelSpec):
@@ -107,7 +109,8 @@ def estimate(config: Config, ranks: int) -> Estimate:
     pairs = np.square(inputs).sum() / 2
     multiplied = counted - _idle(spec) - (0 if spec.tied else vocabulary * hidden)
     factor = 6.0 * multiplied if config.lora is None else 4.0 * multiplied + 6.0 * trained
-    once = factor * inputs.sum() + 12.0 * layers * spec.heads * spec.head_dim * pairs
+    head = ((spec.nope_dim or 0) + spec.rope_dim + spec.head_dim) / 2 if spec.rope_dim else spec.head_dim
+    once = factor * inputs.sum() + 12.0 * layers * spec.heads * head * pairs
     parameters = counted + trained if config.lora else counted
     return Estimate(sizes, steps, rows, parameters, trained, memory, float(once) * order.samples / len(rows))
 

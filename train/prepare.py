@@ -36,6 +36,7 @@ class Prepared(NamedTuple):
         total: steps.
         progress: how far it is.
         start: checkpoint whose weights and moments it takes, None to begin with the model's folder.
+        note: of what will be exported; empty if there is none.
     """
 
     config: Config
@@ -45,6 +46,7 @@ class Prepared(NamedTuple):
     total: int
     progress: Progress
     start: Path | None
+    note: str
 
 
 def prepare(config: Config, world: World) -> Prepared:
@@ -60,14 +62,15 @@ def prepare(config: Config, world: World) -> Prepared:
     kind = ENGINES[config.engine][2]
     fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, order.samples, kind)
     start, progress = world.told(lambda: _start(config, fresh))
+    note = ""
     if progress.step < total:
         world.told(lambda: require_places(config.save.path, progress, total))
         path = world.told(lambda: folder_of(config, resumed=start is not None))
-        world.told(lambda: check_export(config, path))
+        note = world.told(lambda: check_export(config, path, rows.documents))
         world.told(lambda: check_tokenizer(rows.documents, path))
         rows = fitted(rows, path)
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-    return Prepared(config, rows, sizes, order, total, progress, start)
+    return Prepared(config, rows, sizes, order, total, progress, start, note)
 
 
 def choose_attention(config: Config, world: World) -> tuple[Any, str, float]:

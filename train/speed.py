@@ -7,6 +7,7 @@ their lengths, not from the row's.
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Sequence
 from math import prod
@@ -19,6 +20,9 @@ from train.model import shape_of
 from train.planning import PEAK
 from train.rows import Flat
 
+EXPERTS = re.compile(r"\.experts\.\w+$")
+"""Names of parameters of all experts of a layer."""
+
 
 def peak_of(device: torch.device) -> float | None:
     """What a device could do, None if it is not in the table."""
@@ -29,13 +33,19 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def multiplied(model: Any) -> float:
-    """Parameters that every token is multiplied with: all but the input embedding, unless it is the head too.
+    """Parameters that a token is multiplied with: all but the input embedding, unless it is the head too.
 
-    A frozen one counts two thirds, because nothing computes its gradient.
+    A frozen one counts two thirds, because nothing computes its gradient. Of experts, which transformers 5 keeps as
+    tensors [experts, …] of a module of that name, as many count as a token goes to.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    held = [one for one in model.parameters() if one is head or one is not embedding]
-    return sum(prod(shape_of(one)) * (1.0 if one.requires_grad else 2 / 3) for one in held)
+    found = 0.0
+    for name, one in model.named_parameters():
+        if one is head or one is not embedding:
+            shape = shape_of(one)
+            active = model.config.num_experts_per_tok / shape[0] if EXPERTS.search(name) else 1.0
+            found += prod(shape) * active * (1.0 if one.requires_grad else 2 / 3)
+    return found
 
 
 def flops_of(flats: Sequence[Flat], config: Any, parameters: float) -> float:
@@ -46,9 +56,11 @@ def flops_of(flats: Sequence[Flat], config: Any, parameters: float) -> float:
         config: the model's configuration, of transformers.
         parameters: see `multiplied`. Each is a multiplication and an addition forward, twice that backward; so is
             each channel of a query, with its key and with its value, for half of the pairs of a document's tokens.
+            With latents keys are wider than values.
     """
     heads, layers = config.num_attention_heads, config.num_hidden_layers
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    head = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = heads * (head + getattr(config, "v_head_dim", head)) / 2
     tokens = sum(len(flat.input_ids) for flat in flats)
     pairs = sum(float(np.square(np.diff(flat.cu_seqlens).astype(float)).sum()) / 2 for flat in flats)
     return float(6.0 * parameters * tokens + 12.0 * layers * width * pairs)

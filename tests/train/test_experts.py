@@ -38,6 +38,7 @@ def test_a_rank_reads_its_box(model):
     half, rows = shape[0] // 2, shape[1] // 2
     box = (slice(half, shape[0]), slice(rows - 3, rows + 5), slice(1, 7))  # over the border of gate and up
     assert torch.equal(whole[0][box], everything[box])
+    assert torch.equal(whole[0][half : half + 1], everything[half : half + 1])  # as DeepSpeed's ranks do
 
 
 def test_a_missing_expert_is_named(model, tmp_path):

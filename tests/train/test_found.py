@@ -7,13 +7,19 @@ import json
 import pickle
 import re
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
+from converters.publish.chat import load_template
 from formats.errors import OutputError, RefusedError, SourceError, UsageError
 from tests.train.test_settings import write
 from train.checkpoint import Progress, Saver, check_same, newest, ours, read_progress, require_places
 from train.config import Save, load_config
+from train.data.documents import open_documents
+from train.export import check_export
 from train.schedule import check_schedule
 
 PLAIN = "model: {path: m}\ndata: {train: P, seq_length: 8}\nbatch: {size: 4}\noptim: {lr: 0.1}\nsave: {path: s}\n"
@@ -148,6 +154,32 @@ def test_a_save_folder_is_safe(settings, run, tmp_path):
     hostile = run(settings(steps={"train_iters": 4}))
     assert hostile.code == 3, hostile.out
     assert not (tmp_path / "executed").exists()
+
+
+def test_another_template_than_that_of_the_export_is_noted(settings, talker, tmp_path):
+    config, _ = load_config(settings(model={"path": str(talker)}), ["--export", str(tmp_path / "out")])
+    trained = open_documents(Path(config.data.train[0]))
+    assert not check_export(config, talker, [trained])  # control tokens and no template
+    for template, noted in (("control", False), ("llama3", True)):
+        digest = blake3(load_template(template).encode()).hexdigest()
+        other = replace(trained, facts=replace(trained.facts, template=digest))
+        assert ("another chat template than" in check_export(config, talker, [other])) == noted
+
+
+WORKS_ALONE = """
+import time
+from train.distributed import world
+with world(1, 0.1) as ranks:  # 6 seconds
+    assert ranks.told(lambda: time.sleep(9) or ["found by", ranks.rank]) == ["found by", 0]
+    assert ranks.sums(1) == [2]
+"""
+
+
+@pytest.mark.distributed
+def test_the_others_wait_as_long_as_the_first_rank_works(forks, tmp_path):
+    (tmp_path / "alone.py").write_text(WORKS_ALONE)
+    code, out = forks([], 2, tmp_path / "alone.py")
+    assert code == 0, out
 
 
 @pytest.mark.distributed

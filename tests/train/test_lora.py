@@ -174,3 +174,9 @@ def test_another_adapter_is_refused(small, tmp_path):
         lora.check_same(tmp_path, said(targets=["q_proj"]))
     with pytest.raises(UnsupportedError, match="holds a PEFT adapter beside its weights"):
         lora.insert(small(), Lora(), tmp_path)
+
+
+def test_adapters_of_experts_are_refused(small, tmp_path):
+    with pytest.raises(UnsupportedError, match="peft would put adapters on the experts of mixtral"):
+        lora.insert(small("mixtral"), Lora(), tmp_path)
+    lora.insert(small("mixtral"), Lora(targets=["q_proj"]), tmp_path)

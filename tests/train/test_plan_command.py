@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.models import EXPERTS
 from tests.train.conftest import ROOT
 
 
@@ -37,9 +38,16 @@ def test_the_plan_of_a_training(settings, train):
     assert "x 3 ranks" in wrong.err
 
 
-@pytest.mark.parametrize(("family", "more"), [("llama", {}), ("llama-tied", {}), ("llama", {"lora": {}})])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        *((family, {}) for family in ("llama", "llama-tied", *EXPERTS)),
+        ("llama", {"lora": {}}),
+        ("mixtral", {"lora": {"targets": ["q_proj"]}}),
+    ],
+)
 def test_operations_are_those_that_the_log_counts(settings, family, more):
-    """Of an epoch."""
+    """Of an epoch. The plan counts the biases of some routers too, which multiply nothing."""
     from transformers import AutoConfig
 
     from train import lora
@@ -52,11 +60,12 @@ def test_operations_are_those_that_the_log_counts(settings, family, more):
     path = settings(family, steps={"train_iters": None, "epochs": 1}, **more)
     config, _ = load_config(path)
     rows = open_rows(config.data, config.data.train, config.seed)
-    made = make(AutoConfig.from_pretrained(config.model.path), "sdpa")
+    made = make(AutoConfig.from_pretrained(config.model.path), "eager")
     if config.lora is not None:
         lora.insert(made, config.lora, config.model.path)
     counted = flops_of([rows.flat([number]) for number in range(len(rows))], made.config, multiplied(made))
-    assert estimate(config, 1).flops == pytest.approx(counted)
+    near = 2e-4 if family.startswith(("dots1", "deepseek_v3")) else 1e-6
+    assert estimate(config, 1).flops == pytest.approx(counted, rel=near)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

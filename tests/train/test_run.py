@@ -82,6 +82,10 @@ def test_loading_is_part_of_the_time(settings, monkeypatch):
 def test_checkpoints_by_the_clock(settings, run, whole):
     config = settings(save={"every": 1000, "every_minutes": 1e-6})
     found = run(config, ranks=2)
+    results = [found.save / f"perplexity/{name}.csv" for name in ("103", "105", "tests/108", "109", "mean")]
+    results[2].parent.mkdir(parents=True)
+    for path in results:
+        path.touch()
     require_same(found, whole)
     held = sorted(path.name for path in found.save.glob("global_step*"))
     assert held == [f"global_step{number}" for number in range(101, 109)]
@@ -89,6 +93,7 @@ def test_checkpoints_by_the_clock(settings, run, whole):
         shutil.rmtree(found.save / name)
     (found.save / "latest").write_text("global_step103")
     require_same(run(config, "--save.every_minutes", 60), whole)
+    assert [path.name for path in results if path.is_file()] == ["103.csv", "109.csv", "mean.csv"]
     left = sorted(path.name for path in found.save.glob("global_step*"))
     assert left == [*held[:3], "global_step108"]
 
@@ -174,6 +179,30 @@ def test_perplexity_is_the_same_on_any_ranks(settings, run, data):
         assert head == "time,step,one_TotalCE,one_CE,one_PPL,two_TotalCE,two_CE,two_PPL"
         assert float(values.split(",")[3]) == found[-1]["one_loss"] == found[-1]["two_loss"]
     assert found[0]["one_loss"] == pytest.approx(found[1]["one_loss"], abs=NEAR)
+
+
+WATCHED = """
+from pathlib import Path
+from train import loop
+from train.cli import main
+evaluate = loop.evaluate
+
+def watched(trainee, sets, world, *more):
+    if world.first:
+        print("latest is", Path("SAVE/latest").read_text(), flush=True)
+    return evaluate(trainee, sets, world, *more)
+
+loop.evaluate = watched
+main()
+"""
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "transformers"])
+def test_a_checkpoint_has_its_name_before_an_evaluation(settings, forks, data, tmp_path, engine):
+    config = settings(engine=engine, data={"validation": {"one": str(data)}}, steps={"train_iters": 2})
+    (tmp_path / "watched.py").write_text(WATCHED.replace("SAVE", str(tmp_path / "save")))
+    code, out = forks(["run", str(config), "--save.every", "1", "--evaluate.max_rows", "1"], 1, tmp_path / "watched.py")
+    assert (code, re.findall("latest is (.*)", out)) == (0, ["global_step101", "global_step102"]), out
 
 
 def test_bf16_is_near(settings, run, whole):

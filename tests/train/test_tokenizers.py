@@ -46,6 +46,11 @@ def file(talker, data, tmp_path):
     return write
 
 
+def test_a_plan_refuses_what_a_training_does(file, train, foreign):
+    ran = train("plan", file(data={"train": [str(foreign)]}))
+    assert (ran.code, f"{foreign} was made with another tokenizer" in ran.err) == (5, True), ran.err
+
+
 def test_files_of_another_tokenizer_are_refused(file, run, data, foreign):
     for sections in (
         {"train": [str(foreign)]},

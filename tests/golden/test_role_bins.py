@@ -265,7 +265,7 @@ def test_a_dry_run_writes_nothing(train, tmp_path):
         (["--vocab-extra-ids-list", "<|im_end|>"], 2, "lacks <|im_start|>"),
         (["--vocab-extra-ids-list", "<|im_start|>,<|im_end|>,en"], 2, "is an ordinary piece"),
         (["--input", INPUTS[1], INPUTS[1]], 2, "name all files behind one --input"),
-        (["--vocab-file", "nowhere.model"], 3, "is no tokenizer"),
+        (["--vocab-file", "nowhere.model"], 3, "is not there"),
         (["--output-prefix", "nowhere/P"], 2, "mkdir -p nowhere"),
         (["--tokenizer_type", "GPT2BPETokenizer"], 2, "GPT2BPETokenizer"),
     ],

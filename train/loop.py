@@ -76,21 +76,13 @@ def _alone(config: Config, world: World) -> Iterator[None]:
     """
     save = config.save.path
 
-    new = [folder for folder in (save, *save.parents) if not folder.exists()]
-
     def begin() -> None:
         save.mkdir(parents=True, exist_ok=True)
         lock(stack.enter_context((save / ".lock").open("w")).fileno(), save)
 
     with ExitStack() as stack:
         world.told(begin)
-        try:
-            yield
-        finally:
-            if world.first and new and [path.name for path in save.iterdir()] == [".lock"]:  # refused
-                (save / ".lock").unlink()
-                for folder in new:
-                    folder.rmdir()
+        yield
 
 
 def _train(config: Config, world: World, say: Say) -> Progress:

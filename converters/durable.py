@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -15,22 +15,28 @@ from typing import BinaryIO
 
 from formats.errors import OutputError
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What asks for an end: a scheduler, a terminal, and Slurm some time before the limit (`--signal=USR1@300`)."""
+
+
+@contextmanager
+def answered(handler: Callable[[int, FrameType | None], object], numbers: Iterable[int] = STOPS) -> Iterator[None]:
+    """Answer signals. Only the main thread may: any other leaves them as they are."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers} if main else {}
+    try:
+        yield
+    finally:
+        for number, held in before.items():
+            signal.signal(number, held)
+
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and SIGINT let the running jobs finish. Yields a function that says whether one came."""
+    """Signals let the running jobs finish. Yields a function that says whether one came."""
     came = threading.Event()
-
-    def note(_: int, __: FrameType | None) -> None:
-        came.set()
-
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
-    try:
+    with answered(lambda *_: came.set()):
         yield came.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def lock(handle: int, what: object, *, shared: bool = False) -> bool:
@@ -65,6 +71,15 @@ def write_all(handle: int, content: bytes) -> None:
 
 
 @contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An error of the system that does not tell which file it is about is about this one."""
+    try:
+        yield
+    except OSError as error:
+        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from None
+
+
+@contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
     """A file to write, forced to disk once it is complete."""
     with path.open("wb") as file:
@@ -76,7 +91,7 @@ def synced(path: Path) -> Iterator[BinaryIO]:
 def write_file(path: Path, content: bytes) -> None:
     """Write a small file in one step: it is there as a whole, or as it was before."""
     staged = path.with_name(path.name + ".tmp")
-    with synced(staged) as file:
+    with named(path), synced(staged) as file:
         file.write(content)
     staged.rename(path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -159,10 +158,8 @@ class Watch:
 
     def __init__(self, config: Config) -> None:
         self.seconds = 60 * config.parallel.timeout_minutes
-        self.before = signal.getsignal(signal.SIGUSR1)
 
     def __enter__(self) -> Watch:
-        signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGTERM))  # Slurm's, before the time is up
         return self
 
     def again(self) -> None:
@@ -171,7 +168,6 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGUSR1, self.before)
 
 
 def _interval(config: Config, done: int) -> bool:

@@ -94,7 +94,7 @@ def test_a_killed_run_leaves_no_file_that_looks_whole(env, tmp_path, extra):
 def test_signals(env, tmp_path):
     write_lines(tmp_path / "in.jsonl", records(300_000))
     made = recipe(tmp_path / "r.yml", PAIR.format(tmp_path / "in.jsonl"))
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         for _ in range(5):
             process = start(env, made, tmp_path / "out.jsonl")
             while not (tmp_path / "out.jsonl.tmp").exists() and process.poll() is None:

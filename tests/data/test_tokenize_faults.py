@@ -90,8 +90,8 @@ def test_killed_at_any_moment_and_run_again(tmp_path, expected):
     assert outputs(tmp_path, "P") == expected
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg])
-def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected, send):
+@pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGUSR1)])
+def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected, send, number):
     """To it alone, or to its workers too, as Slurm and timeout do."""
     corpus(tmp_path / "in.jsonl")
     slow = "import time\nmove = t._move\ndef later(*a):\n    time.sleep(0.05)\n    move(*a)\nt._move = later\n"
@@ -104,7 +104,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected, send
         if done.exists():
             break
         time.sleep(0.05)
-    send(ran.pid, signal.SIGTERM)
+    send(ran.pid, number)
     _, err = ran.communicate(timeout=60)
     assert ran.returncode == 75, err
     assert "run the same command again" in err

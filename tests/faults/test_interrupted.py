@@ -1,4 +1,4 @@
-"""kill -9 and SIGTERM: the output is complete or absent, and the same command goes on to the same bytes."""
+"""kill -9 and signals: the output is complete or absent, and the same command goes on to the same bytes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_another_conversion_does_not_go_on(whole, convert, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_ends_with_75_and_the_same_command_goes_on(whole, model, convert, tmp_path, number):
     source, out = model("llama", "float32", num_hidden_layers=24, vocab_size=20000), tmp_path / "out"
     code = (

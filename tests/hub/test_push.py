@@ -171,7 +171,9 @@ def test_a_line_cut_in_an_object_costs_that_object_only(hub, push, converted):
     assert "/lfs/" not in ran.err, "addresses of objects are signed"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name
+)
 def test_a_stopped_push_goes_on_where_it_stopped(hub, push, env, converted, tmp_path, number):
     release, temporary = threading.Event(), tmp_path / "temporary"
     temporary.mkdir()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import yaml
 
@@ -121,6 +124,15 @@ def test_what_cannot_be_begun(train, model, data, tmp_path, words, code, message
     made = train("init", tmp_path / "run", *named, "--data", data)
     assert made.code == code
     assert message in made.err
+
+
+def test_a_full_disk_is_told_with_the_file(model, data, tmp_path):
+    start = model("llama", vocab_size=253)
+    words = ["tests.data.limited", "4096", "init", tmp_path / "run", "--from", start, "--data", data]
+    line = [sys.executable, "-m", *map(str, words)]
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stderr) == (7, f"error: {tmp_path / 'run/config.yml'}: File too large\n")
+    assert not (tmp_path / "run/config.yml").exists()
 
 
 def test_the_doctor_looks_at_this_machine(train):

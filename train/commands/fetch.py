@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json
+from converters.durable import STOPS, answered
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -160,7 +160,7 @@ def _list(as_json: bool) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and Control-C end the work: exit 75, and nothing half-written remains.
+    """Signals end the work: exit 75, and nothing half-written remains.
 
     A library may swallow what is raised in the midst of it, and wait on for a server: it is raised again every 5 s.
     """
@@ -169,16 +169,11 @@ def _ended_by_signals() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)
         signal.default_int_handler(number, frame)
 
-    main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM) if main else ()
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        if main:
+    with answered(end, (*STOPS, signal.SIGALRM)):
+        try:
+            yield
+        finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from blake3 import blake3
 
+from converters.durable import STOPS
 from formats.errors import SourceError
 from train.data.encode import CHATML, ROLE_NUMBERS, Encoder, TemplateEncoder, control_encoder, role_encoder
 from train.data.indexed import best_dtype
@@ -33,7 +34,6 @@ from train.data.vocabulary import Fast, open_vocabulary
 
 BATCH = 1 << 20
 """Characters that are encoded at a time."""
-STOPS = (signal.SIGINT, signal.SIGTERM)
 EXAMPLES = 5
 """Dropped records of a batch whose lines are told."""
 

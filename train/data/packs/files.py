@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from converters.durable import sync_folder, synced, write_file
+from converters.durable import named, sync_folder, synced, write_file
 from converters.report import size
 from formats.errors import Interrupted, OutputError, SourceError
 from train.data.facts import Facts, facts_path, facts_text, mask_path
@@ -115,15 +115,6 @@ def in_threads(tasks: Sequence[Callable[[Stop], Result]], jobs: int, stop: Stop)
 def members(prefix: Path) -> tuple[Path, ...]:
     """All files that a prefix may have, the index last: where it is, the others are whole."""
     return bin_path(prefix), mask_path(prefix), facts_path(prefix), idx_path(prefix)
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """An error of the system that does not tell which file it is about is about this one."""
-    try:
-        yield
-    except OSError as error:
-        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from None
 
 
 @contextmanager

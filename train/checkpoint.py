@@ -19,6 +19,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -84,7 +85,7 @@ def newest(save: Path) -> Path | None:
         raise SourceError(
             f"{save} has checkpoints, the last is {held[-1].name}, and {LATEST} names {name or 'none'}, which is none "
             "of this trainer's",
-            f"echo {held[-1].name} > {save / LATEST}",
+            f"echo {held[-1].name} > {quote(str(save / LATEST))}",
         )
     return None
 

@@ -65,7 +65,7 @@ def _mark(folder: Path) -> dict[str, Any] | None:
     except ValueError:
         held = None
     if not isinstance(held, dict) or not isinstance(held.get("commit"), str):
-        raise SourceError(f"{path} does not tell what the folder is a copy of", f"rm -r {folder}")
+        raise SourceError(f"{path} does not tell what the folder is a copy of", f"remove {folder}")
     return held
 
 
@@ -85,11 +85,11 @@ def _download(name: str, commit: str, folder: Path, quiet: bool) -> None:
     for file in held:
         path = folder / file.rfilename
         if not path.is_file():
-            raise VerificationError(f"{file.rfilename} of {name} has not come", f"rm -r {folder}")
+            raise VerificationError(f"{file.rfilename} of {name} has not come", f"remove {folder}")
         expected = file.lfs.sha256 if file.lfs is not None else file.blob_id
         if _hash(path, git=file.lfs is None) != expected:
             raise VerificationError(
-                f"{path} has not the hash that the Hub says: {short(str(expected))}", f"rm -r {folder}"
+                f"{path} has not the hash that the Hub says: {short(str(expected))}", f"remove {folder}"
             )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from converters.checksums import Checksums, crc_of
+from converters.dequantize import read_bf16
 from converters.edges import Array
 from converters.regions import Nearby, region, runs
 from formats.checkpoint import OutputFile
@@ -47,6 +48,9 @@ class Files:
 
     def read(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
         """Fill a buffer from a physical tensor, `at` bytes from its start. A stream is read by one thread at a time."""
+        if fragment.scales is not None:
+            read_bf16(self.get, fragment, fragment.scales, at, buffer)
+            return
         fd, offset = self.get(fragment.path), fragment.offset + at
         if fragment.stream is None:
             read_into(fd, buffer, offset, fragment.path)

@@ -12,6 +12,7 @@ from typing import Any
 from formats import hf_experts
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, Family, family_named, family_of, find_family
+from formats.quantized import method_of
 from formats.spec import ModelSpec, Spec, Verbatim, checked
 
 HUGGINGFACE = {
@@ -131,7 +132,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
     """
     family = family_of(config, where)
     for key in ("quantization_config", "text_config"):
-        if config.get(key):
+        if config.get(key) and not (key == "quantization_config" and method_of(config)):
             raise UnsupportedError(f"{where}: models with a {key} are not supported")
     for key, only in family.requires.items():
         value = config.get(key, only)
@@ -283,7 +284,7 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
             config["vocab_size"] = spec.vocab
         return config
     family = family_named(spec.family)
-    config = _unwrapped(base)
+    config = {key: value for key, value in _unwrapped(base).items() if key != "quantization_config"}
     if not base:
         own = {key: value for key, value in spec.own.items() if value != family.own[key]}
         kind = family.model_type or family.name

@@ -22,6 +22,7 @@ from formats.families import family_named
 from formats.hf_config import from_huggingface, require_biases, require_class
 from formats.layout import Placed, Slot, match, slots
 from formats.pickles import TensorRef
+from formats.quantized import dequantized
 from formats.spec import ModelSpec, Spec, Verbatim
 from formats.storage import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 from formats.torchfile import read_torch
@@ -88,11 +89,14 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         raise UnsupportedError(
             f"{path} holds a PEFT adapter, which transformers would add to the weights", "merge it first"
         )
-    found = read_files(path)
-    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, settings.config or path, settings)
-    placed, dropped = match(model_slots(spec, found), {"": found}, drops(spec), path)
+    found, note = read_files(path), ""
     files = tuple(sorted({fragment.path for fragment in found.values()}))
-    return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path)
+    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, settings.config or path, settings)
+    if isinstance(spec, ModelSpec):
+        found, note = dequantized(found, read_json(path / "config.json"), str(path / "config.json"))
+    placed, dropped = match(model_slots(spec, found), {"": found}, drops(spec), path)
+    notes = (note,) if note else ()
+    return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes)
 
 
 def read_files(path: Path) -> dict[str, Fragment]:

@@ -33,7 +33,10 @@ MAX_DIMENSIONS = 64
 
 
 class Fragment(NamedTuple):
-    """A physical tensor on disk: `offset` in bytes (of the file, or of a stream in it), the others in elements."""
+    """A physical tensor on disk: `offset` in bytes (of the file, or of a stream in it), the others in elements.
+
+    With `scales` the elements on disk are quantized ones, and `dtype` is what they are read as.
+    """
 
     path: Path
     offset: int
@@ -41,6 +44,7 @@ class Fragment(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     stream: Stream | None = None
+    scales: Scales | None = None
 
     @property
     def nbytes(self) -> int:
@@ -51,6 +55,24 @@ class Fragment(NamedTuple):
     def row_major(self) -> bool:
         """Whether the elements lie row-major without gaps."""
         return self.strides == row_major(self.shape)
+
+
+class Scales(NamedTuple):
+    """What quantized elements are multiplied by: a factor for each block of a matrix, or of each of several in a row.
+
+    Attributes:
+        method: how an element is coded, MXFP4 or FP8.
+        factors: a matrix of them for each matrix, row-major.
+        block: rows and columns of a block; the last ones of a matrix may be smaller.
+        rows: of a matrix.
+        columns: of a matrix.
+    """
+
+    method: str
+    factors: Fragment
+    block: tuple[int, int]
+    rows: int
+    columns: int
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

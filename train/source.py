@@ -9,7 +9,9 @@ from tempfile import TemporaryDirectory
 from blake3 import blake3
 
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import SourceError, UsageError
+from formats.errors import SourceError, UnsupportedError, UsageError
+from formats.huggingface import INDEX, SINGLE, read_json
+from formats.spec import Verbatim
 from train.config import Config
 from train.runs import started
 
@@ -29,9 +31,14 @@ def settings_of(config: Config) -> Settings:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether ranks can read their pieces from a folder as it is."""
-    held = any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
-    return held and (path / "config.json").is_file()
+    """Whether ranks can read their pieces from a folder as it is: they lie in safetensors, and are not quantized."""
+    held = any((path / name).is_file() for name in (SINGLE, INDEX))
+    return held and (path / "config.json").is_file() and not _is_quantized(path)
+
+
+def _is_quantized(path: Path) -> bool:
+    file = path / "config.json"
+    return file.is_file() and bool(read_json(file).get("quantization_config"))
 
 
 def folder_of(config: Config, resumed: bool = False) -> Path:
@@ -60,6 +67,8 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
     request = Request(out, quiet=True, force=True)
     with TemporaryDirectory(prefix="vitruvian-") as scratch:
         source, tokenizer = _opened(path, config, Path(scratch))
+        if isinstance(source.spec, Verbatim) and _is_quantized(path):
+            raise UnsupportedError(f"{path} cannot be trained: {source.spec.why}")
         plan = plan_huggingface(source, request, SHARD_SIZE)
         made_of = (fingerprint(plan, request.limits.replicas) + tokenizer).encode()
         if is_folder(out) and note.is_file() and note.read_bytes() == made_of:

@@ -159,7 +159,7 @@ def test_layers_with_a_window_behind_the_full_ones_are_refused(model, convert, t
 
 
 def test_what_predicts_a_second_token_stays_behind_where_transformers_leaves_it(model, convert, tmp_path):
-    """The 62nd layer of DeepSeek-V3; any other layer too many has no place. Of fp8 there is no table."""
+    """The 62nd layer of DeepSeek-V3; any other layer too many has no place. Of AWQ there is no table."""
     from safetensors.torch import load_file, save_file
 
     folder = Path(shutil.copytree(model("deepseek_v3"), tmp_path / "hf"))
@@ -175,7 +175,7 @@ def test_what_predicts_a_second_token_stays_behind_where_transformers_leaves_it(
     assert convert("hf2hf", folder, tmp_path / "h", "--verbatim").code == 0
     assert "model.layers.4.enorm.weight" in load_file(tmp_path / "h/model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     refused(convert("hf2megatron", folder, tmp_path / "m3"), 4, "models with a quantization_config are not supported")
 
 

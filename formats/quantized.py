@@ -1,0 +1,125 @@
+"""Quantized weights of Hugging Face folders, read as what they stand for: MXFP4 of GPT-OSS, FP8 in blocks of DeepSeek.
+
+Facts: transformers 5.23.0, integrations/mxfp4.py (`experts.down_proj_blocks` is [expert, row, group, 16], two elements
+of a row a byte, the lower half first; its `_scales` have one byte for 32 elements; the parameter is the transpose) and
+integrations/finegrained_fp8.py (`X_scale_inv` has one factor for each block of `weight_block_size` elements of X, the
+last ones of a row or column may be smaller); the values of an element and of a scale: OCP Microscaling Formats 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import SourceError, UnsupportedError, short
+from formats.storage import Fragment, Scales
+
+METHODS = {"mxfp4": "MXFP4", "fp8": "FP8"}
+"""What a config calls the quantization that is known here: its name."""
+GROUP = 32
+"""Elements of MXFP4 that share a scale."""
+FACTORS = ("F32", "BF16")
+"""Element types of the scales of FP8."""
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """The quantization that a config names, if it is one that is known here."""
+    held = config.get("quantization_config")
+    method = held.get("quant_method") if isinstance(held, dict) else None
+    return METHODS.get(method) if isinstance(method, str) else None
+
+
+def dequantized(
+    found: Mapping[str, Fragment], config: Mapping[str, Any], where: str
+) -> tuple[dict[str, Fragment], str]:
+    """The tensors of a model out of those of a quantized one: BF16 for each pair of quantized elements and scales.
+
+    Args:
+        found: the tensors of the files, by key.
+        config: the config.json beside them.
+        where: what to call it in an error.
+
+    Returns:
+        The tensors, and a note on what they were.
+
+    Raises:
+        SourceError: scales are missing, or of another shape than the elements that they belong to.
+        UnsupportedError: its blocks are of another kind.
+    """
+    method = method_of(config)
+    if method == "MXFP4":
+        held, exact = _mxfp4(found), "which holds them exactly"
+    elif method == "FP8":
+        held, exact = _fp8(found, _block(config, where)), "each product with its scale rounded once"
+    else:
+        return dict(found), ""
+    count = sum(fragment.scales is not None for fragment in held.values())
+    note = f"{count} tensors of {method} are read as BF16, {exact}; --verbatim carries them as they are"
+    return held, note if count else ""
+
+
+def _mxfp4(found: Mapping[str, Fragment]) -> dict[str, Fragment]:
+    held = {}
+    for key, blocks in found.items():
+        name, suffix = key[:-7], key[-7:]
+        if suffix == "_scales" and f"{name}_blocks" in found:
+            continue
+        if suffix != "_blocks":
+            held[key] = blocks
+            continue
+        scales = _scales(found, f"{name}_scales", blocks, key)
+        if blocks.dtype != "U8" or blocks.shape[3:] != (GROUP // 2,):
+            raise SourceError(f"{blocks.path}: {key} is {blocks.dtype}{list(blocks.shape)}, not MXFP4")
+        _require(scales, f"{name}_scales", "U8", blocks.shape[:3])
+        experts, rows, groups = blocks.shape[:3]
+        wide = groups * GROUP
+        held[name] = Fragment(
+            blocks.path, blocks.offset, "BF16", (experts, wide, rows), (rows * wide, 1, wide),
+            scales=Scales("MXFP4", scales, (1, GROUP), 1, experts * rows * wide),
+        )  # fmt: skip
+    return held
+
+
+def _fp8(found: Mapping[str, Fragment], block: tuple[int, int]) -> dict[str, Fragment]:
+    held = {}
+    for key, fragment in found.items():
+        if fragment.dtype != "F8_E4M3":
+            if key.removesuffix("_scale_inv") not in found or not key.endswith("_scale_inv"):
+                held[key] = fragment
+            continue
+        scales = _scales(found, f"{key}_scale_inv", fragment, key)
+        if len(fragment.shape) < 2:
+            raise UnsupportedError(f"{fragment.path}: {key} is FP8{list(fragment.shape)}, which has no blocks")
+        *stack, rows, columns = fragment.shape
+        grid = (*stack, -(-rows // block[0]), -(-columns // block[1]))
+        if scales.dtype not in FACTORS:
+            raise UnsupportedError(f"{scales.path}: {key}_scale_inv is {scales.dtype}, not {' or '.join(FACTORS)}")
+        _require(scales, f"{key}_scale_inv", scales.dtype, grid)
+        held[key] = fragment._replace(dtype="BF16", scales=Scales("FP8", scales, block, rows, columns))
+    return held
+
+
+def _scales(found: Mapping[str, Fragment], name: str, of: Fragment, key: str) -> Fragment:
+    if name not in found:
+        raise SourceError(f"{of.path} holds {key}, and no file its {name}")
+    return found[name]
+
+
+def _require(scales: Fragment, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    if (scales.dtype, scales.shape) != (dtype, shape):
+        raise SourceError(
+            f"{scales.path}: {name} is {scales.dtype}{list(scales.shape)}, its elements imply {dtype}{list(shape)}"
+        )
+
+
+def _block(config: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """Rows and columns of a block of FP8."""
+    said = config["quantization_config"].get("weight_block_size")
+    match said:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case _:
+            raise UnsupportedError(
+                f"{where}: FP8 with weight_block_size = {short(said)} is not supported",
+                "--verbatim carries every tensor as it is, in Hugging Face and FSDP",
+            )

@@ -1,0 +1,230 @@
+"""Quantized models of the Hub: what is read of them is, bit for bit, what transformers makes of them on a CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from converters.dequantize import read_bf16
+from formats.errors import UnsupportedError
+from formats.storage import Fragment, Scales, row_major
+from tests.faults.dcp_tools import refused
+from train.config import load_config
+from train.source import folder_of
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+LINEAR = ("_proj.weight", "_mqa.weight")
+
+
+def rewritten(source: Path, folder: Path, change, quantization: dict) -> Path:
+    """A copy of a model with other tensors."""
+    shutil.copytree(source, folder)
+    held, more = load_file(folder / "model.safetensors"), {}
+    torch.manual_seed(0)
+    for name, tensor in held.items():
+        more |= change(name, tensor)
+    save_file(more, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return folder
+
+
+def blocks(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Experts of GPT-OSS as OpenAI publishes them: random bytes."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return {name: tensor}
+    experts, wide, rows = tensor.shape
+    scales = torch.randint(112, 124, (experts, rows, wide // 32), dtype=torch.uint8)
+    scales[0, 0] = torch.tensor([0, 1, 2][: wide // 32])  # so small that BF16 has no normal number for it
+    codes = torch.randint(0, 256, (experts, rows, wide // 32, 16), dtype=torch.uint8)
+    return {f"{name}_blocks": codes, f"{name}_scales": scales}
+
+
+def scaled(block: tuple[int, int], dtype: torch.dtype = torch.float32):
+    """Linear layers as DeepSeek publishes them."""
+
+    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not name.endswith(LINEAR):
+            return {name: tensor}
+        codes = torch.randint(0, 256, tensor.shape, dtype=torch.uint8)
+        codes[codes & 127 == 127] = 5  # no NaN
+        grid = [-(-size // step) for size, step in zip(tensor.shape, block, strict=True)]
+        factors = (torch.rand(grid) / 1000).to(dtype)
+        return {name: codes.view(torch.float8_e4m3fn), f"{name}_scale_inv": factors}
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def oss(model, tmp_path_factory):
+    return rewritten(model("gpt_oss", "bfloat16"), tmp_path_factory.mktemp("oss") / "hf", blocks, MXFP4)
+
+
+@pytest.fixture(scope="module")
+def deepseek(model, tmp_path_factory):
+    source = model("deepseek_v3", "bfloat16")
+    return rewritten(source, tmp_path_factory.mktemp("deepseek") / "hf", scaled((8, 8)), FP8)
+
+
+def same_model(one: Path, two: Path) -> None:
+    """Two folders that transformers loads as one model, without a missing or unexpected key."""
+    found = []
+    for path in (one, two):
+        net, said = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, output_loading_info=True)
+        assert not said["missing_keys"]
+        assert not said["unexpected_keys"]
+        found.append(net.state_dict())
+    assert found[0].keys() == found[1].keys()
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor.view(torch.int16), found[1][name].view(torch.int16)), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "how"), [("oss", 8, "which holds them exactly"), ("deepseek", 104, "rounded once")]
+)
+def test_what_is_read_is_what_transformers_reads(kind, count, how, convert, tmp_path, request):
+    source = request.getfixturevalue(kind)
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert f"{count} tensors of {'MXFP4' if kind == 'oss' else 'FP8'} are read as BF16, " in ran.err
+    assert how in ran.err
+    assert "quantization_config" not in (tmp_path / "out/config.json").read_text()
+    same_model(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["oss", "deepseek"])
+def test_it_goes_to_megatron_and_back(kind, convert, tmp_path, request):
+    source, mesh = request.getfixturevalue(kind), ["--ep", 2, "--pp", 2]
+    assert convert("hf2megatron", source, tmp_path / "m", *mesh).code == 0
+    assert convert("verify", tmp_path / "m", source).code == 0
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "back").code == 0
+    same_model(source, tmp_path / "back")
+    wanted = convert("digest", source).out
+    assert convert("digest", tmp_path / "m").out.split()[0] == wanted.split()[0]
+    small = convert("digest", source, "-j", 3, "--memory", "200KB")
+    assert (small.code, small.out) == (0, wanted)
+
+
+def test_verbatim_keeps_every_bit(oss, convert, tmp_path):
+    assert convert("hf2hf", oss, tmp_path / "out", "--verbatim").code == 0
+    assert (tmp_path / "out/config.json").read_bytes() == (oss / "config.json").read_bytes()
+    here, there = load_file(tmp_path / "out/model.safetensors"), load_file(oss / "model.safetensors")
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+@pytest.mark.parametrize(("block", "dtype"), [((128, 128), torch.float32), ((40, 36), torch.bfloat16)])
+def test_blocks_that_do_not_fill_a_matrix(model, convert, tmp_path, block, dtype):
+    """transformers wants them to; DeepSeek's own script and vLLM do not."""
+    quantization = FP8 | {"weight_block_size": list(block)}
+    source = rewritten(model("qwen3", "bfloat16"), tmp_path / "hf", scaled(block, dtype), quantization)
+    assert convert("hf2hf", source, tmp_path / "out").code == 0
+    held, found = load_file(source / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    for name, tensor in found.items():
+        wanted = held[name]
+        if f"{name}_scale_inv" in held:
+            factors = held[f"{name}_scale_inv"].float()
+            for axis, size in enumerate(wanted.shape):
+                factors = factors.repeat_interleave(block[axis], axis).narrow(axis, 0, size)
+            wanted = (wanted.float() * factors).bfloat16()
+        assert torch.equal(tensor.view(torch.int16), wanted.view(torch.int16)), name
+
+
+@given(st.data())
+def test_any_part_of_it_is_a_part_of_the_whole(tmp_path_factory, data):
+    """As tiles ask for it: from any element to any other."""
+    method = data.draw(st.sampled_from(["MXFP4", "FP8"]))
+    stack, rows, columns = (data.draw(st.integers(1, 5)) for _ in range(3))
+    columns *= 32
+    block = (1, 32) if method == "MXFP4" else (data.draw(st.integers(1, 4)), data.draw(st.integers(1, 40)))
+    file, count = tmp_path_factory.getbasetemp() / "elements", stack * rows * columns
+    random = np.random.default_rng(data.draw(st.integers(0, 9)))
+    grid = (stack, -(-rows // block[0]), -(-columns // block[1]))
+    factors = random.random(grid, np.float32) if method == "FP8" else random.integers(90, 150, grid, np.uint8)
+    codes = random.integers(0, 127, count if method == "FP8" else count // 2, np.uint8)
+    file.write_bytes(codes.tobytes() + factors.tobytes())
+    held = Fragment(file, codes.nbytes, "F32" if method == "FP8" else "U8", grid, row_major(grid))
+    shape = (stack, rows, columns)
+    scales = Scales(method, held, block, rows, columns)
+    whole = Fragment(file, 0, "BF16", shape, row_major(shape), scales=scales)
+    first = data.draw(st.integers(0, count - 1))
+    last = data.draw(st.integers(first + 1, count))
+    descriptor = file.open("rb")
+    with descriptor:
+        parts = []
+        for start, stop in ((first, last), (0, count)):
+            out = np.zeros(stop - start, np.uint16)
+            read_bf16(lambda _: descriptor.fileno(), whole, scales, 2 * start, out.data.cast("B"))
+            parts.append(out)
+    assert np.array_equal(parts[0], parts[1][first:last])
+    wide = np.repeat(np.repeat(factors, block[0], 1)[:, :rows], block[1], 2)[..., :columns].ravel()
+    if method == "FP8":
+        values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.from_numpy(wide)
+    else:
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        values = table[np.stack([codes & 15, codes >> 4], 1).ravel().astype(np.int64)] * torch.exp2(
+            torch.from_numpy(wide) - 127.0
+        )
+    assert np.array_equal(parts[1], values.bfloat16().view(torch.int16).numpy().view(np.uint16))
+
+
+def test_every_byte_of_fp8():
+    from converters.dequantize import E4M3
+
+    theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(E4M3.view(np.uint32)[~np.isnan(E4M3)], theirs.view(np.uint32)[~np.isnan(theirs)])
+    assert np.array_equal(np.isnan(E4M3), np.isnan(theirs))
+
+
+def without(ending: str):
+    """Changes that leave a kind of tensors out."""
+    return lambda name, tensor: {} if name.endswith(ending) else {name: tensor}
+
+
+def cut(ending: str):
+    """Changes that leave the last column of a kind of tensors out."""
+    return lambda name, tensor: {name: tensor[..., :-1].contiguous() if name.endswith(ending) else tensor}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said", "code", "words"),
+    [
+        ("oss", without("down_proj_scales"), {}, 3, ["experts.down_proj_blocks, and no file its", "down_proj_scales"]),
+        ("oss", cut("down_proj_scales"), {}, 3, ["down_proj_scales is U8[4, 64, 2]", "imply U8[4, 64, 3]"]),
+        ("oss", cut("down_proj_blocks"), {}, 3, ["down_proj_blocks is U8[4, 64, 3, 15], not MXFP4"]),
+        ("deepseek", without("o_proj.weight_scale_inv"), {}, 3, ["o_proj.weight, and no file its"]),
+        ("deepseek", cut("o_proj.weight_scale_inv"), {}, 3, ["weight_scale_inv is F32[8, 11]", "imply F32[8, 12]"]),
+        ("deepseek", without("-"), {"weight_block_size": None}, 4, ["FP8 with weight_block_size = None", "--verbatim"]),
+        ("deepseek", without("-"), {"quant_method": "gptq"}, 4, ["a quantization_config are not supported"]),
+    ],
+)
+def test_what_does_not_fit_is_refused(kind, change, said, code, words, convert, tmp_path, request):
+    quantization = (MXFP4 if kind == "oss" else FP8) | said
+    source = rewritten(request.getfixturevalue(kind), tmp_path / "hf", change, quantization)
+    refused(convert("hf2megatron", source, tmp_path / "out"), code, *words)
+    assert convert("hf2hf", source, tmp_path / "kept", "--verbatim").code == 0
+
+
+def test_a_training_begins_with_what_it_stands_for(oss, tmp_path):
+    text = (
+        "model: {path: PATH}\ndata: {train: P, seq_length: 8}\nbatch: {size: 4}\noptim: {lr: 0.1}\nsave: {path: SAVE}\n"
+    )
+    file = tmp_path / "config.yml"
+    file.write_text(text.replace("PATH", str(oss)).replace("SAVE", str(tmp_path / "save")))
+    folder = folder_of(load_config(file)[0])
+    assert folder == tmp_path / "save/start"
+    same_model(oss, folder)
+    other = rewritten(oss, tmp_path / "hf", without("-"), {"quant_method": "gptq"})
+    file.write_text(text.replace("PATH", str(other)).replace("SAVE", str(tmp_path / "save")))
+    with pytest.raises(UnsupportedError, match="hf cannot be trained: .* models with a quantization_config"):
+        folder_of(load_config(file)[0])

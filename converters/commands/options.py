@@ -79,6 +79,7 @@ def _learn(context: click.Context, _: click.Parameter, path: Path | None) -> Fam
     return family
 
 
+places = together(click.argument("src", type=FOLDER), click.argument("out", type=FOLDER))
 own_family = click.option(
     "--family", type=FOLDER, metavar="FILE", callback=_learn,
     help="A family of your own, in TOML: the table and the settings of a model that `convert formats` does not list.",
@@ -120,13 +121,19 @@ dtype = click.option(
     "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), default="keep", show_default=True,
     help="Cast floating point weights.",
 )  # fmt: skip
+shard_size = click.option(
+    "--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file."
+)
 chat_template = click.option(
     "--chat-template", "template", metavar="NAME|FILE",
     help="chatml, llama3, control, or a jinja file. Tokens that it needs are added; their rows are the mean of all.",
 )  # fmt: skip
-topology = together(
+parallel = together(
     click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel size."),
     click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline parallel size."),
+)
+topology = together(
+    parallel,
     click.option("--vpp", type=click.IntRange(1), default=1, show_default=True,
                  help="Virtual pipeline chunks of each stage."),
 )  # fmt: skip
@@ -146,6 +153,10 @@ experts = together(
 )  # fmt: skip
 MEGATRON = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
 """--format of a Megatron folder: the dialect that its files are written in."""
+vocab_multiple = click.option(
+    "--make-vocab-size-divisible-by", "multiple", type=click.IntRange(1), default=128, show_default=True, metavar="N",
+    help="The vocabulary is padded to a multiple of this times tp.",
+)  # fmt: skip
 true_vocab_size = click.option(
     "--true-vocab-size", "tokens", type=click.IntRange(1), metavar="N",
     help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
@@ -174,21 +185,16 @@ writing = together(
     click.option("-q", "--quiet", is_flag=True, help="No progress."),
     as_json,
 )  # fmt: skip
-
-
 weights = click.option(
     "--weights", type=click.Choice(["module", "fp32-master", "exp_avg", "exp_avg_sq"]),
     help="DeepSpeed: the model's own weights, or what the optimizer keeps of each.  [default: module, if there]",
 )  # fmt: skip
-deepspeed_reading = together(
-    click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]"),
-    weights,
-)
+tag = click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
+deepspeed_reading = together(tag, weights)
 layout = click.option(
     "--layout", type=click.Choice(["sequential", "pipeline"]),
     help="Files of GPT-NeoX: one for each rank, or one for each layer and rank.  [default: pipeline if --pp > 1]",
 )  # fmt: skip
-
 
 READS = {
     "huggingface": "for Hugging Face use `convert hf2megatron`, `hf2fsdp`, `hf2neox` or `hf2hf`",

@@ -292,9 +292,11 @@ def iteration_folder(run: Path, number: int | None) -> Path:
     Raises:
         SourceError: the run has no such iteration.
     """
-    folder = run / f"iter_{number or 0:07d}"
     if number is None:
         return run
+    from formats.megatron_shards import name_of
+
+    folder = run / name_of(number)
     if not folder.is_dir():
         held = sorted(path.name for path in run.glob("iter_*"))
         raise SourceError(f"{run} holds no {folder.name}", f"present: {', '.join(held) or 'no iteration'}")

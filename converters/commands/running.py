@@ -51,7 +51,7 @@ def is_written(plan: Plan, request: Request) -> bool:
     if remembered is None:
         return False
     jobs = [replace(job, targets=()) for job in plan.jobs]
-    with Progress("comparing", sum(job.nbytes for job in jobs), request.quiet) as progress:
+    with Progress("comparing", plan.nbytes, request.quiet) as progress:
         return digest_of(jobs, request.limits, progress.advance) == remembered
 
 

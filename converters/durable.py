@@ -17,20 +17,23 @@ from formats.errors import OutputError
 
 
 @contextmanager
+def handled(handler: Callable[[int, FrameType | None], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Signals go to a handler while it lasts, in the main thread, which alone may say so."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in (numbers if main else ())}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+@contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
     """SIGTERM and SIGINT let the running jobs finish. Yields a function that says whether one came."""
     came = threading.Event()
-
-    def note(_: int, __: FrameType | None) -> None:
-        came.set()
-
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
-    try:
+    with handled(lambda *_: came.set(), signal.SIGTERM, signal.SIGINT):
         yield came.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def lock(handle: int, what: object, *, shared: bool = False) -> bool:
@@ -62,6 +65,15 @@ def write_all(handle: int, content: bytes) -> None:
     """Append all of it: a full disk can cut a write short."""
     while content:
         content = content[os.write(handle, content) :]
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An error of the system that does not tell which file it is about is about this one."""
+    try:
+        yield
+    except OSError as error:
+        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from None
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from shlex import join, quote
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from converters.durable import handled
 from converters.publish.card import version
 from converters.publish.push_plan import MAIN, STEP, WEIGHTS, File, Push
 from formats.errors import (
@@ -237,13 +237,8 @@ def _ended_by_signals(staging: str, again: str) -> Iterator[None]:
         sys.stderr.flush()
         os._exit(Interrupted.exit_code)
 
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
-    try:
+    with handled(end, signal.SIGTERM, signal.SIGINT):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _kept(plan: Push, held: ModelInfo) -> list[str]:

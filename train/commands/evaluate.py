@@ -52,7 +52,7 @@ def evaluate(
     --evaluate.metrics '[rouge, bleu]'. A checkpoint of GPT-NeoX, Megatron, DeepSpeed or another trainer is made a
     Hugging Face folder in RUN for as long as it is read. Under torchrun or srun the numbers are the same on any number
     of ranks.
-    """  # fmt: skip
+    """
     from train.runs import open_run
 
     if whole and checkpoint is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json
+from converters.durable import handled
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -169,16 +169,11 @@ def _ended_by_signals() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)
         signal.default_int_handler(number, frame)
 
-    main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM) if main else ()
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        if main:
+    with handled(end, signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        try:
+            yield
+        finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

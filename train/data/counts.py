@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from converters.durable import named
 from train.data.indexed import Indexed, chunks
-from train.data.packs.files import named
 
 MOST = 1 << 20
 """Longer documents are counted as if they had so many tokens, for quantiles and bars only."""

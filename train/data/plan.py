@@ -26,13 +26,12 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from converters.durable import sync_folder, synced, write_file
+from converters.durable import named, sync_folder, synced, write_file
 from formats.errors import OutputError, RefusedError, SourceError, UnsupportedError, UsageError, short
 from train.data.facts import mask_path
 from train.data.indexed import Indexed, bin_path, idx_path
 from train.data.k_bin import k_bin
 from train.data.packing import Lengths, Rows, best_fit, concatenated, next_fit
-from train.data.packs.files import named
 
 ALGORITHMS: Mapping[str, Callable[[Lengths, int, int], Rows]] = {
     "bfd": best_fit,

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from converters.durable import lock, stoppable, sync_folder, write_file
+from converters.durable import lock, named, stoppable, sync_folder, write_file
 from converters.report import Progress
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError
 from train.data.facts import Facts, facts_path, facts_text, mask_path
@@ -140,7 +140,7 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
         handle = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         stack.callback(os.close, handle)
         lock(handle, staging)
-        stack.enter_context(_named(staging))
+        stack.enter_context(named(staging))
         done = _resumed(request)
         stopped = stack.enter_context(stoppable())
         done = _append_all(request, done, stopped)
@@ -149,17 +149,6 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
             raise SourceError("an input file changed while it was read", "run again when nothing writes to it")
         _judge(request, done)
         yield done, stopped
-
-
-@contextmanager
-def _named(folder: Path) -> Iterator[None]:
-    """An error of the disk that names no file gets the name of the folder."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            raise OSError(error.errno, error.strerror, str(folder)) from None
-        raise
 
 
 def _resumed(request: Request) -> Done:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from converters.durable import lock, stoppable, write_file
+from converters.durable import lock, named, stoppable, write_file
 from converters.report import Progress
 from formats.errors import OutputError, VitruvianError, short
 from train.data.facts import Facts, mask_path, read_facts
@@ -56,7 +56,7 @@ def write(
         OutputError: OUT holds packs of other inputs or arguments, another process writes them, or there is no room.
         Interrupted: a signal came.
     """
-    with stoppable() as stop, files.named(out):
+    with stoppable() as stop, named(out):
         record = make_record(plan, schedule)
         (out / "states").mkdir(parents=True, exist_ok=True)
         with _alone(out):

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**12
-FOLDER = click.Path(path_type=Path)
+FILE = FOLDER = click.Path(path_type=Path)
+"""What is there is found out by whoever opens it, who has the better sentence."""
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import click
 
-from converters.commands.options import as_json
+from converters.commands.options import FOLDER, as_json
 from formats.errors import UsageError
-
-FOLDER = click.Path(path_type=Path)
 
 
 @click.command(
-    "eval", context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+    "eval", context_settings={"ignore_unknown_options": True}
 )  # fmt: skip
 @click.argument("run", type=FOLDER)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)

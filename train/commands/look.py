@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import as_json, together
+from converters.commands.options import FILE, as_json, together
 from formats.errors import OutputError, UsageError, VerificationError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from train.data.encode import Encoder
     from train.data.lint import Findings
 
-FILE = click.Path(path_type=Path)
 LOSS = click.option("--loss", type=click.Choice(["assistant", "last_turn", "all"]), default="assistant",
                     show_default=True, help="What is trained: every reply, the last one, or all tokens.")  # fmt: skip
 control_tokens = click.option(

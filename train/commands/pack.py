@@ -8,10 +8,8 @@ from typing import Any
 
 import click
 
-from converters.commands.options import as_json
+from converters.commands.options import FILE, as_json
 from formats.errors import UsageError, short
-
-FILE = click.Path(path_type=Path)
 
 
 @click.command()

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from converters.durable import synced
+from converters.durable import named, synced
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError
 from formats.families import FAMILIES, FAMILY_FILE
@@ -181,8 +181,5 @@ def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) ->
             reader = source.open("rb")
         except OSError as error:
             raise SourceError(f"{source}: {error.strerror}") from None
-        try:
-            with reader, synced(path) as writer:
-                shutil.copyfileobj(reader, writer)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
+        with named(path), reader, synced(path) as writer:
+            shutil.copyfileobj(reader, writer)

@@ -18,6 +18,8 @@ from formats.storage import Fragment, read_into
 
 POLYNOMIAL = 0xEDB88320
 ONES = 0xFFFFFFFF
+STEP = 1 << 20
+"""Bytes that are read at a time."""
 SMALL, MANY = 16 << 10, 256
 """A storage of more than so many pieces of fewer bytes is cheaper to read once more."""
 
@@ -83,11 +85,11 @@ class Checksums:
         return self.sums[key] ^ shift(ONES, self.sizes[key]) ^ ONES
 
 
-def crc_of(fd: int, offset: int, nbytes: int, path: Path, step: int = 1 << 20) -> int:
+def crc_of(fd: int, offset: int, nbytes: int, path: Path) -> int:
     """The CRC-32 of a byte range of a file, read once."""
-    crc, buffer = 0, bytearray(min(step, nbytes))
-    for position in range(0, nbytes, step):
-        piece = memoryview(buffer)[: min(step, nbytes - position)]
+    crc, buffer = 0, bytearray(min(STEP, nbytes))
+    for position in range(0, nbytes, STEP):
+        piece = memoryview(buffer)[: min(STEP, nbytes - position)]
         read_into(fd, piece, offset + position, path)
         crc = zlib.crc32(piece, crc)
     return crc

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from converters import assets, digest
 from converters.blocks import Files, finish_files
@@ -26,9 +25,6 @@ from formats.checkpoint import Checkpoint, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError, some
 from formats.registry import FORMATS, module, open_checkpoint, steps
 from formats.spec import Verbatim, differences
-
-if TYPE_CHECKING:
-    pass
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ANEW = "what was written is deleted, the same command starts over"
@@ -112,7 +108,8 @@ def run(plan: Plan, request: Request, drifted: Drifted = lambda *_: None) -> dic
         try:
             sums = None if journal.digests else Checksums(target.files)  # runs before this one counted for themselves
             with _disk(request), Files(sums) as files, journal.kept(files):  # reading back begins while the disk writes
-                _write(plan, target, request, journal, files, stopped, drifted)
+                _execute(plan.jobs, target, request, journal, files, stopped, drifted)
+                _finish(plan, target, request, journal.digests, files)
                 if stopped():
                     raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
                 if request.verify:
@@ -173,9 +170,9 @@ def _prove(masters: Checkpoint, request: Request) -> None:
     Raises:
         VerificationError: they are not the same model.
     """
-    jobs = make_plan(masters).jobs
-    with Progress("comparing masters", sum(job.nbytes for job in jobs), request.quiet) as progress:
-        digest_of(jobs, request.limits, progress.advance)
+    plan = make_plan(masters)
+    with Progress("comparing masters", plan.nbytes, request.quiet) as progress:
+        digest_of(plan.jobs, request.limits, progress.advance)
 
 
 def _execute(
@@ -206,22 +203,13 @@ def _execute(
         )
 
 
-def _write(
-    plan: Plan,
-    target: Target,
-    request: Request,
-    journal: Journal,
-    files: Files,
-    stopped: Callable[[], bool],
-    drifted: Drifted,
-) -> None:
-    """Write everything into the staging folder. What `files` has open is not on disk yet."""
-    _execute(plan.jobs, target, request, journal, files, stopped, drifted)
+def _finish(plan: Plan, target: Target, request: Request, digests: Mapping[str, str], files: Files) -> None:
+    """Write what is no tensor into the staging folder. What `files` has open is not on disk yet."""
     finish_files(target.files, files, request.limits.threads)
-    digest.check_source(plan, journal.digests)
+    digest.check_source(plan, digests)
     texts = dict(target.texts)
     if plan.again is None:
-        texts[f"{target.home}/{digest.MANIFEST}"] = digest.manifest(plan, journal.digests)
+        texts[f"{target.home}/{digest.MANIFEST}"] = digest.manifest(plan, digests)
     assets.write(request.root, texts, target.copies)
 
 

@@ -27,7 +27,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.layout import Cut, Slot, match, slots
 from formats.optimizer import Group, Optimizer
 from formats.rows import EMBEDDING
-from formats.scattered import Piece, Scattered, scattered, spread, whole_part
+from formats.scattered import Piece, Scattered, in_one, scattered, spread
 from formats.spec import ModelSpec, Spec, Verbatim
 from formats.storage import Fragment, read_safetensors
 from formats.torchfile import TorchFile, packed, read_torch
@@ -172,15 +172,8 @@ def _consolidated(folder: Path, _: Settings) -> Listing:
     """Plain files of weights that lack only a config."""
     tensors = huggingface.read_files(folder)
     keys = list(tensors)
-
-    def load(wanted: Sequence[int]) -> Iterable[Scattered]:
-        for key in (keys[i] for i in wanted):
-            yield scattered(
-                key, tensors[key].shape, tensors[key].dtype, [Piece(whole_part(tensors[key].shape), tensors[key])]
-            )
-
     files = tuple(sorted({fragment.path for fragment in tensors.values()}))
-    return Listing([(key,) for key in keys], load, files)
+    return Listing([(key,) for key in keys], lambda wanted: (in_one(keys[i], tensors[keys[i]]) for i in wanted), files)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

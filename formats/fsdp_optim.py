@@ -31,7 +31,7 @@ from formats.layout import Placed, match
 from formats.optimizer import Group, Optimizer
 from formats.pickles import Opaque, TensorRef
 from formats.scattered import Scattered, spread
-from formats.storage import Fragment, read_into
+from formats.storage import Fragment, read_bytes
 from formats.streams import Reader
 from formats.torchfile import TorchFile, read_torch
 
@@ -276,12 +276,11 @@ def _small(tensor: Scattered) -> Small:
 
 
 def _bytes(fragment: Fragment) -> bytes:
+    if fragment.stream is None:
+        return read_bytes(fragment.path, fragment.offset, fragment.nbytes)
     raw = bytearray(fragment.nbytes)
     with fragment.path.open("rb") as file:
-        if fragment.stream is None:
-            read_into(file.fileno(), memoryview(raw), fragment.offset, fragment.path)
-        else:
-            Reader(file.fileno(), fragment.path, fragment.stream).read_into(memoryview(raw), fragment.offset)
+        Reader(file.fileno(), fragment.path, fragment.stream).read_into(memoryview(raw), fragment.offset)
     return bytes(raw)
 
 

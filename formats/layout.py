@@ -321,6 +321,6 @@ def _path(tensors: Mapping[str, Fragment], file: str, where: Path) -> str:
     return str(next(iter(tensors.values())).path) if tensors else str(where / file.partition(" ")[0])
 
 
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    more = f", and {len(names) - limit} more" if len(names) > limit else ""
-    return "; ".join(names[:limit]) + more
+def _some(names: Sequence[str]) -> str:
+    more = f", and {len(names) - 5} more" if len(names) > 5 else ""
+    return "; ".join(names[:5]) + more

@@ -40,6 +40,7 @@ from formats.megatron_shards import (
     iteration_of,
     locate,
     mesh_of,
+    name_of,
     names_of,
     read_shards,
     state_of,
@@ -341,7 +342,7 @@ def write(
     """
     pipeline, padded = topology_of(spec, options)
     llm = options.dialect == megatron_llm.NAME
-    folder = "release" if iteration is None else f"iter_{iteration:07d}"
+    folder = name_of(iteration)
     spelled = megatron_llm.namespace if llm else namespace
     merged = spelled(spec, dtypes.values(), options, padded, args or {}, iteration)
     merged |= optimizer.args() if optimizer else {}

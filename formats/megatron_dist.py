@@ -34,7 +34,7 @@ from formats.megatron_args import DIST, Options, flags, namespace
 from formats.megatron_chained import BUFFER, CHAINED, spread
 from formats.megatron_experts import Mesh
 from formats.megatron_optim import PREFIX, Optimizer
-from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate, vocab_multiple
+from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate, name_of, vocab_multiple
 from formats.pattern import splits
 from formats.pickles import Namespace
 from formats.pipeline import Chunk, chunks
@@ -235,7 +235,7 @@ def write(
     The arguments are those of `megatron.write`.
     """
     pipeline, padded = topology_of(spec, options)
-    folder = "release" if iteration is None else f"iter_{iteration:07d}"
+    folder = name_of(iteration)
     parts = chunks(pipeline, spec.layers)
     ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
     wanted = _slots(spec, _table({}), padded)

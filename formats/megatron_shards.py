@@ -15,7 +15,7 @@ from formats.megatron_args import MEGATRON, MEGATRON_ONLY, MORE_SETTINGS
 from formats.megatron_experts import Mesh
 from formats.pickles import Namespace, TensorRef
 from formats.spec import whole
-from formats.storage import Fragment
+from formats.storage import Fragment, read_bytes
 from formats.torchfile import TorchFile, read_torch
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -75,13 +75,18 @@ def locate(path: Path) -> tuple[Path, Path]:
             word = file.read(100).decode(errors="replace").strip()
         if word != "release" and not re.fullmatch(r"[0-9]{1,18}", word):
             raise SourceError(f"{path / TRACKER} says {short(word)}, which is neither an iteration nor `release`")
-        run, iteration = path, path / ("release" if word == "release" else f"iter_{int(word):07d}")
+        run, iteration = path, path / name_of(None if word == "release" else int(word))
         if not iteration.is_dir():
             raise SourceError(
                 f"{path / TRACKER} names {iteration.name}, which does not exist",
                 f"present: {', '.join(sorted(p.name for p in path.iterdir() if p.is_dir())) or 'nothing'}",
             )
     return run, iteration
+
+
+def name_of(iteration: int | None) -> str:
+    """The folder of an iteration, or of a release."""
+    return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
 def read_shards(iteration: Path) -> list[Shard]:
@@ -219,9 +224,7 @@ def check_apart(placed: Iterable[Placed]) -> None:
             first.setdefault(one.fragment.path, one)
     seen: dict[tuple[str, bytes], Path] = {}
     for path, one in first.items():
-        with path.open("rb") as file:
-            file.seek(one.fragment.offset)
-            content = file.read(min(one.fragment.nbytes, COMPARED))
+        content = read_bytes(path, one.fragment.offset, min(one.fragment.nbytes, COMPARED))
         if len(set(content)) > 1 and (other := seen.setdefault((one.key, content), path)) != path:
             raise SourceError(
                 f"{path} begins {one.key} as {other} does: the file of one rank was copied over that of another"

@@ -9,7 +9,7 @@ from formats.checkpoint import Settings
 from formats.errors import RefusedError, SourceError, short
 from formats.pickles import TensorRef
 from formats.spec import ModelSpec, differences
-from formats.storage import read_into
+from formats.storage import read_bytes
 from formats.torchfile import TorchFile
 
 
@@ -25,10 +25,8 @@ def require_own_seeds(models: Mapping[int, TorchFile], tp: int) -> None:
         ref = states.get("model-parallel-rng") if isinstance(states, Mapping) else None
         if not isinstance(ref, TensorRef) or ref.dtype != "U8" or not ref.shape or ref.shape[0] < 8:
             return
-        fragment, raw = file.fragment(ref, "model-parallel-rng"), bytearray(8)
-        with file.path.open("rb") as opened:
-            read_into(opened.fileno(), memoryview(raw), fragment.offset, file.path)
-        seeds.append(int.from_bytes(raw, "little"))
+        begin = file.fragment(ref, "model-parallel-rng").offset
+        seeds.append(int.from_bytes(read_bytes(file.path, begin, 8), "little"))
     expected = [min(seeds) + rank % tp for rank in models]
     if sorted(seeds) == sorted(expected) and seeds != expected:
         rank = next(rank for rank, seed in zip(models, seeds, strict=True) if seed != min(seeds) + rank % tp)

@@ -37,6 +37,11 @@ def whole_part(shape: tuple[int, ...]) -> Cut:
     return Cut(tuple((0, n) for n in shape))
 
 
+def in_one(name: str, fragment: Fragment) -> Scattered:
+    """A tensor in one piece."""
+    return scattered(name, fragment.shape, fragment.dtype, [Piece(whole_part(fragment.shape), fragment)])
+
+
 def scattered(name: str, shape: tuple[int, ...], dtype: str, pieces: Iterable[Piece]) -> Scattered:
     """Put pieces together. A part that is there several times belongs to several copies of the tensor.
 

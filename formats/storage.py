@@ -212,6 +212,14 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         done += count
 
 
+def read_bytes(path: Path, offset: int, count: int) -> bytes:
+    """A few bytes of a file. Raises as `read_into` does."""
+    raw = bytearray(count)
+    with path.open("rb") as file:
+        read_into(file.fileno(), memoryview(raw), offset, path)
+    return bytes(raw)
+
+
 WRITE = 1 << 16
 """Bytes of one write. Larger ones make ext4 take fresh pages for large folios: twice the time on a virtual machine."""
 

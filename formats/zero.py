@@ -23,7 +23,7 @@ from formats.errors import SourceError, UnsupportedError, short, some
 from formats.fsdp import unwrapped
 from formats.layout import Cut, Placed, Slot, match
 from formats.optimizer import STATES
-from formats.scattered import Piece, Scattered, scattered, spread, whole_part
+from formats.scattered import Piece, Scattered, in_one, scattered, spread, whole_part
 from formats.spec import ModelSpec
 from formats.storage import Fragment
 from formats.torchfile import TorchFile
@@ -152,7 +152,7 @@ def _module(file: TorchFile, modules: Mapping[str, Fragment]) -> Iterator[tuple[
     shapes = {name: shape for group in _groups(file) for name, shape in group.items()}
     for name, fragment in modules.items():
         if fragment.shape != (0,) or shapes.get(name, (0,)) == (0,):
-            yield name, scattered(name, fragment.shape, fragment.dtype, [Piece(whole_part(fragment.shape), fragment)])
+            yield name, in_one(name, fragment)
 
 
 def _groups(file: TorchFile) -> Sequence[Mapping[str, tuple[int, ...]]]:

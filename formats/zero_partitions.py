@@ -23,7 +23,7 @@ from formats.archived import plain
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout import Cut
 from formats.pickles import Opaque, TensorRef
-from formats.scattered import Piece, Scattered, scattered, whole_part
+from formats.scattered import Piece, Scattered, in_one, scattered, whole_part
 from formats.storage import DTYPES, Fragment
 from formats.torchfile import TorchFile
 from formats.unpickle import DAMAGE
@@ -355,7 +355,7 @@ def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Itera
             name = next(name for name, one in left.items() if one.shape == ref.shape)
             del left[name]
             fragment = file.fragment(ref, state)
-            yield name, scattered(name, fragment.shape, fragment.dtype, [Piece(whole_part(fragment.shape), fragment)])
+            yield name, in_one(name, fragment)
     except (*DAMAGE, StopIteration):
         raise SourceError(
             f"{file.path} holds no {state} of its parameters in a form that is known", "take --weights module"

@@ -65,7 +65,7 @@ class Rows:
         documents: the files.
         plans: the rows of each.
         ends: first row of each file, and their number.
-        loss: what is trained, see `masks.LOSSES`.
+        loss: what is trained, see `masks.label_mask`.
         vocabulary: rows of the model's embedding, where that is known: larger ids are refused.
         positions: tokens that the model was made for, where that is known: longer documents are told.
     """

@@ -1,1 +1,1 @@
-"""The commands of `convert`: one file a section of its help."""
+"""The commands of `convert`, with the options that they share and how they are carried out."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from converters.commands.options import FOLDER, as_json
-from converters.durable import sync_folder, synced
+from converters.durable import sync_folder
 from formats.errors import RefusedError, SourceError, UsageError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
     Raises:
         RefusedError: OUT and BASE would make a mixture of two tokenizers, or the template cannot be applied.
     """
-    from converters.assets import files
+    from converters.assets import files, write
     from converters.publish.chat import apply_template, load_template
 
     own = dict(files(out))
@@ -103,8 +103,7 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
     removed = applied.removed if applied else ()
     texts = applied.texts if applied else {}
     staged = {name: folder / name for name in {**given, **texts} if name not in removed}
-    for name, path in staged.items():
-        _write(path, texts[name] if name in texts else _read(given[name]))
+    write(folder, texts, {name: path for name, path in given.items() if name in staged and name not in texts})
     same = tuple(name for name, path in staged.items() if name in own and _read(own[name]) == _read(path))
     staged = {name: path for name, path in staged.items() if name not in same}
     view = {name: path for name, path in (own | staged).items() if name not in removed}
@@ -156,12 +155,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with synced(path) as handle:
-        handle.write(content)
 
 
 def _states(out: Path, work: Work) -> dict[str, str]:

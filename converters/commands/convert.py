@@ -1,4 +1,4 @@
-"""The commands that write a checkpoint."""
+"""The commands that write a checkpoint, but those of GPT-NeoX and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from converters.commands.options import (
     layout,
     opened,
     optimizer_kind,
+    places,
     reading,
     require_effect,
+    shard_size,
     stages,
     topology,
     true_vocab_size,
+    vocab_multiple,
     writing,
 )
-from converters.commands.running import carry_out, is_written, request_of
-from formats.errors import UsageError
+from converters.commands.running import carry_out, is_written, request_of, to_huggingface
+from formats.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
     from converters.convert import Request
@@ -51,8 +54,7 @@ DIALECTS = {**dict.fromkeys(("norm", "experts"), ("torch", "torch_dist")), "toke
 
 
 @click.command()
-@click.argument("src", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@places
 @click.option(
     "--format",
     "kind",
@@ -69,15 +71,7 @@ DIALECTS = {**dict.fromkeys(("norm", "experts"), ("torch", "torch_dist")), "toke
     help="Names of the norms: Transformer Engine's or those of the local layers.  [default: te]",
 )
 @experts
-@click.option(
-    "--make-vocab-size-divisible-by",
-    "multiple",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    metavar="N",
-    help="The vocabulary is padded to a multiple of this times tp.",
-)
+@vocab_multiple
 @click.option("--iteration", type=click.IntRange(1), metavar="N", help="Write iter_N instead of release.")
 @true_vocab_size
 @click.option(
@@ -166,8 +160,7 @@ def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) 
 
 
 @click.command()
-@click.argument("src", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@places
 @click.option(
     "--shard-size",
     type=Size(),
@@ -182,17 +175,13 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 
     SRC is the run folder, an iter_* folder, or release/, of Megatron-LM or Megatron-LLM.
     """
-    from converters.targets import plan_huggingface
-
-    source = opened(iteration_folder(src, options["iteration"]), options, READ, USE_HF2MEGATRON)
-    request = request_of(out, options, source)
-    carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+    to_huggingface(opened(iteration_folder(src, options["iteration"]), options, READ, USE_HF2MEGATRON), out, options)
 
 
 @click.command()
 @click.argument("src", type=FOLDER, required=False)
 @click.argument("out", type=FOLDER, required=False)
-@click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file.")
+@shard_size
 @chat_template
 @click.option("--push", "repo", metavar="ORG/NAME", help="Then send OUT to the Hub, as `convert push` does.")
 @click.option("--fsdp_checkpoint_path", "old_src", type=FOLDER, hidden=True)
@@ -211,7 +200,6 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     from converters.publish.hub import require_token
     from converters.publish.push_plan import check_names
     from converters.targets import plan_huggingface
-    from formats.errors import SourceError, UsageError
     from formats.fsdp import checkpoints
 
     old_src, old_out, old_config = (options.pop(name) for name in ("old_src", "old_out", "old_config"))
@@ -251,24 +239,18 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
 
 
 @click.command()
-@click.argument("src", type=FOLDER)
-@click.argument("out", type=FOLDER)
-@click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file.")
+@places
+@shard_size
 @chat_template
 @reading
 @writing
 def hf2hf(src: Path, out: Path, **options: Any) -> None:
     """Hugging Face folder to another one: cast, other file sizes, a chat template with rows for its tokens."""
-    from converters.targets import plan_huggingface
-
-    source = opened(src, options, ("huggingface",))
-    request = request_of(out, options, source)
-    carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+    to_huggingface(opened(src, options, ("huggingface",)), out, options)
 
 
 @click.command()
-@click.argument("src", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@places
 @click.option(
     "--ranks",
     type=click.IntRange(1, 100_000),
@@ -301,8 +283,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 
 
 @click.command()
-@click.argument("src", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@places
 @topology
 @stages
 @click.option("--norm", type=click.Choice(["te", "local"]), help="Megatron: names of the norms.  [default: as in SRC]")

@@ -11,17 +11,21 @@ import click
 
 from converters.commands.options import (
     FOLDER,
-    Size,
     as_json,
     chat_template,
     deepspeed_reading,
     effort,
     layout,
     opened,
+    parallel,
+    places,
     reading,
+    shard_size,
+    tag,
+    vocab_multiple,
     writing,
 )
-from converters.commands.running import carry_out, request_of
+from converters.commands.running import carry_out, request_of, to_huggingface
 from formats.errors import UsageError
 
 ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
@@ -43,7 +47,7 @@ ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
     metavar="FILE|FOLDER",
     help="SentencePiece model, or tokenizer.json.  [default: the yml's vocab_file, if it is here]",
 )
-@click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file.")
+@shard_size
 @chat_template
 @reading
 @writing
@@ -54,7 +58,6 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     SRC has none in configs/, or a Hugging Face folder. The flags of GPT-NeoX's own script are understood too.
     """
     from converters.publish.tokenizer_files import attached, load, named
-    from converters.targets import plan_huggingface
 
     architecture, precision = options.pop("architecture"), options.pop("precision")
     old = [options.pop(f"old_{name}") for name in ("src", "out", "config")]
@@ -76,23 +79,19 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     source = opened(src, options, ("neox",))
     if architecture not in (None, ARCHITECTURES.get(source.spec.family)):
         raise UsageError(f"--architecture {architecture}, but {src} holds a {source.spec.family}", "leave it out")
-    request = request_of(out, options, source)
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
         if found:
             source = attached(source, found, Path(folder))
-        carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+        to_huggingface(source, out, options)
 
 
 @click.command()
-@click.argument("src", type=FOLDER)
-@click.argument("out", type=FOLDER)
-@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel size.")
-@click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline parallel size.")
+@places
+@parallel
 @layout
 @click.option("--iteration", type=click.IntRange(0), default=0, show_default=True, metavar="N",
               help="Write global_stepN.")  # fmt: skip
-@click.option("--make-vocab-size-divisible-by", "multiple", type=click.IntRange(1), default=128, show_default=True,
-              metavar="N", help="The vocabulary is padded to a multiple of this times tp.")  # fmt: skip
+@vocab_multiple
 @deepspeed_reading
 @reading
 @writing
@@ -124,7 +123,7 @@ def stages(kind: str | None, pp: int) -> int:
 @click.command("average-norms")
 @click.argument("run", type=FOLDER)
 @click.argument("out", type=FOLDER)
-@click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
+@tag
 @click.option("--config", type=FOLDER, metavar="YML", help="The run's yml, where RUN has none in configs/.")
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @click.option("--force", is_flag=True, help="Delete the checkpoint that OUT is, and start over.")

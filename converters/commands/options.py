@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**12
-FOLDER = click.Path(path_type=Path)
+FILE = FOLDER = click.Path(path_type=Path)
+"""What is there is found out by whoever opens it, who has the better sentence."""
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
@@ -79,6 +80,7 @@ def _learn(context: click.Context, _: click.Parameter, path: Path | None) -> Fam
     return family
 
 
+places = together(click.argument("src", type=FOLDER), click.argument("out", type=FOLDER))
 own_family = click.option(
     "--family", type=FOLDER, metavar="FILE", callback=_learn,
     help="A family of your own, in TOML: the table and the settings of a model that `convert formats` does not list.",
@@ -120,13 +122,19 @@ dtype = click.option(
     "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), default="keep", show_default=True,
     help="Cast floating point weights.",
 )  # fmt: skip
+shard_size = click.option(
+    "--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file."
+)
 chat_template = click.option(
     "--chat-template", "template", metavar="NAME|FILE",
     help="chatml, llama3, control, or a jinja file. Tokens that it needs are added; their rows are the mean of all.",
 )  # fmt: skip
-topology = together(
+parallel = together(
     click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel size."),
     click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline parallel size."),
+)
+topology = together(
+    parallel,
     click.option("--vpp", type=click.IntRange(1), default=1, show_default=True,
                  help="Virtual pipeline chunks of each stage."),
 )  # fmt: skip
@@ -146,6 +154,10 @@ experts = together(
 )  # fmt: skip
 MEGATRON = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
 """--format of a Megatron folder: the dialect that its files are written in."""
+vocab_multiple = click.option(
+    "--make-vocab-size-divisible-by", "multiple", type=click.IntRange(1), default=128, show_default=True, metavar="N",
+    help="The vocabulary is padded to a multiple of this times tp.",
+)  # fmt: skip
 true_vocab_size = click.option(
     "--true-vocab-size", "tokens", type=click.IntRange(1), metavar="N",
     help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
@@ -174,21 +186,16 @@ writing = together(
     click.option("-q", "--quiet", is_flag=True, help="No progress."),
     as_json,
 )  # fmt: skip
-
-
 weights = click.option(
     "--weights", type=click.Choice(["module", "fp32-master", "exp_avg", "exp_avg_sq"]),
     help="DeepSpeed: the model's own weights, or what the optimizer keeps of each.  [default: module, if there]",
 )  # fmt: skip
-deepspeed_reading = together(
-    click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]"),
-    weights,
-)
+tag = click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
+deepspeed_reading = together(tag, weights)
 layout = click.option(
     "--layout", type=click.Choice(["sequential", "pipeline"]),
     help="Files of GPT-NeoX: one for each rank, or one for each layer and rank.  [default: pipeline if --pp > 1]",
 )  # fmt: skip
-
 
 READS = {
     "huggingface": "for Hugging Face use `convert hf2megatron`, `hf2fsdp`, `hf2neox` or `hf2hf`",
@@ -286,9 +293,11 @@ def iteration_folder(run: Path, number: int | None) -> Path:
     Raises:
         SourceError: the run has no such iteration.
     """
-    folder = run / f"iter_{number or 0:07d}"
     if number is None:
         return run
+    from formats.megatron_shards import name_of
+
+    folder = run / name_of(number)
     if not folder.is_dir():
         held = sorted(path.name for path in run.glob("iter_*"))
         raise SourceError(f"{run} holds no {folder.name}", f"present: {', '.join(held) or 'no iteration'}")

@@ -33,6 +33,14 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
     return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])
 
 
+def to_huggingface(source: Checkpoint, out: Path, options: Mapping[str, Any]) -> None:
+    """Write a Hugging Face folder."""
+    from converters.targets import plan_huggingface
+
+    request = request_of(out, options, source)
+    carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+
+
 def is_written(plan: Plan, request: Request) -> bool:
     """Whether OUT is what a plan would write. The source is read for it: a training may have written it anew."""
     from converters.digest import same_output
@@ -43,7 +51,7 @@ def is_written(plan: Plan, request: Request) -> bool:
     if remembered is None:
         return False
     jobs = [replace(job, targets=()) for job in plan.jobs]
-    with Progress("comparing", sum(job.nbytes for job in jobs), request.quiet) as progress:
+    with Progress("comparing", plan.nbytes, request.quiet) as progress:
         return digest_of(jobs, request.limits, progress.advance) == remembered
 
 

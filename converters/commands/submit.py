@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import together
+from converters.commands.options import FILE, together
 from converters.entry import Sections
 from formats.errors import UsageError
 
@@ -40,7 +40,7 @@ def _settings(context: click.Context, _: click.Parameter, path: Path | None) -> 
 
 
 submitting = together(
-    click.option("--settings", type=click.Path(path_type=Path), envvar="VITRUVIAN_SETTINGS", is_eager=True,
+    click.option("--settings", type=FILE, envvar="VITRUVIAN_SETTINGS", is_eager=True,
                  expose_value=False, callback=_settings, metavar="FILE",
                  help="YAML with slurm: {site, account, …} and container: {image}.  [$VITRUVIAN_SETTINGS]"),
     click.option("--site", envvar="VITRUVIAN_SITE", default="local", show_default=True,
@@ -50,7 +50,7 @@ submitting = together(
     click.option("--nodes", type=click.IntRange(1), help="[default: 1]"),
     click.option("--time", metavar="H:M:S", help="Limit of a job.  [default: what it needs, or the most there is]"),
     click.option("--sbatch", multiple=True, metavar="NAME=VALUE", help="Any other option, such as qos=boost_qos_dbg."),
-    click.option("--image", type=click.Path(path_type=Path), envvar="VITRUVIAN_IMAGE", metavar="X.sif",
+    click.option("--image", type=FILE, envvar="VITRUVIAN_IMAGE", metavar="X.sif",
                  help="Run in this image.  [default: this Python]"),
     click.option("-n", "--dry-run", is_flag=True, help="Print the job; only the folder of its log is made."),
 )  # fmt: skip
@@ -88,7 +88,7 @@ def hand_over(job: Job, dry_run: bool) -> str:
     return number
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"ignore_unknown_options": True})
 @submitting
 @click.option(
     "--part",

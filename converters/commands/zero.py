@@ -9,17 +9,18 @@ from typing import Any
 import click
 
 from converters.commands.options import (
-    FOLDER,
-    Size,
     chat_template,
     deepspeed_reading,
     opened,
+    places,
     reading,
     require_effect,
     settings_of,
+    shard_size,
+    tag,
     writing,
 )
-from converters.commands.running import carry_out, request_of
+from converters.commands.running import carry_out, request_of, to_huggingface
 from formats.errors import UsageError
 
 KNOWN: Mapping[str, Sequence[str]] = {
@@ -34,10 +35,9 @@ KNOWN: Mapping[str, Sequence[str]] = {
 
 
 @click.command()
-@click.argument("src", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@places
 @deepspeed_reading
-@click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file.")
+@shard_size
 @chat_template
 @reading
 @writing
@@ -47,17 +47,12 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     SRC is the folder with `latest`, the checkpoint-N of the HF Trainer, or a global_stepN. Of stage 3, and with
     --weights fp32-master of every stage, the weights come out of the optimizer states of all ranks.
     """
-    from converters.targets import plan_huggingface
-
-    source = opened(src, options, ("zero",))
-    request = request_of(out, options, source)
-    carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+    to_huggingface(opened(src, options, ("zero",)), out, options)
 
 
 @click.command()
-@click.argument("src", type=FOLDER)
-@click.argument("out", type=FOLDER)
-@click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
+@places
+@tag
 @reading
 @writing
 def zero2universal(src: Path, out: Path, **options: Any) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.assets import files as assets
 from converters.assets import has_tokenizer
 from converters.digest import MANIFEST
+from converters.publish.small_files import held_template
 from formats.errors import SourceError
 from formats.huggingface import read_json
 
@@ -159,14 +161,6 @@ def version() -> str:
     return of("vitruvian")
 
 
-def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer has a chat template."""
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    config = folder / "tokenizer_config.json"
-    return config.is_file() and bool(read_json(config).get("chat_template"))
-
-
 def _usage(folder: Path, repo: str) -> str:
     """How to load what is sent."""
     if not has_tokenizer(folder):
@@ -179,7 +173,7 @@ def _usage(folder: Path, repo: str) -> str:
         f"tokenizer = AutoTokenizer.from_pretrained({_quoted(repo)})",
         f'model = AutoModelForCausalLM.from_pretrained({_quoted(repo)}, dtype="auto")',
     ]
-    if has_chat_template(folder):
+    if held_template(dict(assets(folder))):
         lines += [
             'messages = [{"role": "user", "content": "Hello!"}]',
             "inputs = tokenizer.apply_chat_template(",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from converters.publish.jsontext import decoded, removed, replaced
-from converters.publish.sandbox import Dialogue, Rendered, guarded, render
+from converters.publish.sandbox import Dialogue, Rendered, guarded
 from converters.publish.small_files import (
     CONFIG,
     GENERATION,
@@ -32,8 +32,6 @@ from converters.publish.small_files import (
 )  # fmt: skip
 from converters.publish.vocabulary import FLAGS, NAME, Vocabulary, read_vocabulary, with_tokens
 from formats.errors import RefusedError, SourceError, UsageError
-
-__all__ = ["TEMPLATES", "Applied", "Probe", "Template", "apply_template", "load_template", "probe", "render"]
 
 MAX_TEMPLATE = 1 << 20
 """Bytes of a template file."""

@@ -512,7 +512,6 @@ def tensor(storage: bytes = SOUND_STORAGE, offset: bytes = b"K\x00", shape: byte
     return call(glob("torch._utils", "_rebuild_tensor_v2"), storage, offset, shape, strides, *(rest or (b"\x89", b"}")))
 
 
-SIXTY_FOUR = STORAGE.replace(b"K\x04", b"K@")
 TENSORS: dict[str, bytes] = {
     "negative offset": tensor(offset=opcodes(-1)), "negative shape": tensor(shape=opcodes((-64,))),
     "negative strides": tensor(strides=opcodes((-1,))), "huge offset": tensor(offset=opcodes(2**62)),

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from converters.commands import assets as command
 from converters.commands.assets import assets
+from converters.durable import synced
 from converters.publish.chat import load_template
 from converters.publish.servable import embedding_rows
 from formats.errors import RefusedError, SourceError, UsageError, VitruvianError
@@ -163,13 +164,13 @@ def test_a_failure_half_way_leaves_out_as_it_was(world, monkeypatch):
     before = snapshot(out)
     written = []
 
-    def fail(path, content, write=command._write):
+    def fail(path):
         written.append(path)
         if len(written) == 4:
             raise OSError(28, "No space left on device", str(path))
-        write(path, content)
+        return synced(path)
 
-    monkeypatch.setattr(command, "_write", fail)
+    monkeypatch.setattr("converters.assets.synced", fail)
     with pytest.raises(OSError, match="No space left"):
         run(out, "--from", base, "--chat-template", "chatml")
     assert snapshot(out) == before

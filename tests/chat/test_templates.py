@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from converters.publish.chat import TEMPLATES, load_template, probe, render
-from converters.publish.sandbox import Dialogue, guarded
+from converters.publish.chat import TEMPLATES, load_template, probe
+from converters.publish.sandbox import Dialogue, guarded, render
 from formats.errors import SourceError, UsageError
 from tests.chat import worlds
 

@@ -19,6 +19,7 @@ import pytest
 from formats.layout import Placed
 from formats.registry import open_checkpoint
 from tests.conftest import Ran
+from tests.faults.dcp_tools import refused
 from tests.models import files
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,12 +40,6 @@ def made(model: Callable[..., Path], convert: Callable[..., Ran], tmp_path: Path
 
 def rank(root: Path, name: str, iteration: str = "release") -> Path:
     return root / iteration / f"mp_rank_{name}" / "model_optim_rng.pt"
-
-
-def refused(ran: Ran, code: int, *parts: object) -> None:
-    assert ran.code == code, f"{ran.code}: {ran.err}{ran.out[:300]}"
-    for part in parts:
-        assert str(part) in ran.err, ran.err
 
 
 def held(root: Path, key: str, file: Path) -> Placed:

@@ -17,31 +17,28 @@ The last makes several of these calls, a list of lists of words, and names those
 
 from __future__ import annotations
 
-import copy
-import faulthandler
 import functools
 import json
-import logging
 import math
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 warnings.filterwarnings("ignore")  # torch announces every deprecation once a rank
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import load_fsdp_model, save_fsdp_model, save_fsdp_optimizer
+from ranks import TIMEOUT, World, quiet
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -68,25 +65,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
-TIMEOUT = timedelta(seconds=60)
-LIMIT = 240.0
 StateDict = dict[str, Any]
-
-
-class World(NamedTuple):
-    """What a rank knows: the weights as they must be saved, and its place."""
-
-    model: nn.Module
-    rank: int
-    size: int
-
-    def copy(self) -> nn.Module:
-        """A model of one's own, tied where the original is tied."""
-        return copy.deepcopy(self.model)
 
 
 @functools.cache
@@ -551,20 +532,9 @@ def load_accelerate(world: World, folder: Path) -> None:
     judge(world, model, stored_otherwise(world, folder / "pytorch_model_fsdp_0"))
 
 
-def quiet() -> None:
-    """No warnings, no progress bars, no log lines below errors."""
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
 def rank_main(rank: int, size: int, store: str, model: nn.Module, job: Callable[[World], None]) -> None:
-    """A rank's life. Nothing waits longer than a minute, and the whole not longer than LIMIT."""
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    os.fsync = lambda fd: None  # torch syncs every file; a test's need not outlive a power cut
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", f"file://{store}", timeout=TIMEOUT, world_size=size, rank=rank)
+    """A rank's life."""
+    ranks.join(rank, size, store)
     torch.manual_seed(rank)
     job(World(model, rank, size))
     dist.barrier()
@@ -572,18 +542,12 @@ def rank_main(rank: int, size: int, store: str, model: nn.Module, job: Callable[
 
 
 def launch(size: int, model_dir: Path, job: Callable[[World], None]) -> int:
-    """Fork the ranks, once everything is imported and the model loaded; one that fails ends its sisters."""
+    """Fork the ranks, once everything is imported and the model loaded."""
     torch.set_num_threads(1)
     os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
     quiet()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            start_processes(rank_main, (size, f"{folder}/store", model, job), size, start_method="fork")
-        except ProcessExitedException as error:  # it has said why; an exception of a rank is raised here as it is
-            print(error, file=sys.stderr)
-            return 1
-    return 0
+    return ranks.launch(size, rank_main, model, job)
 
 
 def main(words: list[str]) -> int:

@@ -32,6 +32,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from ranks import fork
 from transformers import AutoConfig
 from transformers.utils import logging
 
@@ -247,13 +249,7 @@ def main() -> int:
     torch.cuda.synchronize = lambda *args, **kwargs: None  # dist_checkpointing/strategies/filesystem_async.py
     Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
     gc.freeze()  # else collecting touches, and so copies, what the ranks share
-    children = []
-    for rank in range(RANKS):
-        children.append(os.fork())
-        if not children[-1]:
-            return judge_all(Path(sys.argv[1]), rank)
-    codes = [os.waitpid(child, 0)[1] for child in children]
-    return int(any(codes))
+    return fork(RANKS, partial(judge_all, Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ import sys
 from argparse import Namespace
 from copy import copy, deepcopy
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from ranks import fork
 from transformers import AutoConfig
 from transformers.utils import logging
 
@@ -380,10 +382,4 @@ def main() -> int:
     torch.cuda.synchronize = lambda *args, **kwargs: None
     Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
     gc.freeze()  # a distributed optimizer collects garbage at each save (distrib_optimizer.py:1278)
-    children = []
-    for rank in range(RANKS):
-        children.append(os.fork())
-        if not children[-1]:
-            return train_all(Path(sys.argv[1]), rank)
-    codes = [os.waitpid(child, 0)[1] for child in children]
-    return int(any(codes))
+    return fork(RANKS, partial(train_all, Path(sys.argv[1])))

@@ -226,5 +226,5 @@ def test_a_training_begins_with_what_it_stands_for(oss, tmp_path):
     same_model(oss, folder)
     other = rewritten(oss, tmp_path / "hf", without("-"), {"quant_method": "gptq"})
     file.write_text(text.replace("PATH", str(other)).replace("SAVE", str(tmp_path / "save")))
-    with pytest.raises(UnsupportedError, match="hf cannot be trained: .* models with a quantization_config"):
+    with pytest.raises(UnsupportedError, match=r"hf cannot be trained: .*models with a quantization_config"):
         folder_of(load_config(file)[0])

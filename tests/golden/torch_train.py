@@ -22,6 +22,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from ranks import fork
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -163,13 +165,7 @@ def main() -> int:
     """Fork the ranks. Exit status 0 when all losses are right, 1 when not."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    children = []
-    for rank in range(RANKS):
-        children.append(os.fork())
-        if not children[-1]:
-            return train_all(Path(sys.argv[1]), rank)
-    codes = [os.waitpid(child, 0)[1] for child in children]
-    return int(any(codes))
+    return fork(RANKS, partial(train_all, Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

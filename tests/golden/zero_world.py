@@ -38,19 +38,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import faulthandler
 import functools
 import io
 import json
-import logging
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 warnings.filterwarnings("ignore")
 os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
@@ -60,6 +56,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # it takes seconds, and every rank would import it
+import ranks
 import torch
 import torch.distributed as dist
 import zero_neox
@@ -70,32 +67,17 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from ranks import TIMEOUT, World, quiet
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from transformers.utils import logging as transformers_logging
 
-TIMEOUT = timedelta(seconds=60)
-LIMIT = 240.0
 STEPS = 3
 RATE = 0.01
 StateDict = dict[str, Any]
 Config = dict[str, Any]
-
-
-class World(NamedTuple):
-    """What a rank knows: the weights to begin with, and its place."""
-
-    model: nn.Module
-    rank: int
-    size: int
-
-    def copy(self) -> nn.Module:
-        """A model of one's own, tied where the original is tied."""
-        return copy.deepcopy(self.model)
 
 
 def settings(stage: int, dtype: torch.dtype = torch.bfloat16, **zero: Any) -> Config:
@@ -534,22 +516,11 @@ def load_neox(world: World, folder: Path, out: Path, pp: int, tp: int) -> None:
         save_file({name: value for each in everybody for name, value in each.items()}, out)
 
 
-def quiet() -> None:
-    """No warnings, no progress bars, no log lines below errors."""
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
 def rank_main(rank: int, size: int, store: str, model: nn.Module, job: Callable[[World], None]) -> None:
-    """A rank's life. Nothing waits longer than a minute, and the whole not longer than LIMIT."""
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    os.fsync = lambda fd: None
+    """A rank's life."""
     # That module would compile C++, for what is never called. `deepspeed.comm.torch` as an attribute is torch itself.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", f"file://{store}", timeout=TIMEOUT, world_size=size, rank=rank)
+    ranks.join(rank, size, store)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=TIMEOUT)
     torch.manual_seed(rank)
     job(World(model, rank, size))
@@ -559,14 +530,8 @@ def rank_main(rank: int, size: int, store: str, model: nn.Module, job: Callable[
 
 
 def launch(size: int, model: nn.Module, job: Callable[[World], None]) -> int:
-    """Fork the ranks; one that fails ends its sisters."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            start_processes(rank_main, (size, f"{folder}/store", model, job), size, start_method="fork")
-        except ProcessExitedException as error:  # it has said why; an exception of a rank is raised here as it is
-            print(error, file=sys.stderr)
-            return 1
-    return 0
+    """Fork the ranks."""
+    return ranks.launch(size, rank_main, model, job)
 
 
 def load_model(model_dir: str) -> nn.Module:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.golden.worlds import once
 from tests.models import build
 
 HERE = Path(__file__).parent
@@ -53,18 +52,13 @@ PARALLEL = World("parallel", "llama", 4, ("pp2-tp2", "tp2", "pp2-tied"))
 
 def make(world: World, factory: pytest.TempPathFactory, zero: Zero) -> Path:
     """A folder with `hf`, and a checkpoint and its truth for each kind. All workers of a test run share it."""
-    shared = factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    place = shared / f"zero-{world.name}"
-    with (shared / f"zero-{world.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not place.exists():
-            begun = shared / f"zero-begun-{world.name}"
-            build(begun / "hf", world.model, "bfloat16", **world.changes)
-            code, out = zero(begun / "hf", begun, world.ranks, *world.kinds)
-            assert code == 0, out[-6000:]
-            begun.rename(place)
-    return place
+
+    def begin(begun: Path) -> None:
+        build(begun / "hf", world.model, "bfloat16", **world.changes)
+        code, out = zero(begun / "hf", begun, world.ranks, *world.kinds)
+        assert code == 0, out[-6000:]
+
+    return once(f"zero-{world.name}", factory, begin)
 
 
 def checkpoint(made: Path, kind: str) -> Path:

@@ -11,7 +11,7 @@ import pytest
 from formats.families import FAMILIES
 from tests.models import files
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "formats" / "README.md"
 NAMES = {
     "embed_tokens": "tok_embeddings",
     "self_attn.o_proj": "attention.wo",

@@ -10,9 +10,8 @@ from typing import Any
 
 import click
 
+from converters.commands.options import FOLDER
 from formats.errors import UnsupportedError
-
-FOLDER = click.Path(path_type=Path)
 
 
 @click.command()

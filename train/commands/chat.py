@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from converters.commands.options import FOLDER
 from formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=FOLDER)
 @click.option("--prompt", metavar="TEXT", help="One turn.  [default: a conversation on stdin, a line a turn]")
 @click.option("--system", metavar="TEXT", help="A system turn before all others.")
 @click.option("--max-new-tokens", "most", type=click.IntRange(1), default=256, show_default=True, metavar="N",

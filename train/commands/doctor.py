@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from converters.commands.options import as_json
+from converters.commands.options import FOLDER, as_json
 from formats.errors import VerificationError
 
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path), required=False)
+@click.argument("model", type=FOLDER, required=False)
 @click.option("--slower", type=click.FloatRange(1, min_open=True), default=1.2, show_default=True,
               help="A node is slow that takes so many times what the median of all nodes takes.")  # fmt: skip
 @as_json

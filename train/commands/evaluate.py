@@ -6,14 +6,12 @@ from pathlib import Path
 
 import click
 
-from converters.commands.options import as_json
+from converters.commands.options import FOLDER, as_json
 from formats.errors import UsageError
-
-FOLDER = click.Path(path_type=Path)
 
 
 @click.command(
-    "eval", context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+    "eval", context_settings={"ignore_unknown_options": True}
 )  # fmt: skip
 @click.argument("run", type=FOLDER)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
@@ -52,7 +50,7 @@ def evaluate(
     --evaluate.metrics '[rouge, bleu]'. A checkpoint of GPT-NeoX, Megatron, DeepSpeed or another trainer is made a
     Hugging Face folder in RUN for as long as it is read. Under torchrun or srun the numbers are the same on any number
     of ranks.
-    """  # fmt: skip
+    """
     from train.runs import open_run
 
     if whole and checkpoint is not None:

@@ -6,19 +6,16 @@ from pathlib import Path
 
 import click
 
+from converters.commands.options import FILE, FOLDER
 from formats.errors import UsageError
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--from", "start", type=click.Path(path_type=Path), help="Checkpoint of any format to start from.")
-@click.option("--after", "before", type=click.Path(path_type=Path), help="Settings of the phase that this one follows.")
-@click.option(
-    "--data", multiple=True, type=click.Path(path_type=Path), required=True, help="Token files, without .bin."
-)
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="Hugging Face folder, for a checkpoint without its own."
-)
+@click.argument("folder", type=FOLDER)
+@click.option("--from", "start", type=FOLDER, help="Checkpoint of any format to start from.")
+@click.option("--after", "before", type=FILE, help="Settings of the phase that this one follows.")
+@click.option("--data", multiple=True, type=FILE, required=True, help="Token files, without .bin.")
+@click.option("--config", type=FOLDER, help="Hugging Face folder, for a checkpoint without its own.")
 @click.option(
     "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto",
     help="Of a checkpoint of GPT-NeoX, as of `convert`.",

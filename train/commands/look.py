@@ -6,12 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import as_json, together
+from converters.commands.options import FILE, as_json, together
 from formats.errors import OutputError, UsageError, VerificationError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from train.data.encode import Encoder
     from train.data.lint import Findings
 
-FILE = click.Path(path_type=Path)
 LOSS = click.option("--loss", type=click.Choice(["assistant", "last_turn", "all"]), default="assistant",
                     show_default=True, help="What is trained: every reply, the last one, or all tokens.")  # fmt: skip
 control_tokens = click.option(
@@ -68,7 +68,7 @@ def lint(**options: Any) -> None:
     """Find records that would be dropped: collisions of markers, odd pairs, empty turns, unknown roles.
 
     Exits with 6 if there are any.
-    """  # fmt: skip
+    """
     from converters.publish.small_files import held_template
     from train.data.encode import TemplateEncoder, control_encoder
     from train.data.lint import NOTES
@@ -141,16 +141,10 @@ def count(prefix: Path, out: Path | None, seq_length: int | None, force: bool, a
             raise OutputError(f"{out} exists", "choose another OUT, or replace it with --force")
         write_counts(indexed, out)
     if as_json:
-        click.echo(json.dumps(_record(found)))
+        click.echo(json.dumps(asdict(found)))
         return
     for line in _counted(found, seq_length):
         click.echo(line)
-
-
-def _record(found: Counts) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(found)
 
 
 def _counted(found: Counts, seq_length: int | None) -> list[str]:
@@ -184,7 +178,7 @@ def show(prefix: Path, **options: Any) -> None:
     """Documents as text, pieces and ids: trained tokens in green, masked ones grey.
 
     Without colours trained tokens stand between » and «.
-    """  # fmt: skip
+    """
     from train.data.documents import open_documents
     from train.data.show import lines_of
     from train.data.vocabulary import open_vocabulary

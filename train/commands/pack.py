@@ -8,10 +8,8 @@ from typing import Any
 
 import click
 
-from converters.commands.options import as_json
+from converters.commands.options import FILE, as_json
 from formats.errors import UsageError, short
-
-FILE = click.Path(path_type=Path)
 
 
 @click.command()
@@ -52,7 +50,7 @@ def pack(prefix: Path, **options: Any) -> None:
 
     Only lengths are looked at. No document is cut or joined with another unless --algorithm packed says so: masks and
     positions keep them apart in training.
-    """  # fmt: skip
+    """
     from train.data.indexed import open_indexed, prefix_of
     from train.data.plan import make_plan, write_plan
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
+from converters.commands.options import FOLDER
 from formats.errors import OutputError
-
-FOLDER = click.Path(path_type=Path)
 
 
 @click.command()

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import together
+from converters.commands.options import FILE, together
 from formats.errors import UsageError
-from train.commands.tokenize import FILE, decided, make_request, paths, report, running
+from train.commands.tokenize import decided, make_request, paths, report, running
 
 if TYPE_CHECKING:
     from train.data.role_bins import Packing

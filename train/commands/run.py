@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from converters.commands.options import as_json
+from converters.commands.options import FILE, as_json
 from formats.errors import UsageError
 
 VARIABLES = {
@@ -19,8 +19,8 @@ VARIABLES = {
 """Variables of the users' GPT-NeoX, and what decides instead."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
-@click.argument("config", type=click.Path(path_type=Path))
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("config", type=FILE)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def run(config: Path, overrides: tuple[str, ...]) -> None:
     """Fine-tune on packed rows.
@@ -58,8 +58,8 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     (settings.save.path / RESUME).unlink(missing_ok=True)
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
-@click.argument("config", type=click.Path(path_type=Path))
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("config", type=FILE)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="How many GPUs it will run on.")
 @click.option("--device", metavar="A100|H100|…", help="Tell the time on GPUs of this kind.")

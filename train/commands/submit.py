@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from converters.commands.options import FILE
 from converters.commands.submit import OF_TRAININGS, hand_over, submitting, wishes_of
 from formats.errors import UsageError
 
@@ -14,12 +15,10 @@ DATA = ("fetch", "lint", "tokenize", "show", "count", "pack", "packs", "role-bin
 """Commands that run as a job without GPUs."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"ignore_unknown_options": True})
 @submitting
 @click.option("--jobs", default="auto", show_default=True, metavar="auto|N", help="Jobs of the chain at the most.")
-@click.option(
-    "--bench", type=click.Path(path_type=Path), metavar="FILE", help="Batch script for each link's last checkpoint."
-)
+@click.option("--bench", type=FILE, metavar="FILE", help="Batch script for each link's last checkpoint.")
 @click.option("--launcher", type=click.Choice(["srun", "torchrun"]), default="srun", show_default=True,
               help="A task for each GPU, or for each node.")  # fmt: skip
 @click.option("--save-seconds", type=click.IntRange(1, 65535), default=600, show_default=True,

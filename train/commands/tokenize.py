@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import as_json, together
+from converters.commands.options import FILE, as_json, together
 from formats.errors import UnsupportedError, UsageError, short
 from train.commands.look import record_format, told
 
@@ -27,7 +27,6 @@ KINDS = {
     "HuggingFaceTokenizer": ".json",
 }
 """Names of GPT-NeoX and Megatron, and the file that each reads."""
-FILE = click.Path(path_type=Path)
 
 unused = together(
     click.option("--dataset-impl", type=click.Choice(["mmap"]), hidden=True),

@@ -57,7 +57,7 @@ class Documents:
         Args:
             first: number of the first document.
             stop: behind the last one.
-            loss: one of `masks.LOSSES`.
+            loss: see `masks.label_mask`.
         """
         tokens, sizes, place = self.span(first, stop)
         sizes = sizes[sizes > 0]

@@ -24,8 +24,6 @@ from train.data.encode import LAST_REPLY, REPLY, ROLE_NUMBERS
 
 Tokens = NDArray[Any]
 Mask = NDArray[np.bool_]
-LOSSES = ("assistant", "last_turn", "all")
-"""What may be trained: every reply, the last one, or all labels."""
 
 
 def label_mask(
@@ -42,7 +40,7 @@ def label_mask(
         sizes: tokens of each, none of them 0, int[d].
         control: role to the id of its control token; not looked at if there is a stored mask.
         stored: bits of `PREFIX.mask`, uint8[n].
-        loss: one of `LOSSES`.
+        loss: what is trained: every reply (`assistant`), the last one (`last_turn`), or `all` labels.
 
     Returns:
         bool[n]: whether each token, as a label, is trained.

@@ -53,7 +53,7 @@ def override(recipe: Recipe, source: str | None = None, splits: Iterable[str] = 
     """A recipe with what the command line says instead; what is None says nothing."""
     named = {name: value for name, value in changes.items() if value is not None}
     if source:
-        named["source"] = _sources(source)
+        named["source"] = _sources(source, "source")
         if is_local(source):
             named["revision"] = None
         if is_local(source) and not is_folder(source):
@@ -178,7 +178,7 @@ def _texts(value: Any, key: str) -> tuple[str, ...]:
     return tuple(_text(one, key) for one in listed)
 
 
-def _sources(value: Any, key: str = "source") -> tuple[str, ...]:
+def _sources(value: Any, key: str) -> tuple[str, ...]:
     listed = _texts(value, key)
     kinds = {is_local(one) for one in listed}
     if len(kinds) > 1 or (kinds == {False} and len(listed) > 1):

@@ -16,7 +16,6 @@ from train.data.masks import Mask, fork_mask, megatron_llm_mask
 from train.data.vocabulary import Vocabulary
 
 TRAINED, MASKED = {"fg": "green", "bold": True}, {"fg": "bright_black"}
-COMPAT = ("neox", "megatron-llm")
 
 
 def lines_of(
@@ -28,8 +27,8 @@ def lines_of(
         documents: the token files.
         number: of the document.
         vocabulary: the tokenizer; without it ids are shown only.
-        loss: one of `masks.LOSSES`.
-        compat: whose mask is shown instead of ours, one of `COMPAT`.
+        loss: see `masks.label_mask`.
+        compat: whose mask is shown instead of ours, neox or megatron-llm.
         colour: trained tokens in green; else they stand between » and «.
     """
     tokens, _, _ = documents.span(number, number + 1)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from converters.durable import stoppable, synced
 from converters.report import Progress
 from formats.errors import OutputError, RefusedError, SourceError
+from formats.storage import write_from
 from train.data.encode import LAST_REPLY, REPLY
 from train.data.facts import Facts, mask_path, read_facts
 from train.data.indexed import CHUNK, Indexed, bin_path, chunks, idx_path, open_indexed, write_index
@@ -152,7 +153,7 @@ def _write_block(
             held = held.copy()
             held[last] = value
         at = (block.begin + (block.before if work.appended else 0)) * dtype.itemsize
-        files.write_at(writer.fileno(), held.view(np.uint8).data, at)
+        write_from(writer.fileno(), held.view(np.uint8).data, at)
         written += held.nbytes
     return written
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from converters.durable import named, sync_folder, synced, write_file
 from converters.report import size
 from formats.errors import Interrupted, OutputError, SourceError
+from formats.storage import write_from
 from train.data.facts import Facts, facts_path, facts_text, mask_path
 from train.data.indexed import Column, Indexed, bin_path, chunks, idx_path
 
@@ -77,15 +78,8 @@ def _in_kernel(reader: int, writer: int, begin: int, count: int, at: int) -> int
 
 def _in_memory(reader: int, writer: int, begin: int, count: int, at: int) -> int:
     piece = memoryview(os.pread(reader, min(BUFFER, count), begin))
-    write_at(writer, piece, at)
+    write_from(writer, piece, at)
     return len(piece)
-
-
-def write_at(writer: int, piece: memoryview, at: int) -> None:
-    """Write all of a piece at a byte of a file: a full disk can cut a write short."""
-    while piece:
-        done = os.pwrite(writer, piece, at)
-        piece, at = piece[done:], at + done
 
 
 def in_threads(tasks: Sequence[Callable[[Stop], Result]], jobs: int, stop: Stop) -> list[Result]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from converters.durable import stoppable, write_file
 from converters.report import Progress, size, table
 from formats.errors import OutputError, RefusedError, SourceError, VerificationError
+from formats.storage import write_from
 from train.data.facts import Facts, common_facts, facts_path, mask_path
 from train.data.indexed import Column, Indexed, bin_path, idx_path, open_indexed, write_index
 from train.data.packs import files
@@ -218,7 +219,7 @@ def _copy(pieces: Sequence[_Piece], target: Path, jobs: int, advance: Advance, s
         with piece.path.open("rb", buffering=0) as reader:
 
             def keep(part: memoryview, at: int) -> None:
-                files.write_at(writer, part, piece.begin + at)
+                write_from(writer, part, piece.begin + at)
 
             return _hash(reader.fileno(), piece.path, 0, piece.length, halt, advance, keep)
 

@@ -1,0 +1,72 @@
+"""What the scripts beside it share: ranks that are forked once everything is imported, none of which waits for long."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from transformers.utils import logging as transformers_logging
+
+TIMEOUT = timedelta(seconds=60)
+LIMIT = 240.0
+
+
+class World(NamedTuple):
+    """What a rank knows: the weights to begin with, and its place."""
+
+    model: nn.Module
+    rank: int
+    size: int
+
+    def copy(self) -> nn.Module:
+        """A model of one's own, tied where the original is tied."""
+        return copy.deepcopy(self.model)
+
+
+def quiet() -> None:
+    """No warnings, no progress bars, no log lines below errors."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def launch(size: int, rank_main: Callable[..., None], *about: Any) -> int:
+    """Fork the ranks, each `rank_main(rank, size, store, *about)`; one that fails ends its sisters."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            start_processes(rank_main, (size, f"{folder}/store", *about), size, start_method="fork")
+        except ProcessExitedException as error:  # it has said why; an exception of a rank is raised here as it is
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
+def join(rank: int, size: int, store: str) -> None:
+    """Meet the other ranks. Nothing waits longer than a minute, and the whole not longer than LIMIT."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    os.fsync = lambda fd: None  # torch syncs every file; a test's need not outlive a power cut
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", f"file://{store}", timeout=TIMEOUT, world_size=size, rank=rank)
+
+
+def fork(size: int, rank_main: Callable[[int], int]) -> int:
+    """Fork the ranks; 1 when one of them fails. In a rank it gives what that says."""
+    children = []
+    for rank in range(size):
+        children.append(os.fork())
+        if not children[-1]:
+            return rank_main(rank)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    return int(any(codes))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +23,8 @@ from formats.errors import OutputError, SourceError
 from formats.storage import Fragment, read_into, write_from
 from formats.streams import Reader, Stream
 
-SPARSEST_READ = 8
-"""A strided region is read in one go when at least one element in so many is wanted."""
+SPARSEST = 8
+"""A strided region is read in one go, and one that is woven written, when it has at least one element in so many."""
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Files:
     descriptors: dict[tuple[Path, bool], int] = field(default_factory=dict)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    loom: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, path: Path, writable: bool = False) -> int:
         """The descriptor of a file, opened on first use."""
@@ -66,6 +69,14 @@ class Files:
         write_from(self.get(fragment.path, writable=True), piece, fragment.offset + at)
         if self.sums:
             self.sums.add(fragment, at, piece)
+
+    @contextmanager
+    def weaving(self, fragment: Fragment) -> Iterator[None]:
+        """Be the only thread that writes what is woven. Its checksum is that of what is read once more."""
+        if self.sums:
+            self.sums.forget(fragment)
+        with self.loom:
+            yield
 
     def sync(self) -> None:
         """Force what was written to disk."""
@@ -118,7 +129,7 @@ def gather(
     for part in parts(start, shape):
         where = region(part, start, shape)
         fragment = part.fragment
-        for address, position, span, dims in runs(where, len(scratch), SPARSEST_READ):
+        for address, position, span, dims in runs(where, len(scratch), SPARSEST):
             if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
                 files.read(fragment, address * item, tile[position : position + span].data.cast("B"))
             else:
@@ -129,13 +140,17 @@ def gather(
 def scatter(
     files: Files, parts: Nearby, start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
 ) -> None:
-    """Write a tile out to the leaves that hold it."""
+    """Write a tile out to the leaves that hold it. Of one that is woven all is read and written that lies between."""
     item = tile.itemsize
     for part in parts(start, shape):
-        where = region(part, start, shape)
-        for address, position, span, dims in runs(where, len(scratch), 1):
-            if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
-                files.write(part.fragment, address * item, tile[position : position + span].data.cast("B"))
-            else:
+        where, sparsest = region(part, start, shape), SPARSEST if part.woven else 1
+        with files.weaving(part.fragment) if part.woven else nullcontext():
+            for address, position, span, dims in runs(where, len(scratch), sparsest):
+                piece = scratch[:span].data.cast("B")
+                if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
+                    files.write(part.fragment, address * item, tile[position : position + span].data.cast("B"))
+                    continue
+                if prod(count for count, _, _ in dims) < span:
+                    files.read(part.fragment, address * item, piece)
                 _view(scratch, 0, dims, 1)[...] = _view(tile, position, dims, 2)
-                files.write(part.fragment, address * item, scratch[:span].data.cast("B"))
+                files.write(part.fragment, address * item, piece)

@@ -65,17 +65,24 @@ class Checksums:
 
     def add(self, fragment: Fragment, at: int, piece: memoryview) -> None:
         """Count a piece that was written `at` bytes into a tensor, which may be one of several in a storage."""
-        starts = self.starts.get(fragment.path, ())
-        if not starts:
+        key = self._storage(fragment)
+        if key is None or self.small[key] >= MANY:
             return
-        start = starts[bisect(starts, fragment.offset) - 1]
-        key, at = (fragment.path, start), at + fragment.offset - start
-        if self.small[key] >= MANY:
-            return
+        at += fragment.offset - key[1]
         register = shift(zlib.crc32(piece, ONES) ^ ONES, self.sizes[key] - at - len(piece))
         with self.lock:
             self.sums[key] ^= register
             self.small[key] += len(piece) < SMALL
+
+    def forget(self, fragment: Fragment) -> None:
+        """Count no more of the storage of a tensor, bytes of which are written more than once."""
+        key = self._storage(fragment)
+        if key is not None:
+            self.small[key] = MANY
+
+    def _storage(self, fragment: Fragment) -> tuple[Path, int] | None:
+        starts = self.starts.get(fragment.path, ())
+        return (fragment.path, starts[bisect(starts, fragment.offset) - 1]) if starts else None
 
     def get(self, path: Path, offset: int) -> int | None:
         """The CRC-32 of a storage; None where reading it is cheaper."""

@@ -49,9 +49,13 @@ class Share(NamedTuple):
         """Its part of a plan's jobs, by bytes: layers that follow each other, so that few files have two writers."""
         ordered = sorted(jobs, key=lambda job: -1 if job.layer is None else job.layer)
         found, before, total = list[Job](), 0, sum(job.nbytes for job in ordered)
+        together: dict[tuple[Path, int], int] = {}
         for job in ordered:
             middle = (2 * before + job.nbytes) * self.of // max(1, 2 * total)
-            if min(middle, self.of - 1) == self.number - 1:
+            woven = [(part.fragment.path, part.fragment.offset) for part in job.targets if part.woven]
+            share = next((together[one] for one in woven if one in together), min(middle, self.of - 1))
+            together |= dict.fromkeys(woven, share)
+            if share == self.number - 1:
                 found.append(job)
             before += job.nbytes
         return found

@@ -29,10 +29,14 @@ CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 @dataclass(frozen=True)
 class Part:
-    """A leaf, and the physical tensor that holds it."""
+    """A leaf, and the physical tensor that holds it; `woven` if the elements of others lie between its own.
+
+    What is woven is written by one process and one thread at a time: with its own elements it writes those of others.
+    """
 
     leaf: Leaf
     fragment: Fragment
+    woven: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,10 +213,17 @@ def _parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], dict[str, 
     """The leaves of physical tensors by (tensor, layer) and by the copy to which they belong."""
     found: dict[tuple[str, int | None], dict[str, list[Part]]] = {}
     for placed in tensors:
-        for leaf in placed.leaves():
+        leaves = placed.leaves()
+        woven = len(leaves) > 1 and any(min(_steps(leaf), default=1) > 1 for leaf in leaves)
+        for leaf in leaves:
             copies = found.setdefault((leaf.tensor, placed.slot.layer), {})
-            copies.setdefault(placed.slot.replica, []).append(Part(leaf, placed.fragment))
+            copies.setdefault(placed.slot.replica, []).append(Part(leaf, placed.fragment, woven))
     return found
+
+
+def _steps(leaf: Leaf) -> list[int]:
+    """The strides that a leaf has."""
+    return [span.stride for span in leaf.spans if span.size > 1]
 
 
 def _padding(target: Target) -> dict[tuple[str, int | None], list[Part]]:

@@ -284,7 +284,7 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
             config["vocab_size"] = spec.vocab
         return config
     family = family_named(spec.family)
-    config = {key: value for key, value in _unwrapped(base).items() if key != "quantization_config"}
+    config = _unwrapped(base)
     if not base:
         own = {key: value for key, value in spec.own.items() if value != family.own[key]}
         kind = family.model_type or family.name

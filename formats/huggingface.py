@@ -93,7 +93,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     files = tuple(sorted({fragment.path for fragment in found.values()}))
     spec = spec_of({key: fragment.shape for key, fragment in found.items()}, settings.config or path, settings)
     if isinstance(spec, ModelSpec):
-        found, note = dequantized(found, read_json(path / "config.json"), str(path / "config.json"))
+        found, note = dequantized(found, read_json(path / "config.json"))
     placed, dropped = match(model_slots(spec, found), {"": found}, drops(spec), path)
     notes = (note,) if note else ()
     return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes)

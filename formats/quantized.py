@@ -8,36 +8,36 @@ last ones of a row or column may be smaller); the values of an element and of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError
 from formats.storage import Fragment, Scales
 
-METHODS = {"mxfp4": "MXFP4", "fp8": "FP8"}
-"""What a config calls the quantization that is known here: its name."""
 GROUP = 32
 """Elements of MXFP4 that share a scale."""
-FACTORS = ("F32", "BF16")
-"""Element types of the scales of FP8."""
+INVERSE, FACTORS = "_scale_inv", ("F32", "BF16")
+"""What is behind the name of the scales of FP8, and their element types."""
+KEEP = "--verbatim carries every tensor as it is, in Hugging Face"
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
     """The quantization that a config names, if it is one that is known here."""
-    held = config.get("quantization_config")
-    method = held.get("quant_method") if isinstance(held, dict) else None
-    return METHODS.get(method) if isinstance(method, str) else None
+    match config.get("quantization_config"):
+        case {"quant_method": "mxfp4"}:
+            return "MXFP4"
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)], **more}:
+            known = min(rows, columns) > 0 and more.get("activation_scheme", "dynamic") == "dynamic"
+            return "FP8" if known else None
+    return None
 
 
-def dequantized(
-    found: Mapping[str, Fragment], config: Mapping[str, Any], where: str
-) -> tuple[dict[str, Fragment], str]:
+def dequantized(found: Mapping[str, Fragment], config: Mapping[str, Any]) -> tuple[dict[str, Fragment], str]:
     """The tensors of a model out of those of a quantized one: BF16 for each pair of quantized elements and scales.
 
     Args:
         found: the tensors of the files, by key.
         config: the config.json beside them.
-        where: what to call it in an error.
 
     Returns:
         The tensors, and a note on what they were.
@@ -50,7 +50,10 @@ def dequantized(
     if method == "MXFP4":
         held, exact = _mxfp4(found), "which holds them exactly"
     elif method == "FP8":
-        held, exact = _fp8(found, _block(config, where)), "each product with its scale rounded once"
+        held, exact = (
+            _fp8(found, config["quantization_config"]["weight_block_size"]),
+            "times their scales, rounded once",
+        )
     else:
         return dict(found), ""
     count = sum(fragment.scales is not None for fragment in held.values())
@@ -80,28 +83,37 @@ def _mxfp4(found: Mapping[str, Fragment]) -> dict[str, Fragment]:
     return held
 
 
-def _fp8(found: Mapping[str, Fragment], block: tuple[int, int]) -> dict[str, Fragment]:
+def _fp8(found: Mapping[str, Fragment], block: Sequence[int]) -> dict[str, Fragment]:
     held = {}
     for key, fragment in found.items():
-        if fragment.dtype != "F8_E4M3":
-            if key.removesuffix("_scale_inv") not in found or not key.endswith("_scale_inv"):
-                held[key] = fragment
+        name = key.removesuffix(INVERSE)
+        if key.endswith(INVERSE) and name in found:
+            if found[name].dtype != "F8_E4M3":
+                raise UnsupportedError(f"{fragment.path} holds {key} for {found[name].dtype}, not F8_E4M3", KEEP)
             continue
-        scales = _scales(found, f"{key}_scale_inv", fragment, key)
+        if fragment.dtype != "F8_E4M3":
+            held[key] = fragment
+            continue
         if len(fragment.shape) < 2:
-            raise UnsupportedError(f"{fragment.path}: {key} is FP8{list(fragment.shape)}, which has no blocks")
+            raise UnsupportedError(f"{fragment.path}: {key} is FP8{list(fragment.shape)}, which has no blocks", KEEP)
+        scales = _scales(found, f"{key}{INVERSE}", fragment, key)
         *stack, rows, columns = fragment.shape
         grid = (*stack, -(-rows // block[0]), -(-columns // block[1]))
         if scales.dtype not in FACTORS:
-            raise UnsupportedError(f"{scales.path}: {key}_scale_inv is {scales.dtype}, not {' or '.join(FACTORS)}")
-        _require(scales, f"{key}_scale_inv", scales.dtype, grid)
-        held[key] = fragment._replace(dtype="BF16", scales=Scales("FP8", scales, block, rows, columns))
+            reason = f"{scales.path}: {key}{INVERSE} is {scales.dtype}, not {' or '.join(FACTORS)}"
+            raise UnsupportedError(reason, KEEP)
+        _require(scales, f"{key}{INVERSE}", scales.dtype, grid)
+        least = (min(block[0], max(rows, 1)), min(block[1], max(columns, 1)))
+        held[key] = fragment._replace(dtype="BF16", scales=Scales("FP8", scales, least, rows, columns))
     return held
 
 
 def _scales(found: Mapping[str, Fragment], name: str, of: Fragment, key: str) -> Fragment:
     if name not in found:
         raise SourceError(f"{of.path} holds {key}, and no file its {name}")
+    for one, said in ((of, key), (found[name], name)):
+        if not one.row_major:
+            raise UnsupportedError(f"{one.path}: {said} does not lie row by row: strides {list(one.strides)}", KEEP)
     return found[name]
 
 
@@ -110,16 +122,3 @@ def _require(scales: Fragment, name: str, dtype: str, shape: tuple[int, ...]) ->
         raise SourceError(
             f"{scales.path}: {name} is {scales.dtype}{list(scales.shape)}, its elements imply {dtype}{list(shape)}"
         )
-
-
-def _block(config: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """Rows and columns of a block of FP8."""
-    said = config["quantization_config"].get("weight_block_size")
-    match said:
-        case [int(rows), int(columns)] if rows > 0 and columns > 0:
-            return rows, columns
-        case _:
-            raise UnsupportedError(
-                f"{where}: FP8 with weight_block_size = {short(said)} is not supported",
-                "--verbatim carries every tensor as it is, in Hugging Face and FSDP",
-            )

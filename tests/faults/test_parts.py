@@ -18,7 +18,7 @@ import pytest
 
 from converters.convert import Request
 from converters.journal import Share
-from converters.targets import plan_megatron
+from converters.targets import SHARD_SIZE, plan_huggingface, plan_megatron
 from formats.megatron_args import Options
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import save, weights
@@ -252,3 +252,16 @@ def test_shares_are_all_jobs_once_and_of_a_size(model, tmp_path, of):
     assert max(sum(job.nbytes for job in share) for share in shares) <= plan.nbytes / of + largest
     layers = [job.layer for share in shares for job in share if job.layer is not None]
     assert layers == sorted(layers), "each share has layers that follow each other"
+
+
+@pytest.mark.parametrize("of", [2, 5, 40, 1000])
+def test_elements_that_alternate_in_a_file_have_one_writer(model, tmp_path, of):
+    """Gate and up of GPT-OSS: whoever writes the one writes what lies between its elements, too."""
+    plan = plan_huggingface(open_checkpoint(model("gpt_oss", "bfloat16")), Request(tmp_path / "o"), SHARD_SIZE)
+    shares = [Share(number, of).jobs(plan.jobs) for number in range(1, of + 1)]
+    assert Counter(job.name for share in shares for job in share) == Counter(job.name for job in plan.jobs)
+    writer = {job.name: number for number, share in enumerate(shares) for job in share}
+    for layer in range(4):
+        for kind in ("", "_bias"):
+            assert writer[f"expert_gate{kind}.{layer}"] == writer[f"expert_up{kind}.{layer}"]
+    assert len(set(writer.values())) > min(of, 8) // 2

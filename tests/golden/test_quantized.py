@@ -34,7 +34,7 @@ def rewritten(source: Path, folder: Path, change, quantization: dict) -> Path:
     for name, tensor in held.items():
         more |= change(name, tensor)
     save_file(more, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "float8_e4m3fn"}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     return folder
 
@@ -98,7 +98,9 @@ def test_what_is_read_is_what_transformers_reads(kind, count, how, convert, tmp_
     assert ran.code == 0, ran.err
     assert f"{count} tensors of {'MXFP4' if kind == 'oss' else 'FP8'} are read as BF16, " in ran.err
     assert how in ran.err
-    assert "quantization_config" not in (tmp_path / "out/config.json").read_text()
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
     same_model(source, tmp_path / "out")
 
 
@@ -196,6 +198,30 @@ def cut(ending: str):
     return lambda name, tensor: {name: tensor[..., :-1].contiguous() if name.endswith(ending) else tensor}
 
 
+def retyped(ending: str, dtype: torch.dtype):
+    """Changes that give another type to a kind of tensors in a layer."""
+    return lambda name, tensor: {name: tensor.to(dtype) if "_proj" in name and name.endswith(ending) else tensor}
+
+
+def test_elements_that_do_not_lie_row_by_row(deepseek, convert, tmp_path):
+    held = load_file(deepseek / "model.safetensors")
+    for name in ("o_proj.weight", "o_proj.weight_scale_inv"):
+        folder = tmp_path / name.rpartition(".")[2]
+        shutil.copytree(deepseek, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        turned = {key: one.t().contiguous().t() if key.endswith(name) else one for key, one in held.items()}
+        torch.save(turned, folder / "pytorch_model.bin")
+        refused(convert("digest", folder), 4, f"{name} does not lie row by row: strides [1, ")
+    torch.save(held, folder / "pytorch_model.bin")
+    assert convert("digest", folder).out.split()[0] == convert("digest", deepseek).out.split()[0]
+
+
+def test_a_block_larger_than_its_matrix(model, convert, tmp_path):
+    block = (8, 10**9)
+    said = FP8 | {"weight_block_size": list(block)}
+    source = rewritten(model("qwen3", "bfloat16"), tmp_path / "hf", scaled(block), said)
+    assert convert("hf2hf", source, tmp_path / "out").code == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "said", "code", "words"),
     [
@@ -204,14 +230,17 @@ def cut(ending: str):
         ("oss", cut("down_proj_blocks"), {}, 3, ["down_proj_blocks is U8[4, 64, 3, 15], not MXFP4"]),
         ("deepseek", without("o_proj.weight_scale_inv"), {}, 3, ["o_proj.weight, and no file its"]),
         ("deepseek", cut("o_proj.weight_scale_inv"), {}, 3, ["weight_scale_inv is F32[8, 11]", "imply F32[8, 12]"]),
-        ("deepseek", without("-"), {"weight_block_size": None}, 4, ["FP8 with weight_block_size = None", "--verbatim"]),
+        ("deepseek", without("-"), {"weight_block_size": None}, 4, ["a quantization_config are not supported"]),
+        ("deepseek", without("-"), {"activation_scheme": "static"}, 4, ["a quantization_config are not supported"]),
+        ("deepseek", retyped(".weight", torch.float8_e5m2), {}, 4, ["weight_scale_inv for F8_E5M2, not F8_E4M3"]),
+        ("deepseek", retyped("_scale_inv", torch.float16), {}, 4, ["weight_scale_inv is F16, not F32 or BF16"]),
         ("deepseek", without("-"), {"quant_method": "gptq"}, 4, ["a quantization_config are not supported"]),
     ],
 )
 def test_what_does_not_fit_is_refused(kind, change, said, code, words, convert, tmp_path, request):
     quantization = (MXFP4 if kind == "oss" else FP8) | said
     source = rewritten(request.getfixturevalue(kind), tmp_path / "hf", change, quantization)
-    refused(convert("hf2megatron", source, tmp_path / "out"), code, *words)
+    refused(convert("hf2megatron", source, tmp_path / "out", "--ep", 2), code, *words)
     assert convert("hf2hf", source, tmp_path / "kept", "--verbatim").code == 0
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from tests.models import MODELS
+
 CASTS = [("bfloat16", "fp32"), ("float32", "bf16"), ("float16", "fp32"), ("float32", "keep"), ("bfloat16", "keep")]
 
 
@@ -34,6 +36,32 @@ def test_large_tensors_move_in_large_pieces(model, convert, tmp_path, monkeypatc
     before, after = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
     for name, tensor in before.items():
         assert after[name].equal(tensor.to(after[name].dtype)), name
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name])
+@pytest.mark.parametrize("command", ["hf2hf", "hf2fsdp"])
+def test_no_model_is_written_element_by_element(model, convert, tmp_path, monkeypatch, name, command):
+    source, sizes, write = model(name, "bfloat16"), [], os.pwrite
+
+    def counted(fd, piece, at):
+        sizes.append(len(piece))
+        return write(fd, piece, at)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    assert convert(command, source, tmp_path / "out", "--no-verify").code == 0
+    assert len(sizes) < 200 + sum(sizes) / 32
+
+
+def test_threads_that_write_between_each_other(model, convert, tmp_path):
+    """Gate and up of GPT-OSS alternate: none of both loses what the other has written, however they meet."""
+    source = model("gpt_oss", "bfloat16", hidden_size=96, intermediate_size=160, num_local_experts=8)
+    wanted = (source / "model.safetensors").read_bytes()
+    for number in range(3):
+        words = ["-j", 8, "--memory", "1500KB"]
+        assert convert("hf2hf", source, tmp_path / f"h{number}", "--no-verify", *words).code == 0
+        assert (tmp_path / f"h{number}/model.safetensors").read_bytes() == wanted
+    assert convert("hf2fsdp", source, tmp_path / "f", "--ranks", 3, *words).code == 0
+    assert convert("verify", tmp_path / "f").code == 0
 
 
 def test_more_memory_than_the_machine_has_is_refused(model, convert, tmp_path, monkeypatch):

@@ -246,7 +246,8 @@ def fingerprint(plan: Plan, replicas: str) -> str:
         facts.update(f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial}\n".encode())
         for part in (*job.sources, *job.targets):
             at, spans = part.fragment, [(one.start, one.stop, one.stride) for one in part.leaf.spans]
-            scaled = at.scales and (place(at.scales.factors.path), at.scales.factors.offset)
+            of = at.scales
+            scaled = of and (of.method, place(of.factors.path), of.factors.offset, of.block, of.rows, of.columns)
             line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans}\n"
             facts.update(line.encode(errors="surrogateescape"))  # a path is bytes
     return "vitruvian 1 " + facts.hexdigest()

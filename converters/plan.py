@@ -78,10 +78,11 @@ class Job:
     def edges(self) -> tuple[str, ...]:
         """The named changes of value on the way."""
         cast = [] if self.source_dtype == self.dtype else [f"cast {self.source_dtype} to {self.dtype}"]
+        coded = sorted({part.fragment.scales.method for part in self.sources if part.fragment.scales})
         kind = "last" if self.last else "mean"
         grow = [] if self.rows is None else [f"{kind} of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
         added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
-        return (*added, *cast, *grow)
+        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *grow)
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ def residue(config: Mapping[str, Any]) -> list[str]:
         known |= (
             {hf_experts.LISTED, hf_experts.STEP, hf_experts.INTERLEAVED} if "dense_layers" in family.keys else set()
         )
-    return sorted(set(config) - known)
+    return sorted(set(config) - known - ({"quantization_config"} if method_of(config) else set()))
 
 
 def _unwrapped(base: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,8 @@ def same_model(one: Path, two: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "how"), [("oss", 8, "which holds them exactly"), ("deepseek", 104, "rounded once")]
+    ("kind", "count", "how"),
+    [("oss", 8, "which holds them exactly"), ("deepseek", 104, "times their scales, rounded once")],
 )
 def test_what_is_read_is_what_transformers_reads(kind, count, how, convert, tmp_path, request):
     source = request.getfixturevalue(kind)
@@ -98,6 +99,9 @@ def test_what_is_read_is_what_transformers_reads(kind, count, how, convert, tmp_
     assert ran.code == 0, ran.err
     assert f"{count} tensors of {'MXFP4' if kind == 'oss' else 'FP8'} are read as BF16, " in ran.err
     assert how in ran.err
+    plan = json.loads(convert("plan", source, "--to", "huggingface", "--json").out)
+    assert list(plan["edges"]) == [f"dequantize {'MXFP4' if kind == 'oss' else 'FP8'} to BF16"]
+    assert "quantization_config" not in json.dumps(plan)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
@@ -115,6 +119,20 @@ def test_it_goes_to_megatron_and_back(kind, convert, tmp_path, request):
     assert convert("digest", tmp_path / "m").out.split()[0] == wanted.split()[0]
     small = convert("digest", source, "-j", 3, "--memory", "200KB")
     assert (small.code, small.out) == (0, wanted)
+
+
+def test_another_block_is_another_conversion(model, convert, tmp_path):
+    """What is half done goes on with the blocks that it began with, or not at all."""
+    source = rewritten(
+        model("qwen3", "bfloat16"), tmp_path / "hf", scaled((40, 40)), FP8 | {"weight_block_size": [40, 40]}
+    )
+    text = (source / "config.json").read_text()
+    wrong = json.loads(text)
+    wrong["quantization_config"]["weight_block_size"] = [33, 33]
+    (source / "config.json").write_text(json.dumps(wrong))
+    assert convert("hf2hf", source, tmp_path / "out", "--part", "1/2").code == 0
+    (source / "config.json").write_text(text)
+    refused(convert("hf2hf", source, tmp_path / "out"), 7, "another conversion")
 
 
 def test_verbatim_keeps_every_bit(oss, convert, tmp_path):

@@ -20,8 +20,8 @@ from formats.errors import SourceError
 from formats.families import FAMILIES, FAMILY_FILE
 from formats.hf_config import dropouts, to_huggingface
 from formats.huggingface import INDEX, NAME, SINGLE, read_json, read_weight_map
+from formats.quantized import stale
 from formats.spec import ModelSpec, Spec
-from formats.storage import FLOATS
 
 STAYS = {
     "hidden": (".*",),
@@ -95,7 +95,9 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
         return _dump(to_huggingface(spec, {}) | {"torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
     base = read_json(path)
     config = to_huggingface(spec, base)
-    plain = set(counted) <= set(FLOATS) and config.pop("quantization_config", None) is not None
+    plain = stale(config, counted)
+    if plain:
+        del config["quantization_config"]
     named = "dtype" if "dtype" in config else "torch_dtype"
     if dtype is None and (source.format != NAME or plain) and named in config:
         dtype = usual  # a training rarely keeps its weights in the type of the model that it began with

@@ -151,7 +151,7 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
         masters = replace(source, tensors=_parts_of(source, buffers=False), without=BUFFERS)
     if masters is None:
         raise UnsupportedError(
-            f"{source.root} was trained without float32 masters, and with those of its weights Megatron goes on",
+            f"{source.root} was trained without float32 masters, which Megatron's optimizer has of such weights",
             "--dtype fp32 takes the weights themselves, and goes on in float32",
         )
     return source, {"fp32": masters, **states}

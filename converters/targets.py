@@ -38,7 +38,7 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         shard_size: bytes of a file; without it, the files that the model once had come back.
         template: name or file of a chat template. The vocabulary grows by the tokens that it needs.
     """
-    _require_vocab(source)
+    require_vocab(source)
     dtypes = cast_dtypes(source, request.cast)
     index = assets.remembered_index(source.assets) if shard_size is None else None
     held = dict(assets.files(source.assets)) if source.assets else {}
@@ -89,7 +89,7 @@ def plan_megatron(
     """
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(f"{source.root} has no Megatron layout: {source.spec.why}", "see `convert formats`")
-    _require_vocab(source)
+    require_vocab(source)
     spec = source.spec
     if tokens is not None:
         if tokens < (spec.vocab or 0):
@@ -113,7 +113,7 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     """A plan that writes a GPT-NeoX run folder, with the model's config and tokenizer in it."""
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(f"{source.root} has no layout of GPT-NeoX: {source.spec.why}", "see `convert formats`")
-    _require_vocab(source)
+    require_vocab(source)
     dtypes = cast_dtypes(source, request.cast)
     target = neox_writer.write(request.root, source.spec, dtypes, options)
     texts, copies = _inside(source, request, neox.ASSETS)
@@ -140,7 +140,7 @@ def _inside(
 
 def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimizer.Optimizer | None = None) -> Plan:
     """A plan that writes a DCP folder, with the model's config and tokenizer in it, and what it is trained with."""
-    _require_vocab(source)
+    require_vocab(source)
     dtypes = cast_dtypes(source, request.cast)
     target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)
     texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
@@ -153,11 +153,12 @@ def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimiz
 
 def plan_reading(source: Checkpoint) -> Plan:
     """A plan that reads every logical tensor once and writes nothing."""
-    _require_vocab(source)
+    require_vocab(source)
     return make_plan(source)
 
 
-def _require_vocab(source: Checkpoint) -> None:
+def require_vocab(source: Checkpoint) -> None:
+    """Refuse a checkpoint of which only the padded vocabulary is known."""
     if source.spec.vocab is None and not isinstance(source.spec, Verbatim):
         padded = source.extra.get("padded_vocab")
         raise RefusedError(

@@ -14,9 +14,10 @@ from typing import Any
 from converters import assets
 from converters.convert import Request
 from converters.plan import Job, Plan, make_plan
+from converters.targets import require_vocab
 from formats import deepspeed, huggingface, neox, universal, verbatim, zero, zero_partitions
 from formats.checkpoint import Checkpoint, Settings, Target
-from formats.errors import RefusedError, UnsupportedError
+from formats.errors import UnsupportedError
 from formats.huggingface import BUFFERS
 from formats.layout import Slot, match
 from formats.optimizer import STATES, Group, Optimizer
@@ -84,8 +85,7 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
         RefusedError: the vocabulary is unknown.
         UnsupportedError: what is one parameter in transformers was trained in several groups.
     """
-    if source.spec.vocab is None and isinstance(source.spec, ModelSpec):
-        raise RefusedError(f"the true vocabulary of {source.root} is unknown", "add --vocab-size N, or --config MODEL")
+    require_vocab(source)
     slots = huggingface.model_slots(source.spec, memory=True)
     buffers = [slot.keys[0] for slot in slots if BUFFERS.intersection(slot.rule.pattern.tensors)]
     groups = _grouped([slot for slot in slots if slot.keys[0] not in buffers], optimizer)

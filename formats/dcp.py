@@ -175,7 +175,7 @@ def _metadata(file: Path) -> Mapping[str, Any]:
 def _sizes(value: Any) -> tuple[int, ...]:
     sizes = tuple(value) if isinstance(value, tuple | list) else None
     if sizes is None or len(sizes) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**62 for n in sizes):
-        raise SourceError(f"the metadata has a shape or offset {short(value)}")
+        raise SourceError(f"the metadata has {short(value)} where a shape or an offset belongs")
     return sizes
 
 

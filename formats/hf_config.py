@@ -132,8 +132,10 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
     """
     family = family_of(config, where)
     for key in ("quantization_config", "text_config"):
-        if config.get(key) and not (key == "quantization_config" and method_of(config)):
-            raise UnsupportedError(f"{where}: models with a {key} are not supported")
+        quantized = key == "quantization_config"
+        if config.get(key) and not (quantized and method_of(config)):
+            known = ", only MXFP4 and FP8 in blocks" if quantized else ""
+            raise UnsupportedError(f"{where}: models with a {key} are not supported{known}")
     for key, only in family.requires.items():
         value = config.get(key, only)
         if value != only and not (value is None and only is False):

@@ -8,16 +8,18 @@ last ones of a row or column may be smaller); the values of an element and of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from formats.errors import SourceError, UnsupportedError
-from formats.storage import Fragment, Scales
+from formats.storage import FLOATS, Fragment, Scales
 
 GROUP = 32
 """Elements of MXFP4 that share a scale."""
 INVERSE, FACTORS = "_scale_inv", ("F32", "BF16")
 """What is behind the name of the scales of FP8, and their element types."""
+OF_FILES = ("fp8", "mxfp4")
+"""Methods of files alone: a model in floats has none of it. Others may be of what it computes (bitnet)."""
 KEEP = "--verbatim carries every tensor as it is, in Hugging Face"
 
 
@@ -30,6 +32,14 @@ def method_of(config: Mapping[str, Any]) -> str | None:
             known = min(rows, columns) > 0 and more.get("activation_scheme", "dynamic") == "dynamic"
             return "FP8" if known else None
     return None
+
+
+def stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
+    """Whether a config says how files were quantized, and tensors of these element types are not."""
+    match config.get("quantization_config"):
+        case {"quant_method": str(method)}:
+            return method in OF_FILES and set(dtypes) <= set(FLOATS)
+    return False
 
 
 def dequantized(found: Mapping[str, Fragment], config: Mapping[str, Any]) -> tuple[dict[str, Fragment], str]:

@@ -69,7 +69,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
         raise UsageError("two folders are needed", "convert neox2hf RUN OUT")
     if precision not in (None, "auto"):
         if options["dtype"] not in ("keep", precision):
-            raise UsageError(f"--precision {precision} and --dtype {options['dtype']}", "leave one of them out")
+            raise UsageError(f"--precision {precision} is not --dtype {options['dtype']}", "leave one of them out")
         options["dtype"] = precision
     found = load(tokenizer) if tokenizer is not None else named(src, options["tag"], options["config"])
     if found and found.size > (options["vocab_size"] or found.size):

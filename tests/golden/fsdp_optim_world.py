@@ -25,9 +25,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from fsdp_world import (
     AppState,
-    World,
     accelerator,
-    differences,
     dump_verl,
     fsdp1_model,
     fsdp2_model,
@@ -37,6 +35,7 @@ from fsdp_world import (
     tp_model,
     whole,
 )
+from ranks import World, differences
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor

@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import load_fsdp_model, save_fsdp_model, save_fsdp_optimizer
-from ranks import TIMEOUT, World, quiet
+from ranks import TIMEOUT, World, differences, load_model
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -65,7 +65,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM
 
 StateDict = dict[str, Any]
 
@@ -94,19 +93,6 @@ def fsdp2_model(world: World) -> nn.Module:
 def whole(value: Any) -> Any:
     """The full tensor of a DTensor: a collective."""
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def differences(ours: StateDict, theirs: StateDict) -> list[str]:
-    """One line per tensor that is missing, unexpected or not the same bit for bit."""
-    lines = [f"{name} is missing" for name in theirs.keys() - ours.keys()]
-    lines += [f"{name} is unexpected" for name in ours.keys() - theirs.keys()]
-    for name in ours.keys() & theirs.keys():
-        a, b = ours[name].detach().contiguous(), theirs[name].detach().contiguous()
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            lines.append(f"{name} is {a.dtype} {tuple(a.shape)}, expected {b.dtype} {tuple(b.shape)}")
-        elif not torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)):
-            lines.append(f"{name} differs in {int((a != b).sum())} of {a.numel()} elements")
-    return sorted(lines)
 
 
 def trained(world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -543,11 +529,8 @@ def rank_main(rank: int, size: int, store: str, model: nn.Module, job: Callable[
 
 def launch(size: int, model_dir: Path, job: Callable[[World], None]) -> int:
     """Fork the ranks, once everything is imported and the model loaded."""
-    torch.set_num_threads(1)
     os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
-    quiet()
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
-    return ranks.launch(size, rank_main, model, job)
+    return ranks.launch(size, rank_main, load_model(model_dir), job)
 
 
 def main(words: list[str]) -> int:

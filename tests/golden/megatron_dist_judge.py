@@ -29,7 +29,7 @@ import multiprocessing
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -166,6 +166,8 @@ def save_real(out: Path, model: GPTModel, claims: Namespace, layers: str, optimi
 @torch.no_grad()
 def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
     """One entry; ends every rank when anything is wrong."""
+    if dist.get_rank() == 0:
+        print(f"{job['dist']} on TP {job['tp']} x PP {job['pp']} against {job['hf']}", flush=True)
     topology = judge.Topology(job["tp"], job["pp"], None, {}, job.get("ep", 1), job.get("etp"))
     folder, hf = judge.iteration_folder(Path(job["dist"])), Path(job["hf"])
     c = AutoConfig.from_pretrained(hf)
@@ -211,26 +213,23 @@ def forked_results_queue() -> Iterator[None]:
 
 
 @forked_results_queue()
-def judge_all(jobs: Path, rank: int) -> int:
+def do_all(jobs: Path, do: Callable[[dict[str, Any]], None], ranks: int, rank: int) -> int:
     """All entries, on one rank."""
     faulthandler.dump_traceback_later(240.0, exit=True)
     where = f"file://{jobs}.meeting"
-    dist.init_process_group("gloo", where, timedelta(seconds=60), world_size=RANKS, rank=rank)
-    logits_of: dict[str, torch.Tensor] = {}
+    dist.init_process_group("gloo", where, timedelta(seconds=60), world_size=ranks, rank=rank)
     groups = None
     for job in json.loads(jobs.read_text()):
-        if groups != (groups := (job["tp"], job["pp"], job.get("ep", 1), job.get("etp"))):
+        if groups != (groups := tuple(job.get(name) for name in ("tp", "pp", "vpp", "ep", "etp"))):
             ps.destroy_model_parallel()  # each set of groups leaves threads behind
             ps.initialize_model_parallel(
-                *groups[:2],
-                expert_model_parallel_size=groups[2],
-                expert_tensor_parallel_size=groups[3],
+                *groups[:3],
+                expert_model_parallel_size=groups[3] or 1,
+                expert_tensor_parallel_size=groups[4],
                 distributed_timeout_minutes=1,
             )
-        if rank == 0:
-            print(f"{job['dist']} on TP {job['tp']} x PP {job['pp']} against {job['hf']}", flush=True)
         try:
-            do(job, logits_of)
+            do(job)
         except judge.JudgementError as error:
             print(f"FAILED\nrank {rank}: {error}", file=sys.stderr, flush=True)
             return 1
@@ -238,8 +237,8 @@ def judge_all(jobs: Path, rank: int) -> int:
     return 0
 
 
-def main() -> int:
-    """Fork the ranks. Exit status 0 when everything agrees, 1 when not."""
+def main(do: Callable[[dict[str, Any]], None], ranks: int) -> int:
+    """Fork the ranks, which `do` each entry. Exit status 0 when everything agrees, 1 when not."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -248,9 +247,9 @@ def main() -> int:
     os.fsync = lambda fd: None  # a test's files need not outlive a power cut
     torch.cuda.synchronize = lambda *args, **kwargs: None  # dist_checkpointing/strategies/filesystem_async.py
     Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
-    gc.freeze()  # else collecting touches, and so copies, what the ranks share
-    return fork(RANKS, partial(judge_all, Path(sys.argv[1])))
+    gc.freeze()  # else collecting touches, and so copies, what the ranks share; a distributed optimizer's save collects
+    return fork(ranks, partial(do_all, Path(sys.argv[1]), do, ranks))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(partial(do, logits_of={}), RANKS))

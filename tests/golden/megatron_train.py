@@ -25,15 +25,10 @@ JOBS.json is a list of trainings, done one after another in one start of the fra
 
 from __future__ import annotations
 
-import faulthandler
-import gc
 import json
 import os
-import sys
 from argparse import Namespace
 from copy import copy, deepcopy
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +49,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from ranks import fork
 from transformers import AutoConfig
-from transformers.utils import logging
 
 RANKS, BATCH, STEPS, RATE = 2, 4, 3, 0.01
 TOLERANCE = {"float32": 1e-6, "bfloat16": 5e-4}
@@ -345,41 +338,9 @@ def do(job: dict[str, Any]) -> None:
     judge.agree([] if same != job.get("damaged", False) else [f"losses {losses}, unbroken {wanted}"])
 
 
-@dist_judge.forked_results_queue()
-def train_all(jobs: Path, rank: int) -> int:
-    """All trainings, on one rank."""
-    faulthandler.dump_traceback_later(240.0, exit=True)
-    dist.init_process_group("gloo", f"file://{jobs}.meeting", timedelta(seconds=60), world_size=RANKS, rank=rank)
-    groups = None
-    for job in json.loads(jobs.read_text()):
-        if groups != (groups := tuple(job.get(name) for name in ("tp", "pp", "vpp", "ep", "etp"))):
-            ps.destroy_model_parallel()
-            ps.initialize_model_parallel(
-                *groups[:3],
-                expert_model_parallel_size=groups[3] or 1,
-                expert_tensor_parallel_size=groups[4],
-                distributed_timeout_minutes=1,
-            )
-        try:
-            do(job)
-        except judge.JudgementError as error:
-            print(f"FAILED\nrank {rank}: {error}", file=sys.stderr, flush=True)
-            return 1
-    dist.destroy_process_group()
-    return 0
-
-
 def main() -> int:
     """Fork the ranks. Exit status 0 when everything agrees, 1 when not."""
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    judge.patch_for_cpu()
     give_steps()
     norm_some_rows()
-    megatron_experts.gg.assert_grouped_gemm_is_available = lambda: None
     megatron_experts.gg.ops = Namespace(gmm=grouped_gemm)
-    torch.cuda.synchronize = lambda *args, **kwargs: None
-    Path(f"{sys.argv[1]}.meeting").unlink(missing_ok=True)
-    gc.freeze()  # a distributed optimizer collects garbage at each save (distrib_optimizer.py:1278)
-    return fork(RANKS, partial(train_all, Path(sys.argv[1])))
+    return dist_judge.main(do, RANKS)

@@ -9,13 +9,16 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 TIMEOUT = timedelta(seconds=60)
@@ -40,6 +43,13 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def load_model(model_dir: str | Path) -> nn.Module:
+    """The model of a Hugging Face folder, in this process, before it forks."""
+    torch.set_num_threads(1)
+    quiet()
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
 
 
 def launch(size: int, rank_main: Callable[..., None], *about: Any) -> int:
@@ -70,3 +80,16 @@ def fork(size: int, rank_main: Callable[[int], int]) -> int:
             return rank_main(rank)
     codes = [os.waitpid(child, 0)[1] for child in children]
     return int(any(codes))
+
+
+def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
+    """One line per tensor that is missing, unexpected or not the same bit for bit."""
+    lines = [f"{name} is missing" for name in theirs.keys() - ours.keys()]
+    lines += [f"{name} is unexpected" for name in ours.keys() - theirs.keys()]
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name].detach().contiguous(), theirs[name].detach().contiguous()
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            lines.append(f"{name} is {a.dtype} {tuple(a.shape)}, expected {b.dtype} {tuple(b.shape)}")
+        elif not torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)):
+            lines.append(f"{name} differs in {int((a != b).sum())} of {a.numel()} elements")
+    return sorted(lines)

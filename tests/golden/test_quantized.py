@@ -135,6 +135,14 @@ def test_another_block_is_another_conversion(model, convert, tmp_path):
     refused(convert("hf2hf", source, tmp_path / "out"), 7, "another conversion")
 
 
+def test_what_a_model_computes_stays_in_its_config(model, convert, tmp_path):
+    """bitnet rounds as it computes: weights in floats that have it are not those of another model."""
+    said = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
+    source = rewritten(model("llama", "bfloat16"), tmp_path / "hf", without("-"), said)
+    assert convert("hf2hf", source, tmp_path / "out").code == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"] == said
+
+
 def test_verbatim_keeps_every_bit(oss, convert, tmp_path):
     assert convert("hf2hf", oss, tmp_path / "out", "--verbatim").code == 0
     assert (tmp_path / "out/config.json").read_bytes() == (oss / "config.json").read_bytes()

@@ -67,12 +67,12 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from ranks import TIMEOUT, World, quiet
+from ranks import TIMEOUT, World, differences, load_model, quiet
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 STEPS = 3
 RATE = 0.01
@@ -413,19 +413,6 @@ def make(world: World, out: Path, kind: str) -> None:
     save_truth(world, engine, out / f"{kind}.truth.safetensors")
 
 
-def differences(ours: StateDict, theirs: StateDict) -> list[str]:
-    """One line per tensor that is missing, unexpected or not the same bit for bit."""
-    lines = [f"{name} is missing" for name in theirs.keys() - ours.keys()]
-    lines += [f"{name} is unexpected" for name in ours.keys() - theirs.keys()]
-    for name in ours.keys() & theirs.keys():
-        a, b = ours[name].contiguous(), theirs[name].contiguous()
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            lines.append(f"{name} is {a.dtype} {tuple(a.shape)}, expected {b.dtype} {tuple(b.shape)}")
-        elif not torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)):
-            lines.append(f"{name} differs in {int((a != b).sum())} of {a.numel()} elements")
-    return sorted(lines)
-
-
 def blank(world: World, expected: StateDict) -> nn.Module:
     """The model that has the names of the truth, trains what was trained there, and knows nothing."""
     model = world.copy().float()
@@ -532,13 +519,6 @@ def rank_main(rank: int, size: int, store: str, model: nn.Module, job: Callable[
 def launch(size: int, model: nn.Module, job: Callable[[World], None]) -> int:
     """Fork the ranks."""
     return ranks.launch(size, rank_main, model, job)
-
-
-def load_model(model_dir: str) -> nn.Module:
-    """The model of a Hugging Face folder, in this process, before it forks."""
-    torch.set_num_threads(1)
-    quiet()
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
 
 
 def main(words: list[str]) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from converters import assets, digest
 from converters.blocks import Files, finish_files
@@ -26,9 +25,6 @@ from formats.checkpoint import Checkpoint, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError, some
 from formats.registry import FORMATS, module, open_checkpoint, steps
 from formats.spec import Verbatim, differences
-
-if TYPE_CHECKING:
-    pass
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ANEW = "what was written is deleted, the same command starts over"

@@ -287,7 +287,7 @@ def match(
         if not keys:
             if "optional" not in slot.rule.conditions:
                 missing.append(f"{slot.keys[0]} {list(slot.shape)} in {_path(tensors, slot.file, where)}")
-                bare |= slot.keys[0].startswith("model.") and slot.keys[0].removeprefix("model.") in tensors
+                bare |= slot.keys[0].removeprefix("model.") in tensors
             continue
         fragment = tensors[keys[0]]
         if fragment.shape != slot.shape:

@@ -169,6 +169,15 @@ def test_a_signal_comes_back_as_itself():
     assert pickle.loads(dumps(held)) == {"exit_signal": signal.SIGTERM}
 
 
+@pytest.mark.parametrize("entries", [(iter([1]),), (None, iter([("a", 1)]))], ids=["list", "map"])
+def test_a_member_that_is_given_entries_does_not_travel(entries):
+    class Odd:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return signal.Signals, (15,), None, *entries
+
+    assert not keeps(loads(pickle.dumps(Odd(), 2), "it"))
+
+
 def stateful() -> Opaque:
     one = opaque("signal", "Signals", 15)
     one.state = {"x": 1}

@@ -117,3 +117,28 @@ def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, 
     held = weights(tmp_path / "out")[EMBEDDING]
     assert len(held) > rows
     assert torch.equal(held[:rows], embedding)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"module": None}, "holds no module"),
+        ({"module": {EMBEDDING: [1.0]}}, "which is no tensor"),
+        ({"param_shapes": None}, "holds no param_shapes"),
+        ({"param_shapes": [5]}, "holds no param_shapes"),
+        ({"param_shapes": [{EMBEDDING: [8, 4]}]}, "holds param_shapes that are none"),
+        ({"param_shapes": [{EMBEDDING: (8, -4)}]}, "holds param_shapes that are none"),
+        ({"param_shapes": [{EMBEDDING: (8, 5)}]}, "parameters of a group have 40 elements, its 1 ranks hold 32"),
+        ({"param_shapes": [{EMBEDDING: (8, 4)}, {}]}, "holds 1 groups of parameters, its model 2"),
+        (frozen("f.weight", None, (3, 4)), "holds no fragment of f.weight"),
+        (frozen("f.weight", None, (3.0, 4)), "holds a frozen parameter of the shape"),
+    ],
+    ids=str,
+)
+def test_a_model_file_that_says_what_cannot_be_is_refused(convert, tmp_path, changes, told):
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}], **changes}
+    ran = convert("zero2hf", save(tmp_path / "run", model, partition(flat)), tmp_path / "out", *MASTERS)
+    assert (ran.code in (3, 4), told in ran.err) == (True, True), ran.err

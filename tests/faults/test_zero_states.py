@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,16 @@ def test_a_model_file_that_says_what_cannot_be_is_refused(convert, tmp_path, cha
     model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}], **changes}
     ran = convert("zero2hf", save(tmp_path / "run", model, partition(flat)), tmp_path / "out", *MASTERS)
     assert (ran.code in (3, 4), told in ran.err) == (True, True), ran.err
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_second_model_parallel_rank_of_stage_3_is_not_taken_for_the_first(convert, tmp_path, alone):
+    import torch
+
+    model = {"module": {EMBEDDING: torch.empty(0)}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = save(tmp_path / "run", model, partition(torch.arange(32.0), 3), 3)
+    first = run / "global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    second = Path(shutil.copy(first, first.with_name("zero_pp_rank_0_mp_rank_01_model_states.pt")))
+    if alone:
+        first.unlink()
+    refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 4, f"{second} is of a second model parallel rank")

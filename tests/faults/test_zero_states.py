@@ -99,6 +99,19 @@ def test_states_without_names_are_compared_whatever_is_asked(convert, tmp_path, 
     assert "--replicas" not in told.err
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_masters_with_names_may_be_taken_unchecked(convert, tmp_path, stage):
+    """A training in which the two drifted apart: who asks for the masters gets them."""
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16() + 1}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    words = [save(tmp_path / "run", model, partition(flat, stage)), tmp_path / "out", *MASTERS]
+    refused(convert("zero2hf", *words), 6, "32 of 32 elements", "--replicas first takes the masters unchecked")
+    assert convert("zero2hf", *words, "--replicas", "first").code == 0
+    assert torch.equal(weights(tmp_path / "out")[EMBEDDING], flat.reshape(8, 4))
+
+
 def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, tmp_path):
     """In the second of two tiles: what the first one left in memory is compared with nothing."""
     import torch

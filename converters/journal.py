@@ -103,7 +103,8 @@ class Journal:
         finally:
             finished.set()
             worker.join()
-            self.commit(files)
+            if not failed:  # Linux says once that data was lost: what was noted since may be part of it
+                self.commit(files)
         if failed:
             raise failed[0]
 

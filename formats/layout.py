@@ -287,7 +287,7 @@ def match(
         if not keys:
             if "optional" not in slot.rule.conditions:
                 missing.append(f"{slot.keys[0]} {list(slot.shape)} in {_path(tensors, slot.file, where)}")
-                bare |= slot.keys[0].startswith("model.") and slot.keys[0].removeprefix("model.") in tensors
+                bare |= slot.keys[0].removeprefix("model.") in tensors
             continue
         fragment = tensors[keys[0]]
         if fragment.shape != slot.shape:
@@ -302,7 +302,6 @@ def match(
         hint = "the names lack `model.`: AutoModelForCausalLM saves them with it, --verbatim takes them as they are"
         raise SourceError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}", hint if bare else "")
     rest = [(file, key) for file, tensors in found.items() for key in tensors if key not in used[file]]
-    dropped = [key for _, key in rest if any(re.fullmatch(drop, key) for drop in drops)]
     unknown = [
         f"{key} in {found[file][key].path}" for file, key in rest if not any(re.fullmatch(drop, key) for drop in drops)
     ]
@@ -313,7 +312,7 @@ def match(
             if any(SECOND.search(key) for key in unknown)
             else "the model may be of another family than its configuration says; `convert formats` lists the families",
         )
-    return placed, dropped
+    return placed, [key for _, key in rest]
 
 
 def _path(tensors: Mapping[str, Fragment], file: str, where: Path) -> str:

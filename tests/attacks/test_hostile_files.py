@@ -1088,6 +1088,13 @@ def test_a_hostile_manifest_is_refused(sound, convert, tmp_path, content):
     refused(convert("verify", tmp_path / "m"), tmp_path / "m", 3, 6)
 
 
+@pytest.mark.parametrize("states", [[], {"x": 1}, {"x": {"blake3": 5}}], ids=str)
+def test_hostile_states_in_a_manifest_are_refused(sound, convert, tmp_path, states):
+    path = Path(shutil.copytree(sound, tmp_path / "m")) / "release/vitruvian.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer": states}))
+    refused(convert("verify", tmp_path / "m"), tmp_path / "m", 3)
+
+
 @pytest.mark.parametrize(
     "line", ["5", "[1]", "[1, 2]", '{"a": 1}', '["embedding", 5]', "null", "\0", '["x", "y", "z"]']
 )

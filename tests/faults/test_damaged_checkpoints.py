@@ -126,6 +126,17 @@ def test_ranks_of_two_iterations_are_noticed(made, convert):
     refused(convert("inspect", one), 3, one, "100", "200")
 
 
+@pytest.mark.parametrize("version", [None, 0, 1.0, 1])
+def test_an_older_order_of_query_key_and_value_is_noticed(made, convert, version):
+    import torch
+
+    path = rank(made("tp1 pp1"), "00")
+    stored = torch.load(path, weights_only=False)
+    stored.pop("checkpoint_version")
+    torch.save(stored if version is None else stored | {"checkpoint_version": version}, path)
+    refused(convert("inspect", path.parents[2]), 4, path, f"checkpoint version {version or 0} orders query, key")
+
+
 @pytest.mark.parametrize("topology", ["tp2 pp1", "tp1 pp2"])
 @pytest.mark.parametrize(
     "changes",
@@ -267,9 +278,15 @@ def test_a_table_that_no_longer_fits_is_noticed(written, convert):
             """'rope_scaling={"rope_type": "linear", "factor": 2.0}'""",
         ),
         ("gpt_oss", {"swiglu_limit": 6.0}, "own.swiglu_limit: 6.0 | 7.0", None),
+        (
+            "llama",
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None},
+            "family: 'mistral' | 'llama'",
+            None,
+        ),
         ("gpt_neox", {"vocab_size": 210}, "vocab: 210 | 211", "vocab=210"),
     ],
-    ids=["epsilon", "positions", "rope", "own", "verbatim"],
+    ids=["epsilon", "positions", "rope", "own", "family", "verbatim"],
 )
 def test_settings_that_a_manifest_contradicts_are_noticed(written, convert, family, changes, says, way):
     """Who means them says so, and the output says the same."""

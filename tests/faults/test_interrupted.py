@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from converters import convert as convert_module
 from formats.registry import open_checkpoint
 from tests.models import files
 
@@ -124,6 +128,32 @@ def test_a_folder_that_another_process_has_taken_away_is_not_written(whole, conv
     assert ran.code == 7
     assert str(staging) in ran.err
     assert [path.name for path in tmp_path.rglob("*")] == (["out.partial", "journal.jsonl"] if begun else [])
+
+
+def test_a_disk_that_loses_data_once_has_lost_it(whole, convert, tmp_path, monkeypatch):
+    """Linux tells of a failed write-back a single time: fdatasync succeeds after that, and the data is gone."""
+    failed, finish, write = threading.Event(), convert_module.finish_files, os.pwrite
+
+    def slow(*words: Any) -> int:
+        time.sleep(0.01)  # some of the work is done before, some behind
+        return write(*words)
+
+    def lost(_: int) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def late(*words: Any) -> None:
+        assert failed.wait(60)
+        finish(*words)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(os, "fdatasync", lost)
+    monkeypatch.setattr(convert_module, "finish_files", late)
+    ran = convert("hf2megatron", whole[0], tmp_path / "out")
+    assert (ran.code, os.strerror(errno.EIO) in ran.err) == (7, True)
+    assert not (tmp_path / "out").exists()
+    assert len((tmp_path / "out.partial/journal.jsonl").read_text().splitlines()) == 1, "nothing counts as done"
 
 
 def test_an_interruption_before_anything_listens(convert, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,19 @@ def test_states_without_names_are_compared_whatever_is_asked(convert, tmp_path, 
     assert "--replicas" not in told.err
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_masters_with_names_may_be_taken_unchecked(convert, tmp_path, stage):
+    """A training in which the two drifted apart: who asks for the masters gets them."""
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16() + 1}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    words = [save(tmp_path / "run", model, partition(flat, stage)), tmp_path / "out", *MASTERS]
+    refused(convert("zero2hf", *words), 6, "32 of 32 elements", "--replicas first takes the masters unchecked")
+    assert convert("zero2hf", *words, "--replicas", "first").code == 0
+    assert torch.equal(weights(tmp_path / "out")[EMBEDDING], flat.reshape(8, 4))
+
+
 def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, tmp_path):
     """In the second of two tiles: what the first one left in memory is compared with nothing."""
     import torch
@@ -117,3 +131,41 @@ def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, 
     held = weights(tmp_path / "out")[EMBEDDING]
     assert len(held) > rows
     assert torch.equal(held[:rows], embedding)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"module": None}, "holds no module"),
+        ({"module": {EMBEDDING: [1.0]}}, "which is no tensor"),
+        ({"param_shapes": None}, "holds no param_shapes"),
+        ({"param_shapes": [5]}, "holds no param_shapes"),
+        ({"param_shapes": [{EMBEDDING: [8, 4]}]}, "holds param_shapes that are none"),
+        ({"param_shapes": [{EMBEDDING: (8, -4)}]}, "holds param_shapes that are none"),
+        ({"param_shapes": [{EMBEDDING: (8, 5)}]}, "parameters of a group have 40 elements, its 1 ranks hold 32"),
+        ({"param_shapes": [{EMBEDDING: (8, 4)}, {}]}, "holds 1 groups of parameters, its model 2"),
+        (frozen("f.weight", None, (3, 4)), "holds no fragment of f.weight"),
+        (frozen("f.weight", None, (3.0, 4)), "holds a frozen parameter of the shape"),
+    ],
+    ids=str,
+)
+def test_a_model_file_that_says_what_cannot_be_is_refused(convert, tmp_path, changes, told):
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}], **changes}
+    ran = convert("zero2hf", save(tmp_path / "run", model, partition(flat)), tmp_path / "out", *MASTERS)
+    assert (ran.code in (3, 4), told in ran.err) == (True, True), ran.err
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_second_model_parallel_rank_of_stage_3_is_not_taken_for_the_first(convert, tmp_path, alone):
+    import torch
+
+    model = {"module": {EMBEDDING: torch.empty(0)}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = save(tmp_path / "run", model, partition(torch.arange(32.0), 3), 3)
+    first = run / "global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    second = Path(shutil.copy(first, first.with_name("zero_pp_rank_0_mp_rank_01_model_states.pt")))
+    if alone:
+        first.unlink()
+    refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 4, f"{second} is of a second model parallel rank")

@@ -16,7 +16,7 @@ from converters.engine import Limits, execute
 from converters.plan import Job, Part, prove_tiling
 from converters.regions import Nearby, region, runs, tiles
 from formats.layout import _in_order
-from formats.pattern import Leaf, Pattern, Span, at, clip, lower, parse, shape
+from formats.pattern import Leaf, Pattern, Span, at, clip, lower, overlap, parse, shape
 from formats.storage import Fragment, row_major
 from formats.tensors import TENSORS
 
@@ -108,6 +108,20 @@ def test_any_cut_reassembles(data, tensors, sizes, cuts):
                 assert not pieces.keys() & inside.keys()
                 pieces |= inside
         assert pieces == addresses(leaf)
+
+
+SIDES = [(low, high) for low in range(4) for high in range(low + 1, 5)]
+
+
+@given(st.integers(1, 3).flatmap(lambda axes: st.lists(st.tuples(*[st.sampled_from(SIDES)] * axes), max_size=6)))
+@settings(max_examples=300)
+def test_boxes_that_overlap_are_found(boxes):
+    points = {box: set(product(*(range(*side) for side in box))) for box in boxes}
+    found = overlap(boxes)
+    if found:
+        assert points[found[0]] & points[found[1]]
+    else:
+        assert sum(map(len, (points[box] for box in boxes))) == len(set().union(*points.values()))
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 40))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from formats.registry import open_checkpoint
 from tests.models import IN_MEGATRON, files
 
 
@@ -39,6 +40,20 @@ def test_every_topology_comes_back(model, convert, tmp_path, words):
     assert convert("verify", tmp_path / "two").code == 0
     assert convert("verify", tmp_path / "two", source).code == 0
     assert convert("diff", tmp_path / "two", tmp_path / "one").code == 0
+
+
+def test_a_rank_finds_its_parts_in_a_file_of_its_own(model, convert, tmp_path):
+    """Any rank could read any file: nothing but the time that it takes would tell."""
+    words = ["--format", "torch_dist", "--tp", 2, "--pp", 2]
+    assert convert("hf2megatron", model("llama"), tmp_path / "out", *words).code == 0
+    stages: dict[object, set[int]] = {}
+    for one in open_checkpoint(tmp_path / "out").tensors:
+        rank = int(one.fragment.path.name.split("_")[2])
+        layer = one.slot.layer
+        stages.setdefault(one.key.split(".")[0] if layer is None else layer, set()).add(rank // 2)
+        if one.part.shape != one.slot.shape:
+            assert {low // (high - low) % 2 for low, high in one.part.ranges} >= {rank % 2}, one.key
+    assert stages == {"embedding": {0}, 0: {0}, 1: {0}, 2: {1}, 3: {1}, "decoder": {1}, "output_layer": {1}}
 
 
 @pytest.mark.parametrize(

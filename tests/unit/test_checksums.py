@@ -6,11 +6,12 @@ import random
 import zlib
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters.checksums import MANY, SMALL, Checksums, shift
+from converters.checksums import MANY, SMALL, Checksums, crc_of, shift
 from formats.checkpoint import OutputFile
 from formats.storage import Fragment
 
@@ -47,3 +48,11 @@ def test_many_small_pieces_are_left_to_a_second_reading():
 def test_an_empty_storage_has_the_sum_of_nothing():
     known, _ = sums(0)
     assert known.get(Path("f"), 64) == 0
+
+
+@given(st.binary(min_size=60, max_size=60), st.integers(0, 9), st.integers(0, 50), st.integers(1, 60))
+def test_a_second_reading_ends_where_the_storage_does(content, offset, nbytes, step):
+    with TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        assert crc_of(file.fileno(), offset, nbytes, Path("f"), step) == zlib.crc32(content[offset : offset + nbytes])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from converters.edges import WORDS, as_words, cast, mean
+from converters.edges import WORDS, as_words, cast, finite, mean
 from formats.errors import RefusedError
 from formats.storage import DTYPES
 
@@ -64,3 +66,12 @@ def test_the_mean_is_taken_in_float32_and_rounded_once():
     copies = [tensor.view(torch.int16).numpy().view(np.uint16) for tensor in (a, b, c)]
     wanted = ((a.float() + b.float() + c.float()) / 3).bfloat16()
     assert np.array_equal(mean(copies, "BF16"), wanted.view(torch.int16).numpy().view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_what_is_finite_is_what_torch_says(dtype):
+    number = torch.finfo(TORCH[dtype])
+    for value in (0.0, number.max, number.min, number.smallest_normal / 2, math.inf, -math.inf, math.nan):
+        tensor = torch.tensor([1.0, value], dtype=TORCH[dtype])
+        words = tensor.view(INTS[DTYPES[dtype]]).numpy().view(WORDS[DTYPES[dtype]])
+        assert finite(words, dtype) == bool(torch.isfinite(tensor).all()), value

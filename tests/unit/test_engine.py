@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,20 @@ def test_threads_and_memory_do_not_change_the_output(model, convert, tmp_path):
         assert convert("hf2megatron", source, tmp_path / str(number), "--tp", 2, "--pp", 2, *words).code == 0
         seen.append(files(tmp_path / str(number)))
     assert seen[0] == seen[1] == seen[2] == seen[3]
+
+
+def test_a_tensor_without_elements_is_one(model, convert, tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    source = Path(shutil.copytree(model("llama"), tmp_path / "source"))
+    held = load_file(source / "model.safetensors") | {"empty": torch.empty(0, 4), "scalar": torch.tensor(1.5)}
+    save_file(held, source / "model.safetensors", {"format": "pt"})
+    assert convert("hf2fsdp", source, tmp_path / "dcp", "--ranks", 2, "--verbatim").code == 0
+    assert convert("fsdp2hf", tmp_path / "dcp", tmp_path / "out", "--verbatim").code == 0
+    again = load_file(tmp_path / "out/model.safetensors")
+    assert again.keys() == held.keys()
+    assert all(again[name].equal(tensor) for name, tensor in held.items())
 
 
 @pytest.mark.parametrize("partial", [False, True], ids=["mean", "sum"])

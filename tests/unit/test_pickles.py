@@ -89,6 +89,11 @@ def test_a_lone_surrogate_is_no_text(value):
     assert not keeps(value)
 
 
+def test_a_number_that_is_given_again_is_that_of_the_new_object():
+    again = b"\x80\x02(]q\x00}q\x01)q\x00h\x00h\x01t."  # a list 0, a map 1, a tuple 0, then 0 and 1
+    assert same(loads(again, "it"), pickle.loads(again))
+
+
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_namespace_comes_back(protocol):
     original = argparse.Namespace(a=1, b=[1.5, None], c=argparse.Namespace(d="é"))
@@ -167,6 +172,15 @@ def test_a_signal_comes_back_as_itself():
     held = loads(pickle.dumps({"exit_signal": signal.SIGTERM}, 2), "it")
     assert keeps(held)
     assert pickle.loads(dumps(held)) == {"exit_signal": signal.SIGTERM}
+
+
+@pytest.mark.parametrize("entries", [(iter([1]),), (None, iter([("a", 1)]))], ids=["list", "map"])
+def test_a_member_that_is_given_entries_does_not_travel(entries):
+    class Odd:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return signal.Signals, (15,), None, *entries
+
+    assert not keeps(loads(pickle.dumps(Odd(), 2), "it"))
 
 
 def stateful() -> Opaque:

@@ -66,17 +66,21 @@ def test_new_rows_are_the_mean_of_the_others(base, convert, tmp_path, name, dtyp
     assert convert("verify", out).code == 0
 
 
-def test_the_last_row_may_be_wider_than_a_tile(model):
+@pytest.mark.parametrize("room", [10, 64, 200, 1 << 14])
+def test_a_new_row_may_be_wider_than_a_tile(model, room):
     import numpy as np
 
     plan = plan_reading(open_checkpoint(model("llama")))
-    (job,) = (replace(job, rows=TOKENS, last=True) for job in plan.jobs if job.name == "embedding")
-    tile, scratch = (np.empty(10, np.uint32) for _ in range(2))
+    (job,) = (replace(job, rows=TOKENS) for job in plan.jobs if job.name == "embedding")
+    tile, scratch = (np.empty(room, np.uint32) for _ in range(2))
     with Files() as files:
-        row = engine._last_row(job, Nearby(job.sources, 2), files, tile, scratch)
+        last, mean = (
+            make(job, Nearby(job.sources, 2), files, tile, scratch) for make in (engine._last_row, engine._mean_row)
+        )
     fragment = job.sources[0].fragment
-    whole = np.fromfile(fragment.path, np.uint32, TOKENS * 64, offset=fragment.offset)
-    assert (row == whole[-64:]).all()
+    whole = np.fromfile(fragment.path, np.float32, TOKENS * 64, offset=fragment.offset).reshape(TOKENS, 64)
+    assert (last.view(np.float32) == whole[-1]).all()
+    assert (mean.view(np.float32) == whole.mean(0, dtype=np.float64).astype(np.float32)).all()
 
 
 def test_a_model_without_a_table_grows_too(base, convert, tmp_path):

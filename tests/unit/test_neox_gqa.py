@@ -1,0 +1,34 @@
+"""The two orders of grouped queries, told by how long the rows are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from formats.errors import RefusedError
+from formats.neox_gqa import QKV, choose
+from formats.registry import open_checkpoint
+from formats.storage import Fragment
+
+DIM, HEADS, GROUPS, HIDDEN = 8, 8, 4, 64
+BLOCKED = np.repeat([0, 1, 2], [DIM * HEADS, DIM * GROUPS, DIM * GROUPS])
+GROUPED = np.tile(np.repeat([0, 1, 2], [DIM, DIM * GROUPS // HEADS, DIM * GROUPS // HEADS]), HEADS)
+
+
+@pytest.mark.parametrize(
+    ("blocked", "grouped", "seen"),
+    [(0.5, 0.0, "gqa"), (0.0, 0.5, "grouped"), (0.5, 0.1, "gqa"), (0.5, 0.45, None), (0.45, 0.5, None), (0, 0, None)],
+)
+def test_only_rows_that_are_clearly_one_order_decide(model, tmp_path, blocked, grouped, seen):
+    """Lengths that differ by their place in the one order, in the other, or in both."""
+    spec = open_checkpoint(model("llama")).spec
+    dice = np.random.default_rng(0)
+    rows = dice.normal(size=(len(BLOCKED), HIDDEN)) * np.exp(blocked * BLOCKED + grouped * GROUPED)[:, None]
+    rows.astype(np.float32).tofile(tmp_path / "rows")
+    fragment = Fragment(tmp_path / "rows", 0, "F32", rows.shape, (HIDDEN, 1))
+    found = {"file": {f"0.{QKV}": fragment}}
+    if seen is None:
+        with pytest.raises(RefusedError, match="the rows do not tell"):
+            choose(spec, found, 1, "auto", old=False)
+    else:
+        assert choose(spec, found, 1, "auto", old=False)[0] == seen

@@ -1,0 +1,63 @@
+"""Plans: what does not cover the model once, on either side, is refused before a byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from converters.convert import Request
+from converters.plan import make_plan
+from converters.targets import plan_megatron
+from formats.errors import RefusedError
+from formats.layout import Placed
+from formats.megatron_args import Options
+from formats.registry import open_checkpoint
+
+
+def wider(one: Placed) -> Placed:
+    """A physical tensor with a row that no leaf fills."""
+    rows, *rest = one.fragment.shape
+    return one._replace(fragment=one.fragment._replace(shape=(rows + 1, *rest)))
+
+
+def spoilt(tensors: Sequence[Placed], key: str, fault: str) -> tuple[Placed, ...]:
+    """Some tensors, one of them missing, there twice, or with another content than it should have."""
+    mine = [one for one in tensors if one.key.endswith(key)]
+    others = [one for one in tensors if one not in mine]
+    changed = {
+        "absent": [],
+        "twice": [*mine, mine[0]],
+        "a rank's": [mine[0]._replace(fragment=one.fragment) for one in mine],
+        "wider": [*map(wider, mine)],
+    }
+    return (*others, *changed[fault])
+
+
+@pytest.mark.parametrize(
+    ("side", "key", "fault", "told"),
+    [
+        ("source", "layers.1.mlp.down_proj.weight", "absent", "nothing holds down.1"),
+        ("source", "layers.1.mlp.down_proj.weight", "twice", "down.1 in the source has 6144 elements, the layout cov"),
+        ("target", "layers.1.mlp.linear_fc2.weight", "absent", "nothing writes down.1"),
+        ("target", "layers.1.mlp.linear_fc2.weight", "twice", "down.1 in the target has 6144 elements, the layout cov"),
+        ("target", "layers.1.mlp.linear_fc2.weight", "a rank's", "two parts of down.1 in the target overlap"),
+        ("target", "layers.1.mlp.linear_fc2.weight", "wider", "48 elements of .*linear_fc2.weight have no source"),
+        ("target", "final_layernorm.weight", "absent", "nothing writes final_norm"),
+        ("target", "word_embeddings.weight", "wider", None),  # a vocabulary may have padding
+    ],
+)
+def test_a_side_that_does_not_cover_the_model_once_is_refused(model, tmp_path, side, key, fault, told):
+    source = open_checkpoint(model("llama"))
+    target = plan_megatron(source, Request(tmp_path / "out"), Options(tp=2), None).target
+    if side == "source":
+        source = replace(source, tensors=spoilt(source.tensors, key, fault))
+    else:
+        every = [one for file in target.files for one in file.tensors]
+        target = replace(target, files=(replace(target.files[0], tensors=spoilt(every, key, fault)),))
+    if told is None:
+        make_plan(source, target)
+        return
+    with pytest.raises(RefusedError, match=told):
+        make_plan(source, target)

@@ -64,6 +64,7 @@ def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
         ("llama", {"head_dim": 264}, "sdpa", "sdpa"),
         ("llama", {"head_dim": 20}, "flash", "sdpa"),
         ("llama", {"attention_dropout": 0.1}, "flash", "sdpa"),
+        ("gpt_neox", {"num_attention_heads": 8}, "flash", "varlen"),
         ("deepseek_v3", {}, "flash", "varlen"),
         ("deepseek_v3", {"qk_nope_head_dim": 256}, "sdpa", "sdpa"),
         ("deepseek_v3", {"qk_nope_head_dim": 12}, "flash", "sdpa"),

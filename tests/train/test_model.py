@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from formats.errors import UsageError
+from formats.errors import RefusedError, UsageError
 from tests.models import settings_of
 from train.attention import forward_words
 from train.config import Data
@@ -138,6 +138,17 @@ def test_rows_are_flattened_as_a_slow_reader_would(data):
         assert len(pairs) <= 64
         assert flat.trained == sum(label != IGNORED for _, label, _ in pairs)
         assert flat.cu_seqlens[-1] == len(pairs)
+
+
+def test_positions_of_the_longest_document_are_enough(data):
+    rows = open_rows(Data(train=[data], seq_length=64), [data], 1)
+    longest = max(rows.flat([number]).longest for number in range(len(rows)))
+    assert rows.longest == longest
+    for learned in (True, False):
+        assert "made for" not in rows.within(longest, learned).overlong
+    assert f"the model was made for {longest - 1}" in rows.within(longest - 1, False).overlong
+    with pytest.raises(RefusedError, match=f"vectors of {longest - 1} positions"):
+        rows.within(longest - 1, True)
 
 
 def test_noise_is_scaled_for_each_document(model, documents):

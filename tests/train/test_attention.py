@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from formats.errors import UnsupportedError
 from tests.train.test_model import flat_of
-from train.attention import named, resolve
+from train.attention import named, resolve, varlen
 from train.model import Trainee
 from train.selfcheck import self_check
 
@@ -152,6 +153,14 @@ def test_varlen_has_no_dropout(model, documents, kernel):
     trainee = Trainee(loaded(folder, "varlen"), "varlen").train()
     with pytest.raises(UnsupportedError, match="varlen has no dropout, gpt_neox wants it"):
         trainee(flat_of(documents), CPU)
+
+
+@pytest.mark.parametrize(("name", "value"), [("softcap", 30.0), ("s_aux", torch.zeros(2))])
+def test_varlen_refuses_what_it_would_leave_out(kernel, name, value):
+    layer, heads = SimpleNamespace(config=SimpleNamespace(model_type="m")), torch.zeros(1, 2, 3, 8)
+    with pytest.raises(UnsupportedError, match=f"varlen has no {name}, m wants it"):
+        varlen(layer, heads, heads, heads, None, **{name: value})
+    assert not kernel
 
 
 def test_what_does_not_run_is_one_sentence(model, monkeypatch):

@@ -21,6 +21,7 @@ from train.config import Save, load_config
 from train.data.documents import open_documents
 from train.export import check_export
 from train.schedule import check_schedule
+from train.source import folder_of
 
 PLAIN = "model: {path: m}\ndata: {train: P, seq_length: 8}\nbatch: {size: 4}\noptim: {lr: 0.1}\nsave: {path: s}\n"
 
@@ -199,6 +200,20 @@ def test_another_start_is_converted_again(settings, run, model, convert, tmp_pat
         convert("digest", tmp_path / "save/start").out.split()[0]
         == convert("digest", tmp_path / "fsdp1").out.split()[0]
     )
+
+
+def test_a_start_is_converted_once(settings, model, convert, tmp_path):
+    assert convert("hf2fsdp", model("llama", vocab_size=253), tmp_path / "fsdp").code == 0
+    config, _ = load_config(settings(), ["--model.path", str(tmp_path / "fsdp")])
+    weights = config.save.path / "start/model.safetensors"
+    made = []
+    for resumed in (False, True):
+        assert folder_of(config, resumed) == weights.parent
+        made.append(weights.stat().st_mtime_ns)
+    (weights.parent / "config.json").unlink()  # no folder without it
+    assert folder_of(config) == weights.parent
+    made.append(weights.stat().st_mtime_ns)
+    assert made[0] == made[1] < made[2]
 
 
 def test_numbers_go_through_a_file_of_settings_as_they_are():

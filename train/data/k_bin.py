@@ -63,21 +63,15 @@ class _Bins:
         self.held.append([document])
 
     def close_all(self) -> None:
-        """Merge what is open, the fullest first."""
+        """Close what is open, the fullest first. GPT-NeoX would merge bins with room for each other: no two have it."""
         self._close(sorted(zip(self.used, self.held, strict=True), key=lambda one: one[0], reverse=True))
         self.used, self.held = [], []
 
     def _close(self, bins: list[tuple[int, list[int]]]) -> None:
-        begin, total = len(self.documents), 0
         for used, held in bins:
-            if total + used >= self.capacity:
-                if total:
-                    self.samples.append(begin)
-                begin, total = len(self.documents), 0
+            if used:
+                self.samples.append(len(self.documents))
             self.documents += held
-            total += used
-        if total:
-            self.samples.append(begin)
 
 
 def k_bin_indices(lengths: Lengths, seq_length: int, seed: int, samples: int | None = None) -> Indices:
@@ -92,7 +86,7 @@ def k_bin_indices(lengths: Lengths, seq_length: int, seed: int, samples: int | N
     Raises:
         RefusedError: no document fits a row.
     """
-    if not (lengths <= seq_length + 1).any() or not lengths.any():
+    if not lengths[lengths <= seq_length + 1].any():
         raise RefusedError(f"none of {len(lengths)} documents fits a row of {seq_length + 1} tokens")
     random = np.random.RandomState(seed)  # the old generator: its sequence is part of the format
     order = np.arange(len(lengths), dtype=np.int32)

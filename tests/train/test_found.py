@@ -51,6 +51,10 @@ def test_a_lost_latest_does_not_start_over(save):
     (save / "global_step4/.progress").unlink()
     with pytest.raises(SourceError, match="the last is global_step2"):
         newest(save)
+    for path in save.glob("global_step*"):
+        shutil.rmtree(path)
+    with pytest.raises(SourceError, match="names global_step4, which is not there"):
+        newest(save)
 
 
 def test_a_damaged_note_ends_no_training_that_saves(save):
@@ -76,6 +80,9 @@ def test_nobody_elses_checkpoint_is_replaced(save, tmp_path):
         require_places(save, Progress(0, 3, 4, 1, "rows", 0, 24), 6)
     shutil.copytree(save / "global_step2", save / "global_step2_good")
     assert [path.name for path in ours(save)] == ["global_step2", "global_step4"]
+    for step in (30, 100, 9, 21, 1000, 8, 11):
+        shutil.copytree(save / "global_step2", save / f"global_step{step}")
+    assert [int(path.name[11:]) for path in ours(save)] == [2, 4, 8, 9, 11, 21, 30, 100, 1000]
 
 
 def test_where_a_run_begins(save, settings, tmp_path):

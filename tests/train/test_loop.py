@@ -74,6 +74,7 @@ def test_what_follows_a_step(follows, done, step, sections, wanted):
         ({"stopped": True}, {}, (True, False, False)),
         ({}, {"stopped": 1}, (True, False, False)),
         ({"ready": True}, {}, (False, False, False)),  # not all have written
+        ({}, {"ready": 2}, (False, False, False)),
         ({"ready": True}, {"ready": 2}, (False, True, False)),
         ({"ready": True, "running": None}, {"ready": 2}, (False, False, False)),
         ({"due": True}, {}, (False, False, True)),

@@ -3,9 +3,9 @@
 Documents in random order go into the fullest of at most 16 open bins that has room; the fullest bin is closed when a
 17th is needed. It takes all documents, whatever the split says.
 
-Facts: tilde-nlp/llm-gpt-neox 374a5c6 megatron/data/gpt2_dataset.py, `_build_index_mappings`: two bins whose lengths add
-up to exactly a row are not merged, bins of no tokens begin no sample, and the last sample is never trained
-(`__len__` is one less).
+Facts: tilde-nlp/llm-gpt-neox 374a5c6 megatron/data/gpt2_dataset.py, `_build_index_mappings`: bins of no tokens begin no
+sample, and the last sample is never trained (`__len__` is one less). At the end it would merge bins that have room for
+each other; no two have, else the second would not have been opened.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Bins:
         self.held.append([document])
 
     def close_all(self) -> None:
-        """Close what is open, the fullest first. GPT-NeoX would merge bins with room for each other: no two have it."""
+        """Close what is open, the fullest first."""
         self._close(sorted(zip(self.used, self.held, strict=True), key=lambda one: one[0], reverse=True))
         self.used, self.held = [], []
 

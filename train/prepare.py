@@ -107,7 +107,7 @@ def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:
             f"{found} was written by the engine {held.engine}",
             f"go on with --engine {held.engine}, or begin with its weights: --model.path {found} --save.path …",
         )
-    if held.offset != fresh.offset and held.offset + held.step == fresh.offset:
+    if held.name == fresh.name:
         return found, fresh
     check_same(held, fresh, found)
     return found, held

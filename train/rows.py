@@ -149,7 +149,7 @@ class Rows:
         found = []
         for document, low, many in plan.row(number - self.ends[file], documents.indexed.sizes):
             tokens = documents.indexed[document][low : low + many].astype(np.int64)
-            if len(tokens) and int(tokens.max()) >= self.vocabulary:
+            if int(tokens.max()) >= self.vocabulary:
                 raise RefusedError(
                     f"document {document} of {documents.indexed.prefix} has the token {int(tokens.max())}, "
                     f"the model's embedding {self.vocabulary} rows",

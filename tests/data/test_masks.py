@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.data.masks import label_mask
+from train.data.masks import fork_mask, label_mask
 
 CONTROL = {"user": 7, "assistant": 8, "system": 6}
 documents = st.lists(
@@ -59,3 +59,11 @@ def test_stored_masks(found, bits):
         assert not mask[firsts].any()
         rest = np.delete(np.arange(len(tokens)), firsts)
         assert np.array_equal(mask[rest], (stored[rest] & bit) != 0)
+
+
+@given(found=documents)
+def test_each_pair_of_the_fork_is_masked_by_itself(found):
+    rows = np.array([[7, 8, *one, *[20] * 30][:30] for one in found])
+    both = fork_mask(rows, [7, 8, 6, 6], [21], [22])
+    parts = [fork_mask(rows, [7, 8]), fork_mask(rows, [6, 6]), fork_mask(rows, (), [21]), fork_mask(rows, (), (), [22])]
+    assert np.array_equal(both, np.logical_and.reduce(parts))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.data.pack_world import FACTS, FLAGS, GOLDEN, check_cuts, contents, make, slices_json, world
+from tests.data.pack_world import FACTS, FLAGS, GOLDEN, TOTALS, check_cuts, contents, make, slices_json, world
 from train.data.facts import mask_path, read_facts
 from train.data.indexed import idx_path, open_indexed
 
@@ -94,6 +94,17 @@ def test_a_state_goes_on_where_a_slicing_ended(train, tmp_path):
         check_cuts(tmp_path / "two", {name: prefix}, begin=content[name]["idxs"][-1])
     after = yaml.safe_load((tmp_path / f"two/state.{2 * packs}.yaml").read_text())
     assert after["lv"]["idxs"][: packs + 1] == content["lv"]["idxs"]
+
+
+def test_a_data_set_without_tokens_is_not_even_opened(train, tmp_path):
+    words, made = world(tmp_path, train, TOTALS | {"zz": [0, 0, 0, 0, 0]})
+    idx_path(made.pop("zz")).unlink()
+    ran = train(*words)
+    assert ran.code == 0, ran.err
+    check_cuts(tmp_path / "out", made)
+    (state,) = (tmp_path / "out").glob("state.*.yaml")
+    after = yaml.safe_load(state.read_text())
+    assert (after["zz"]["idxs"], len(after["lv"]["idxs"])) == ([0], int(state.suffixes[0][1:]) + 1)
 
 
 def test_masks_and_facts_travel(train, tmp_path):

@@ -45,6 +45,8 @@ def test_everything_that_lacks_is_listed_and_nothing_is_written(train, tmp_path)
         ('{"names": ["a"], "U1": {"total": [NaN]}}', "nan, which is no number of tokens"),
         ('{"names": ["a"], "U1": {"total": [true]}}', "True, which is no number of tokens"),
         ('{"names": [], "U1": {}}', "no list of data sets"),
+        ('{"names": "ab", "U1": {"total": [1, 2]}}', "no list of data sets"),
+        ('{"names": ["a\\u0000"]}', "is no name of a file"),
         ("[]", "it needs"),
     ],
 )

@@ -187,6 +187,15 @@ def test_damaged_plans(prefix, tmp_path, name):
         open_plan(tmp_path / "plan")
 
 
+def test_arrays_of_another_plan(prefix, tmp_path):
+    plan = make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1)
+    for rows in ([0, len(plan.documents)], [*plan.rows[:-1], len(plan.documents) - 1]):
+        write_plan(plan, tmp_path / "plan", force=True)
+        np.save(tmp_path / "plan/rows.npy", np.array(rows, np.int64))
+        with pytest.raises(SourceError, match="is damaged"):
+            open_plan(tmp_path / "plan")
+
+
 def test_a_plan_that_lost_its_files(prefix, tmp_path):
     write_plan(make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1), tmp_path / "plan")
     prefix.with_name("P.idx").unlink()

@@ -169,6 +169,9 @@ def test_templates():
     assert template("a b").fill({"a b": "x"}) == "x"
     assert template("{prompt}{input}").fill({"prompt": "p", "input": ""}) == "p"
     assert template("say {{hi}} to {a.b[0]!r:>5}!").fill({"a.b[0]!r:>5": "{x}"}) == "say {hi} to {x}!"
+    assert template("a}} {b}").fill({"b": "x"}) == "a} x"
+    with pytest.raises(UsageError, match="without a partner"):
+        template("a}")
     for record, reason in (
         ({}, "field"), ({"a": None}, "field"), ({"a": 5}, "type"), ({"a": ["x"]}, "type"), ({"a": " \n"}, "empty turn"),
     ):  # fmt: skip

@@ -51,4 +51,4 @@ def test_rows_are_those_that_the_real_program_trains(case):
 def test_documents_that_fit_no_row_do_not_hang():
     """The real program shuffles and skips for ever."""
     with pytest.raises(RefusedError, match="none of 3 documents fits a row of 65 tokens"):
-        k_bin_indices(np.array([66, 70, 80], np.int32), 64, 1)
+        k_bin_indices(np.array([0, 70, 80], np.int32), 64, 1, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from formats.errors import UnsupportedError
 from tests.train.test_model import flat_of
-from train.attention import named, resolve
+from train.attention import named, resolve, varlen
 from train.model import Trainee
 from train.selfcheck import self_check
 
@@ -64,6 +65,7 @@ def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
         ("llama", {"head_dim": 264}, "sdpa", "sdpa"),
         ("llama", {"head_dim": 20}, "flash", "sdpa"),
         ("llama", {"attention_dropout": 0.1}, "flash", "sdpa"),
+        ("gpt_neox", {"num_attention_heads": 8}, "flash", "varlen"),
         ("deepseek_v3", {}, "flash", "varlen"),
         ("deepseek_v3", {"qk_nope_head_dim": 256}, "sdpa", "sdpa"),
         ("deepseek_v3", {"qk_nope_head_dim": 12}, "flash", "sdpa"),
@@ -151,6 +153,14 @@ def test_varlen_has_no_dropout(model, documents, kernel):
     trainee = Trainee(loaded(folder, "varlen"), "varlen").train()
     with pytest.raises(UnsupportedError, match="varlen has no dropout, gpt_neox wants it"):
         trainee(flat_of(documents), CPU)
+
+
+@pytest.mark.parametrize(("name", "value"), [("softcap", 30.0), ("s_aux", torch.zeros(2))])
+def test_varlen_refuses_what_it_would_leave_out(kernel, name, value):
+    layer, heads = SimpleNamespace(config=SimpleNamespace(model_type="m")), torch.zeros(1, 2, 3, 8)
+    with pytest.raises(UnsupportedError, match=f"varlen has no {name}, m wants it"):
+        varlen(layer, heads, heads, heads, None, **{name: value})
+    assert not kernel
 
 
 def test_what_does_not_run_is_one_sentence(model, monkeypatch):

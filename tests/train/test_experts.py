@@ -8,24 +8,27 @@ torch = pytest.importorskip("torch")
 
 from tests.models import EXPERTS
 from train.experts import Fused
-from train.model import fill, make, open_config, pieces, weights
+from train.model import fill, fill_buffers, make, open_config, pieces, weights
 
 NEAR = 2e-6
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [*EXPERTS, "llama3", "qwen3-tied", "gpt_neox", "phi3"])
 def test_what_is_read_is_what_transformers_reads(model, name):
     from transformers import AutoModelForCausalLM
 
     folder = model(name)
     ours = make(open_config(folder), "eager").to_empty(device="cpu")
     ours.tie_weights()
+    fill_buffers(ours, torch.device("cpu"))
+    theirs, tokens = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), torch.arange(90)[None]
     with torch.no_grad():
         fill(ours, folder)
-    theirs = weights(AutoModelForCausalLM.from_pretrained(folder))
-    assert weights(ours).keys() == theirs.keys()
+        logits = ours.eval()(input_ids=tokens).logits
+        assert torch.equal(logits, theirs(input_ids=tokens).logits)  # by frequencies of positions too
+    assert weights(ours).keys() == weights(theirs).keys()
     for key, tensor in weights(ours).items():
-        assert torch.equal(tensor, theirs[key]), key
+        assert torch.equal(tensor, weights(theirs)[key]), key
 
 
 def test_a_rank_reads_its_box(model):
@@ -53,6 +56,13 @@ def test_a_missing_expert_is_named(model, tmp_path):
     save_file(held, tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match=r"lacks 1 tensors, such as .*experts\.2\.w3"):
         fill(make(open_config(tmp_path), "sdpa"), tmp_path)
+
+
+def test_a_buffer_that_no_file_has_is_refused(model):
+    from formats.errors import UnsupportedError
+
+    with pytest.raises(UnsupportedError, match="gemma3_text has a buffer embed_scale that nothing fills"):
+        fill_buffers(make(open_config(model("gemma3")), "eager"), torch.device("cpu"))
 
 
 def test_a_loss_of_the_router_is_refused(model):

@@ -20,7 +20,9 @@ from train.checkpoint import Progress, Saver, check_same, newest, ours, read_pro
 from train.config import Save, load_config
 from train.data.documents import open_documents
 from train.export import check_export
+from train.prepare import _start
 from train.schedule import check_schedule
+from train.source import folder_of
 
 PLAIN = "model: {path: m}\ndata: {train: P, seq_length: 8}\nbatch: {size: 4}\noptim: {lr: 0.1}\nsave: {path: s}\n"
 
@@ -49,6 +51,10 @@ def test_a_lost_latest_does_not_start_over(save):
     (save / "global_step4/.progress").unlink()
     with pytest.raises(SourceError, match="the last is global_step2"):
         newest(save)
+    for path in save.glob("global_step*"):
+        shutil.rmtree(path)
+    with pytest.raises(SourceError, match="names global_step4, which is not there"):
+        newest(save)
 
 
 def test_a_damaged_note_ends_no_training_that_saves(save):
@@ -74,6 +80,39 @@ def test_nobody_elses_checkpoint_is_replaced(save, tmp_path):
         require_places(save, Progress(0, 3, 4, 1, "rows", 0, 24), 6)
     shutil.copytree(save / "global_step2", save / "global_step2_good")
     assert [path.name for path in ours(save)] == ["global_step2", "global_step4"]
+    for step in (30, 100, 9, 21, 1000, 8, 11):
+        shutil.copytree(save / "global_step2", save / f"global_step{step}")
+    assert [int(path.name[11:]) for path in ours(save)] == [2, 4, 8, 9, 11, 21, 30, 100, 1000]
+
+
+def test_where_a_run_begins(save, settings, tmp_path):
+    config, _ = load_config(settings(), ["--save.path", str(save)])
+    afresh, _ = load_config(settings(), ["--save.path", str(save), "--init", "finetune"])
+    latest, held = save / "global_step4", read_progress(save / "global_step4")
+    fresh = replace(held, step=0, tokens=0)
+    behind = replace(fresh, offset=4, seed=7)  # the next phase: other rows, another seed
+    assert _start(config, fresh) == _start(afresh, fresh) == (latest, held)
+    assert _start(config, behind) == (latest, behind)
+    assert _start(afresh, behind) == (None, behind)
+    for other, message in (
+        (replace(fresh, offset=3), "iteration_offset: 0, now 3"),
+        (replace(fresh, seed=7), "seed: 1, now 7"),
+        (replace(behind, engine="deepspeed"), "written by the engine fsdp"),
+    ):
+        with pytest.raises(RefusedError, match=message):
+            _start(config, other)
+    nothing = {"save": {"path": str(tmp_path / "none")}}
+    assert _start(load_config(settings(**nothing))[0], fresh) == (None, fresh)
+    with pytest.raises(RefusedError, match="no checkpoint to resume from"):
+        _start(load_config(settings(**nothing, init="resume"))[0], fresh)
+
+
+def test_what_changes_the_next_rows_is_refused(tmp_path):
+    held = Progress(2, 0, 16, 1, "rows", 9, 32)
+    check_same(held, replace(held, step=0, tokens=0, samples=64), tmp_path)  # no step was short
+    for name in ("offset", "size", "seed", "rows"):
+        with pytest.raises(RefusedError, match=f"{getattr(held, name)}, now other"):
+            check_same(held, replace(held, **{name: "other"}), tmp_path)
 
 
 def test_more_epochs_behind_a_short_step_are_refused(tmp_path):
@@ -199,6 +238,20 @@ def test_another_start_is_converted_again(settings, run, model, convert, tmp_pat
         convert("digest", tmp_path / "save/start").out.split()[0]
         == convert("digest", tmp_path / "fsdp1").out.split()[0]
     )
+
+
+def test_a_start_is_converted_once(settings, model, convert, tmp_path):
+    assert convert("hf2fsdp", model("llama", vocab_size=253), tmp_path / "fsdp").code == 0
+    config, _ = load_config(settings(), ["--model.path", str(tmp_path / "fsdp")])
+    weights = config.save.path / "start/model.safetensors"
+    made = []
+    for resumed in (False, True):
+        assert folder_of(config, resumed) == weights.parent
+        made.append(weights.stat().st_mtime_ns)
+    (weights.parent / "config.json").unlink()  # no folder without it
+    assert folder_of(config) == weights.parent
+    made.append(weights.stat().st_mtime_ns)
+    assert made[0] == made[1] < made[2]
 
 
 def test_numbers_go_through_a_file_of_settings_as_they_are():

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from formats.errors import UsageError
+from formats.errors import RefusedError, UsageError
 from tests.models import settings_of
 from train.attention import forward_words
 from train.config import Data
@@ -140,13 +140,26 @@ def test_rows_are_flattened_as_a_slow_reader_would(data):
         assert flat.cu_seqlens[-1] == len(pairs)
 
 
+def test_positions_of_the_longest_document_are_enough(data):
+    rows = open_rows(Data(train=[data], seq_length=64), [data], 1)
+    longest = max(rows.flat([number]).longest for number in range(len(rows)))
+    assert rows.longest == longest
+    for learned in (True, False):
+        assert "made for" not in rows.within(longest, learned).overlong
+    assert f"the model was made for {longest - 1}" in rows.within(longest - 1, False).overlong
+    with pytest.raises(RefusedError, match=f"vectors of {longest - 1} positions"):
+        rows.within(longest - 1, True)
+
+
 def test_noise_is_scaled_for_each_document(model, documents):
     trainee, flat = loaded(model("llama", vocab_size=253)), flat_of(documents)
-    noise = noise_for(trainee.model, flat, 5.0, (1, 2, 3))[0]
+    (noise,) = noise_for(trainee.model, flat, 5.0, (1, 2, 3))
     for begin, end in zip(flat.cu_seqlens, flat.cu_seqlens[1:], strict=False):
         bound = 5.0 / ((end - begin) * 64) ** 0.5
         assert noise[begin:end].abs().max() <= bound
-        assert noise[begin:end].abs().max() > 0.8 * bound
+        assert noise[begin:end].max() > 0.8 * bound
+        assert noise[begin:end].min() < -0.8 * bound
+    assert abs(noise.sum()) < 0.05 * noise.abs().sum()
     assert torch.equal(noise, noise_for(trainee.model, flat, 5.0, (1, 2, 3))[0])
     assert not torch.equal(noise, noise_for(trainee.model, flat, 5.0, (1, 2, 4))[0])
 

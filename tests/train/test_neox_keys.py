@@ -149,6 +149,8 @@ def test_a_cool_down(read):
 
 
 def test_warm_up_is_a_share_of_the_steps(read):
+    config, _ = read(BARE + "warmup: 0.05\nlr_decay_iters: 50\n")
+    assert config.schedule.warmup == 3
     config, notes = read(BARE + "warmup: 1\nlr_decay_style: constant\n")
     assert "warmup -> schedule.warmup: all" in notes
     assert [learning_rate(config, step, 100) for step in (0, 49, 99)] == pytest.approx([1.6e-6, 8e-5, 1.6e-4])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import yaml
 from hypothesis import given
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 
 from formats.errors import UsageError
 from train.batching import Order, Sizes, batch_sizes, make_order, passes
-from train.config import Batch, Steps, load_config
-from train.schedule import learning_rate
+from train.config import Batch, Config, Steps, load_config
+from train.schedule import SHAPES, check_schedule, learning_rate
 
 NEOX = """
 "train_data_paths": ["/data/P_text_document"]
@@ -133,6 +135,9 @@ def test_two_of_three_give_the_third(micro, accumulation, ranks):
     assert batch_sizes(Batch(accumulation=accumulation, size=size), ranks) == expected
     assert batch_sizes(Batch(micro=micro, accumulation=accumulation), ranks) == expected
     assert batch_sizes(Batch(micro=micro, accumulation=accumulation, size=size), ranks) == expected
+    assert batch_sizes(Batch(size=accumulation * ranks), ranks) == Sizes(1, accumulation, ranks)
+    assert batch_sizes(Batch(accumulation=accumulation), ranks) == Sizes(1, accumulation, ranks)
+    assert batch_sizes(Batch(micro=micro), ranks) == Sizes(micro, 1, ranks)
 
 
 @given(
@@ -198,3 +203,34 @@ def test_warm_up_counts_steps_of_this_run(tmp_path):
     assert learning_rate(config, 0, 1000) == pytest.approx(8e-7)
     assert learning_rate(config, 9, 1000) == pytest.approx(8e-6)
     assert learning_rate(config, 500, 1000) == 8e-6
+
+
+@given(
+    style=st.sampled_from(sorted(SHAPES)), total=st.integers(1, 60), offset=st.integers(0, 9), floor=st.floats(0, 1),
+    warmup=st.one_of(st.just("all"), st.integers(0, 20), st.floats(0, 0.99)), start=st.none() | st.integers(0, 40),
+    length=st.none() | st.integers(1, 40),
+)  # fmt: skip
+def test_a_rate_climbs_stays_and_falls(style, total, offset, floor, warmup, start, length):
+    """What holds of every schedule, whatever its shape; the ends of its parts are counted here by hand."""
+    told = {
+        "model": {"path": "m"}, "data": {"train": ["d"], "seq_length": 8}, "batch": {}, "save": {"path": "s"},
+        "optim": {"lr": 1.0}, "steps": {"iteration_offset": offset},
+    }  # fmt: skip
+    steps = total if warmup == "all" else warmup if warmup >= 1 else warmup * total
+    climb = next(step for step in range(80) if step >= steps)
+    begin = offset + climb if start is None else start
+    end = offset + total if length is None else begin + length
+    said = {"style": style, "min_lr": 0.25, "floor": floor, "start": start, "end": None if length is None else end}
+    config = Config(**told, schedule=said | {"warmup": warmup})
+    check_schedule(config, total)
+    rates = [learning_rate(config, step, total) for step in range(total)]
+    assert rates[:climb] == pytest.approx([(step + 1) / climb for step in range(total)[:climb]])
+    last = 1.0 if style == "constant" else max(0.25, floor)
+    for step, rate in enumerate(rates[climb:], offset + climb):
+        if step <= begin:
+            assert rate == 1.0
+        elif step >= end:
+            assert rate == pytest.approx(last)
+        else:
+            assert (0.25 < rate < 1.0 and rate >= last) or rate == last == 1.0
+    assert all(one >= other for one, other in pairwise(rates[climb:]))

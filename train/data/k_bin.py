@@ -3,9 +3,9 @@
 Documents in random order go into the fullest of at most 16 open bins that has room; the fullest bin is closed when a
 17th is needed. It takes all documents, whatever the split says.
 
-Facts: tilde-nlp/llm-gpt-neox 374a5c6 megatron/data/gpt2_dataset.py, `_build_index_mappings`: two bins whose lengths add
-up to exactly a row are not merged, bins of no tokens begin no sample, and the last sample is never trained
-(`__len__` is one less).
+Facts: tilde-nlp/llm-gpt-neox 374a5c6 megatron/data/gpt2_dataset.py, `_build_index_mappings`: bins of no tokens begin no
+sample, and the last sample is never trained (`__len__` is one less). At the end it would merge bins that have room for
+each other; no two have, else the second would not have been opened.
 """
 
 from __future__ import annotations
@@ -63,21 +63,15 @@ class _Bins:
         self.held.append([document])
 
     def close_all(self) -> None:
-        """Merge what is open, the fullest first."""
+        """Close what is open, the fullest first."""
         self._close(sorted(zip(self.used, self.held, strict=True), key=lambda one: one[0], reverse=True))
         self.used, self.held = [], []
 
     def _close(self, bins: list[tuple[int, list[int]]]) -> None:
-        begin, total = len(self.documents), 0
         for used, held in bins:
-            if total + used >= self.capacity:
-                if total:
-                    self.samples.append(begin)
-                begin, total = len(self.documents), 0
+            if used:
+                self.samples.append(len(self.documents))
             self.documents += held
-            total += used
-        if total:
-            self.samples.append(begin)
 
 
 def k_bin_indices(lengths: Lengths, seq_length: int, seed: int, samples: int | None = None) -> Indices:
@@ -92,7 +86,7 @@ def k_bin_indices(lengths: Lengths, seq_length: int, seed: int, samples: int | N
     Raises:
         RefusedError: no document fits a row.
     """
-    if not (lengths <= seq_length + 1).any() or not lengths.any():
+    if not lengths[lengths <= seq_length + 1].any():
         raise RefusedError(f"none of {len(lengths)} documents fits a row of {seq_length + 1} tokens")
     random = np.random.RandomState(seed)  # the old generator: its sequence is part of the format
     order = np.arange(len(lengths), dtype=np.int32)

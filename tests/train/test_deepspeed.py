@@ -196,6 +196,12 @@ def test_settings_of_zero_plus_plus_go_to_deepspeed(load):
     assert any("1, 2, 3, 5, 8, 16, 32, 40, 64 and 80 nodes" in note for note in notes)
 
 
+def test_quantized_traffic_needs_a_gpu(load):
+    config, _ = load("--engine", "deepspeed", "--parallel.deepspeed.zero_optimization.zero_quantized_weights", "true")
+    with pytest.raises(UnsupportedError, match="DeepSpeed has no zero_quantized_weights on CPUs"):
+        Zero(config, None, SimpleNamespace(ranks=2, device=torch.device("cpu")), "sdpa")
+
+
 def test_without_the_library(load, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

@@ -57,6 +57,9 @@ class Zero:
 
     def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
         self.world, self.settings = world, settings(config, world.ranks)
+        packed = [name for name, held in self.settings["zero_optimization"].items() if held and "_quantized_" in name]
+        if packed and world.device.type == "cpu":
+            raise UnsupportedError(f"DeepSpeed has no {packed[0]} on CPUs", "leave it out there; GPUs have it")
         deepspeed = _deepspeed(world)
         self.model = make(made, backend).to(DTYPES[config.model.dtype])
         if config.model.activation_checkpointing:

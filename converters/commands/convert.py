@@ -184,7 +184,7 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
     """
     from converters.targets import plan_huggingface
 
-    source = opened(iteration_folder(src, options["iteration"]), options, READ, USE_HF2MEGATRON)
+    source = opened(iteration_folder(src, options["iteration"]), options, READ)
     request = request_of(out, options, source)
     carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from formats.errors import UnsupportedError, UsageError
 from tests.train.conftest import ROOT, Trained
 from train.config import load_config
-from train.engines.deepspeed import Zero, _deepspeed, _part
+from train.engines.deepspeed import Zero, _deepspeed, _part, _require_known
 from train.engines.deepspeed import settings as settings_of
 
 NEAR = 2e-6
@@ -184,6 +184,26 @@ def test_what_has_a_name_here_is_not_taken_twice(load, name, value, ours):
     config, _ = load("--engine", "deepspeed", f"--parallel.deepspeed.{name}", value)
     with pytest.raises(UsageError, match=f"which is {ours} here".replace(".", r"\.")):
         settings_of(config, 2)
+
+
+def test_all_that_has_a_name_here_is_told_at_once(load):
+    config, _ = load("--engine", "deepspeed", "--parallel.deepspeed", "{train_batch_size: 8, bf16: {enabled: auto}}")
+    with pytest.raises(UsageError, match=r"sets train_batch_size, bf16, which are batch\.size, model\.dtype here"):
+        settings_of(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"zero_optimization": {"nonsense": 3}}, r"zero_optimization\.nonsense is 3: Extra inputs"),
+        ({"zero_optimization": {"offload_param": {"device": "x"}}}, r"offload_param\.device is 'x': Input should be"),
+        ({"zero_optimization": {}, "overlap_comm": True, "stage3_max_live_parameters": 1}, "sets overlap_comm, stage3"),
+    ],
+)
+def test_settings_that_deepspeed_would_not_take_or_not_see(held, message):
+    with pytest.raises(UsageError, match=message):
+        _require_known(held)
+    _require_known({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e9}})
 
 
 def test_settings_of_zero_plus_plus_go_to_deepspeed(load):

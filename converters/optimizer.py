@@ -38,7 +38,7 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
     if source.format not in READERS:
         raise UnsupportedError(
             f"{source.root} is a checkpoint of the format {source.format}, of which no optimizer is read",
-            "convert the weights without --with-optimizer",
+            "take the checkpoint of a training, or the weights alone, without --with-optimizer",
         )
     return READERS[source.format](source)
 

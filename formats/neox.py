@@ -352,6 +352,8 @@ def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
     place = tag / "configs"
     if given is not None and not (given / "config.json").is_file():
         place = given
+        if not place.exists():
+            raise SourceError(f"{place} is not there", "--config names the yml of the run, or a folder with it")
     paths = [place] if place.is_file() else sorted([*place.glob("*.yml"), *place.glob("*.yaml")])
     if not paths:
         raise SourceError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")

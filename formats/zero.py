@@ -106,7 +106,7 @@ def _models(tag: Path) -> list[TorchFile]:
         if len(files) > 1:
             raise UnsupportedError(
                 f"{tag} holds {len(files)} model parallel ranks of a model whose layout is not known",
-                "GPT-NeoX is; a model that only DeepSpeed's own tensor parallelism cuts has to be gathered by it",
+                "`convert neox2hf` knows that of GPT-NeoX; what DeepSpeed's own tensor parallelism cuts, it gathers",
             )
         return [_require_alone(_file(files[0]))]
     if any(deepspeed.MODEL.fullmatch(path.name) for path in tag.iterdir()):

@@ -11,6 +11,7 @@ megatron/learning_rates.py for rates, megatron/data/gpt2_dataset.py for rows.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,11 @@ def _completed(tree: dict[str, Any], held: Mapping[str, Any]) -> list[str]:
 
     for ours, value, why in _masks(tree, held):
         fill(ours, value, why)
+    if get(tree, "data.loss") is None and os.environ.get("SFT_ENABLED") == "1":
+        raise UsageError(
+            "SFT_ENABLED is 1, which masks instructions, and no loss_mask_pairs say which tokens they are",
+            "--data.loss assistant trains replies alone, --data.loss all everything",
+        )
     for key, (ours, value) in DEFAULTS.items():
         fill(ours, value, f"no {key}")
     for ours, value, why in [*_rates(tree, held), *_rows(tree, held)]:

@@ -43,15 +43,18 @@ def batch_sizes(batch: Batch, ranks: int) -> Sizes:
     if size < ranks:
         raise UsageError(f"batch.size: {size} rows are fewer than {ranks} ranks", "each rank needs one in a step")
     given = (micro or 1) * ranks if accumulation is None else accumulation * ranks
-    found = size / given
+    found = max(1, size // given)
     if accumulation is None:
-        micro, accumulation = micro or 1, int(found)
+        micro, accumulation = micro or 1, found
     elif micro is None:
-        micro = int(found)
+        micro = found
     sizes = Sizes(micro, accumulation, ranks)
     if sizes.size != size:
         told = f"batch.micro {micro} x batch.accumulation {accumulation} x {ranks} ranks is {sizes.size}"
-        raise UsageError(f"{told}, batch.size is {size}", "leave one of the three out, or change the number of ranks")
+        rows = micro * accumulation  # of a rank
+        fits = "" if size % rows else f" to {size // rows}"
+        hint = f"leave one of the three out, or change the number of ranks{fits}"
+        raise UsageError(f"{told}, batch.size is {size}", hint)
     return sizes
 
 

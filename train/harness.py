@@ -61,7 +61,7 @@ def command_of(bench: Bench) -> list[str]:
     held = {path.name: path for path in model.iterdir() if path.is_file()}
     template = held_template(held) is not None
     if bench.chat and not template:
-        raise UsageError(f"{model} has no chat template", "convert assets --chat-template NAME, or --no-chat")
+        raise UsageError(f"{model} has no chat template", f"convert assets {model} --chat-template NAME, or --no-chat")
     words = ["lm_eval", "--model", bench.backend, "--model_args"]
     arguments = {"pretrained": str(model), "dtype": bench.dtype or _dtype(model)}
     if bench.backend == "vllm":

@@ -232,6 +232,6 @@ def _choices(kind: Any) -> str:
     """The words that a setting takes."""
     if get_origin(kind) is Literal:
         return "(" + " | ".join(map(str, get_args(kind))) + ")"
-    if get_origin(kind) in (Union, UnionType):
+    if get_origin(kind) in (Union, UnionType, list):
         return next((found for one in get_args(kind) if (found := _choices(one))), "")
     return ""

@@ -175,7 +175,7 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 
     SRC is the run folder, an iter_* folder, or release/, of Megatron-LM or Megatron-LLM.
     """
-    to_huggingface(opened(iteration_folder(src, options["iteration"]), options, READ, USE_HF2MEGATRON), out, options)
+    to_huggingface(opened(iteration_folder(src, options["iteration"]), options, READ), out, options)
 
 
 @click.command()

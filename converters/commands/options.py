@@ -245,16 +245,13 @@ def require_effect(options: Mapping[str, Any], *sources: Checkpoint, known: Mapp
         raise UsageError(f"--{flag_of(name)} has no effect on {kinds}", "leave it out")
 
 
-def opened(
-    path: Path, options: Mapping[str, Any], wanted: tuple[str, ...] = (), instead: str = "", *, alone: bool = True
-) -> Checkpoint:
+def opened(path: Path, options: Mapping[str, Any], wanted: tuple[str, ...] = (), *, alone: bool = True) -> Checkpoint:
     """Open the checkpoint that a command was given.
 
     Args:
         path: its folder.
         options: those of `reading`.
         wanted: the formats that the command reads; none for any.
-        instead: what to do with another one.
         alone: whether the options were meant for this one, so that each must have an effect on it.
     """
     from formats.registry import open_checkpoint
@@ -263,7 +260,7 @@ def opened(
     if wanted and source.format not in wanted:
         raise UsageError(
             f"{path} is a checkpoint of the format {source.format}, this command reads {' and '.join(wanted)}",
-            instead or READS[source.format],
+            READS[source.format],
         )
     if alone:
         require_effect(options, source, known=READERS)

@@ -308,6 +308,7 @@ def test_no_yml(neox, told):
     run, tag = neox("llama-mha-tp2")
     shutil.rmtree(tag / "configs")
     told(run, 3, "holds no yml", "--config")
+    told(run, 3, "elsewhere.yml is not there", "--config", flags=("--config", "elsewhere.yml"))
 
 
 @pytest.mark.parametrize("name", ["num_layers", "hidden_size", "num_attention_heads"])

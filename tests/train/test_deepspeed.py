@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from formats.errors import UnsupportedError, UsageError
 from tests.train.conftest import ROOT, Trained
 from train.config import load_config
-from train.engines.deepspeed import Zero, _deepspeed, _part
+from train.engines.deepspeed import Zero, _deepspeed, _part, _require_known
 from train.engines.deepspeed import settings as settings_of
 
 NEAR = 2e-6
@@ -186,6 +186,26 @@ def test_what_has_a_name_here_is_not_taken_twice(load, name, value, ours):
         settings_of(config, 2)
 
 
+def test_all_that_has_a_name_here_is_told_at_once(load):
+    config, _ = load("--engine", "deepspeed", "--parallel.deepspeed", "{train_batch_size: 8, bf16: {enabled: auto}}")
+    with pytest.raises(UsageError, match=r"sets train_batch_size, bf16, which are batch\.size, model\.dtype here"):
+        settings_of(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"zero_optimization": {"nonsense": 3}}, r"zero_optimization\.nonsense is 3: Extra inputs"),
+        ({"zero_optimization": {"offload_param": {"device": "x"}}}, r"offload_param\.device is 'x': Input should be"),
+        ({"zero_optimization": {}, "overlap_comm": True, "stage3_max_live_parameters": 1}, "sets overlap_comm, stage3"),
+    ],
+)
+def test_settings_that_deepspeed_would_not_take_or_not_see(held, message):
+    with pytest.raises(UsageError, match=message):
+        _require_known(held)
+    _require_known({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e9}})
+
+
 def test_settings_of_zero_plus_plus_go_to_deepspeed(load):
     config, notes = load(
         "--engine", "deepspeed",
@@ -194,6 +214,12 @@ def test_settings_of_zero_plus_plus_go_to_deepspeed(load):
     held = settings_of(config, 2)["zero_optimization"]
     assert held == {"zero_hpz_partition_size": 8, "zero_quantized_gradients": True, "stage": 3}
     assert any("1, 2, 3, 5, 8, 16, 32, 40, 64 and 80 nodes" in note for note in notes)
+
+
+def test_quantized_traffic_needs_a_gpu(load):
+    config, _ = load("--engine", "deepspeed", "--parallel.deepspeed.zero_optimization.zero_quantized_weights", "true")
+    with pytest.raises(UnsupportedError, match="DeepSpeed has no zero_quantized_weights on CPUs"):
+        Zero(config, None, SimpleNamespace(ranks=2, device=torch.device("cpu")), "sdpa")
 
 
 def test_without_the_library(load, monkeypatch):

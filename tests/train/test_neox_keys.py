@@ -211,6 +211,19 @@ def test_overflow_cuts_what_is_too_long(read):
 MASKS = "loss_mask_pairs: [7, 7]\nloss_mask_alternating_individual: [8]\nloss_mask_individual: [0]\n"
 
 
+def test_masks_that_a_launcher_asks_for_and_no_file_describes_are_refused(read, monkeypatch):
+    """F17: `export SFT_ENABLED=1` masked instructions once; a file without masks would train them all."""
+    monkeypatch.setenv("SFT_ENABLED", "1")
+    with pytest.raises(UsageError, match="SFT_ENABLED is 1, which masks instructions, and no loss_mask") as caught:
+        read(BARE)
+    assert "--data.loss assistant" in caught.value.hint
+    for loss in ("assistant", "all"):
+        assert read(BARE, "--data.loss", loss)[0].data.loss == loss
+    assert read(BARE + MASKS)[0].data.loss == "assistant"
+    monkeypatch.setenv("SFT_ENABLED", "0")
+    assert read(BARE)[0].data.loss == "all"
+
+
 def test_files_of_the_users_own_tool_are_masked(read):
     """`preprocess_sft.py` leaves a .bin and an .idx only: the ids of the masks are those of the control tokens."""
     config, _ = read(BARE + MASKS)

@@ -50,6 +50,7 @@ def test_a_chain_of_their_jobs(begun, run, convert, train, tmp_path, monkeypatch
     assert second.code == 0, second.out
     planned = train("plan", begun)
     assert (planned.code, "steps.train_iters 4 are" in planned.err) == (0, True), planned.err
+    assert "note: SFT_ENABLED 0 in the environment has no effect" in planned.err
     assert "weights    " + str(tmp_path / "run/global_step502") in second.out
     assert second.series("global_step") == [501, 502, 503, 504]
     assert (tmp_path / "run/global_step500/configs").is_dir()  # theirs is untouched

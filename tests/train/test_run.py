@@ -64,6 +64,7 @@ def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, whole):
     config = settings()
     stopped = run(config, "--steps.exit_minutes", 0.0001, ranks=2)
     assert re.search(r"stopped behind step [12] of 8, saved as global_step10[12]", stopped.out), stopped.out
+    assert stopped.out.count("stopped behind") == 1, "one rank tells for all"
     require_same(run(config, ranks=2), whole)
 
 

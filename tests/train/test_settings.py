@@ -57,9 +57,12 @@ def test_the_users_file_is_understood(tmp_path):
     assert "no effect here: override_lr_scheduler" in notes
     with pytest.raises(UsageError, match=r"batch\.size: 192 rows are fewer than 1536 ranks"):
         batch_sizes(config.batch, 1536)
-    with pytest.raises(UsageError, match=r"x 192 ranks is 576, batch\.size is 192"):
+    with pytest.raises(UsageError, match=r"x 192 ranks is 576, batch\.size is 192") as caught:
         batch_sizes(config.batch, 192)
+    assert caught.value.hint.endswith("the number of ranks to 64")
     assert batch_sizes(config.batch, 64) == Sizes(3, 1, 64)
+    with pytest.raises(UsageError, match=r"batch\.micro 4 x batch\.accumulation 1 x 8 ranks is 32, batch\.size is 8"):
+        batch_sizes(Batch(micro=4, size=8), 8)
 
 
 def test_a_file_stands_upon_its_base(tmp_path):

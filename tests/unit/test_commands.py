@@ -367,6 +367,7 @@ def test_hf2hf_casts_and_cuts_anew(model, convert, tmp_path):
     assert convert("diff", tmp_path / "half", tmp_path / "fsdp").code == 0
     assert convert("hf2megatron", source, tmp_path / "m").code == 0
     assert "this command reads huggingface" in convert("hf2hf", tmp_path / "m", tmp_path / "out").err
+    assert "for FSDP use `convert fsdp2hf`" in convert("megatron2hf", tmp_path / "fsdp", tmp_path / "out").err
 
 
 def test_old_weights_and_states_of_training_do_not_travel(model, convert, tmp_path):

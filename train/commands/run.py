@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from converters.commands.options import FILE, as_json
-from formats.errors import UsageError
+from formats.errors import Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from train.config import Config
 
 VARIABLES = {
     "CURSE_ATTENTION": "documents of a row never see each other",
@@ -39,23 +44,29 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     from train.export import export
     from train.loop import RESUME, train
 
-    notes += [
-        f"{name} {os.environ[name]} in the environment has no effect: {told}"
-        for name, told in VARIABLES.items()
-        if name in os.environ
-    ]
-    notes += [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]
     with world(settings.parallel.replicas, settings.parallel.timeout_minutes) as ranks:
         if ranks.first:
-            for note in notes:
+            for note in [*notes, *_hints(settings)]:
                 click.echo(f"note: {note}", err=True)
-        progress = train(settings, ranks, click.echo)
+        try:
+            progress = train(settings, ranks, click.echo)
+        except Interrupted:
+            if ranks.first:
+                raise
+            sys.exit(Interrupted.exit_code)  # one of them tells
     if not ranks.first:
         return
     if settings.export is not None and not settings.export.exists():
         export(settings.save.path / progress.name, settings.export, settings.chat_template)
         click.echo(f"exported to {settings.export}")
     (settings.save.path / RESUME).unlink(missing_ok=True)
+
+
+def _hints(settings: Config) -> list[str]:
+    """What has no effect, though a user of GPT-NeoX may think so."""
+    idle = [(name, os.environ[name], told) for name, told in VARIABLES.items() if name in os.environ]
+    notes = [f"{name} {value} in the environment has no effect: {told}" for name, value, told in idle]
+    return notes + [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -87,7 +98,7 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | Non
         click.echo(json.dumps(facts))
         return
     once = passes(len(found.rows), settings.steps, found.sizes.size)
-    for note in [*notes, *filter(None, [found.rows.overlong, once])]:
+    for note in [*notes, *_hints(settings), *filter(None, [found.rows.overlong, once])]:
         click.echo(f"note: {note}", err=True)
     parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in found.memory.items())
     fill = tokens / (len(found.rows) * (settings.data.seq_length + 1))

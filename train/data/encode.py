@@ -311,7 +311,8 @@ def probed(vocabulary: Fast, template: str) -> tuple[Probe, str | None]:
     if strange:
         raise RefusedError(
             f"the chat template writes {', '.join(strange)}, which {vocabulary.path} does not have as special tokens",
-            "a model's folder gets them from `convert assets OUT --chat-template NAME`, a SentencePiece model from "
+            "a model's folder gets them from `convert assets OUT --chat-template NAME`, or, where its embedding lacks "
+            "rows, from `convert hf2hf MODEL NEW --chat-template NAME`, a SentencePiece model from "
             f"`convert tokenizer MODEL FOLDER --add {' '.join(f'--control {token!r}' for token in strange)}`",
         )
     return seen, seen.terminator({*vocabulary.added, *seen.markers(), *named.values()})

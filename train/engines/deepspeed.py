@@ -57,7 +57,11 @@ class Zero:
 
     def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
         self.world, self.settings = world, settings(config, world.ranks)
+        packed = [name for name, held in self.settings["zero_optimization"].items() if held and "_quantized_" in name]
+        if packed and world.device.type == "cpu":
+            raise UnsupportedError(f"DeepSpeed has no {packed[0]} on CPUs", "leave it out there; GPUs have it")
         deepspeed = _deepspeed(world)
+        _require_known(self.settings)
         self.model = make(made, backend).to(DTYPES[config.model.dtype])
         if config.model.activation_checkpointing:
             recompute(layers(self.model))
@@ -163,9 +167,10 @@ def settings(config: Config, ranks: int) -> dict[str, Any]:
     zero = given.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise UsageError(f"parallel.deepspeed.zero_optimization is {zero!r}", "it is a list of settings")
-    for name in [*given, *(f"zero_optimization.{key}" for key in zero)]:
-        if name in OURS:
-            raise UsageError(f"parallel.deepspeed sets {name}, which is {OURS[name]} here", "leave it out there")
+    twice = [name for name in [*given, *(f"zero_optimization.{key}" for key in zero)] if name in OURS]
+    if twice:
+        told = f"which {'are' if len(twice) > 1 else 'is'} {', '.join(OURS[name] for name in twice)} here"
+        raise UsageError(f"parallel.deepspeed sets {', '.join(twice)}, {told}", "leave it out there")
     return {
         "steps_per_print": None,
         "zero_force_ds_cpu_optimizer": False,  # an offloaded AdamW is torch's own, which steps on CPU as well
@@ -199,6 +204,27 @@ def _deepspeed(world: World) -> Any:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # C++ to compile, for inference alone
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
+
+
+def _require_known(held: Mapping[str, Any]) -> None:
+    """Look for settings of ZeRO that DeepSpeed does not know, or would not look at where they stand.
+
+    Raises:
+        UsageError: there is one.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    section = "parallel.deepspeed.zero_optimization"
+    astray = sorted(held.keys() & {info.alias or name for name, info in DeepSpeedZeroConfig.model_fields.items()})
+    if astray:
+        raise UsageError(f"parallel.deepspeed sets {', '.join(astray)}", f"put it into {section}")
+    try:
+        DeepSpeedZeroConfig(**held["zero_optimization"])
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join(map(str, (section, *fault["loc"])))
+        raise UsageError(f"{place} is {fault['input']!r}: {fault['msg']}") from None
 
 
 def _fill(model: nn.Module, path: Path) -> None:

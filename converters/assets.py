@@ -95,7 +95,7 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
         return _dump(to_huggingface(spec, {}) | {"torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
     base = read_json(path)
     config = to_huggingface(spec, base)
-    plain = stale(config, counted)
+    plain = stale(config, counted) and (source.format != NAME or isinstance(spec, ModelSpec))
     if plain:
         del config["quantization_config"]
     named = "dtype" if "dtype" in config else "torch_dtype"

@@ -135,12 +135,13 @@ def test_another_block_is_another_conversion(model, convert, tmp_path):
     refused(convert("hf2hf", source, tmp_path / "out"), 7, "another conversion")
 
 
-def test_what_a_model_computes_stays_in_its_config(model, convert, tmp_path):
+@pytest.mark.parametrize("said", [{"quant_method": "bitnet", "linear_class": "autobitlinear"}, {"quant_method": "fp8"}])
+def test_what_is_not_known_stays_in_the_config(model, convert, tmp_path, said):
     """bitnet rounds as it computes: weights in floats that have it are not those of another model."""
-    said = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
     source = rewritten(model("llama", "bfloat16"), tmp_path / "hf", without("-"), said)
     assert convert("hf2hf", source, tmp_path / "out").code == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"] == said
+    assert convert("verify", tmp_path / "out", source).code == 0
 
 
 def test_verbatim_keeps_every_bit(oss, convert, tmp_path):

@@ -7,10 +7,12 @@ import zlib
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from converters import checksums
 from converters.checksums import MANY, SMALL, Checksums, crc_of, shift
 from formats.checkpoint import OutputFile
 from formats.storage import Fragment
@@ -52,7 +54,15 @@ def test_an_empty_storage_has_the_sum_of_nothing():
 
 @given(st.binary(min_size=60, max_size=60), st.integers(0, 9), st.integers(0, 50), st.integers(1, 60))
 def test_a_second_reading_ends_where_the_storage_does(content, offset, nbytes, step):
-    with TemporaryFile() as file:
+    with TemporaryFile() as file, patch.object(checksums, "STEP", step):
         file.write(content)
         file.flush()
-        assert crc_of(file.fileno(), offset, nbytes, Path("f"), step) == zlib.crc32(content[offset : offset + nbytes])
+        assert crc_of(file.fileno(), offset, nbytes, Path("f")) == zlib.crc32(content[offset : offset + nbytes])
+
+
+def test_what_is_written_twice_is_left_to_a_second_reading():
+    known, fragment = sums(SMALL * 2)
+    known.add(fragment, 0, memoryview(b"x"))
+    known.forget(fragment)
+    known.add(fragment, 0, memoryview(b"y"))
+    assert known.get(Path("f"), 64) is None

@@ -7,12 +7,16 @@ import collections
 import datetime
 import decimal
 import enum
+import importlib.util
 import io
 import math
 import os
 import pickle
+import re
 import signal
+import struct
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +171,32 @@ def test_a_signal_comes_back_as_itself():
     held = loads(pickle.dumps({"exit_signal": signal.SIGTERM}, 2), "it")
     assert keeps(held)
     assert pickle.loads(dumps(held)) == {"exit_signal": signal.SIGTERM}
+
+
+def source_of(module: str) -> str:
+    """The text of a module of an installed package, which is not imported."""
+    package, _, rest = module.partition(".")
+    folder = importlib.util.find_spec(package).submodule_search_locations[0]
+    return Path(folder, rest.replace(".", "/") + ".py").read_text()
+
+
+@pytest.mark.parametrize(("module", "name"), [
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"), ("megatron.core.enums", "ModelType"),
+    ("megatron.core.transformer.enums", "AttnBackend"), ("signal", "Signals"),
+])  # fmt: skip
+def test_enums_as_python_3_11_0_to_3_11_3_pickles_them(module, name):
+    """`getattr(Enum, "name")`, of which every other Python makes `Enum(number)`."""
+    if module == "signal":
+        kind = signal.Signals
+    else:
+        body = re.search(rf"^class {name}\(.*\n((?:\n|    .*\n)+)", source_of(module), re.MULTILINE)[1]
+        found = re.findall(r"^    (\w+) = (\d+)", body, re.MULTILINE)
+        kind = enum.Enum(name, [(key, int(value)) for key, value in found])
+    assert list(kind)
+    for member in kind:
+        text = b"X" + struct.pack("<I", len(member.name)) + member.name.encode()
+        held = loads(b"\x80\x02c__builtin__\ngetattr\n" + f"c{module}\n{name}\n".encode() + text + b"\x86R.", "it")
+        assert (held.module, held.name, held.args) == (module, name, (member.value,))
 
 
 def stateful() -> Opaque:

@@ -145,6 +145,8 @@ class _Machine:
             self.push(STORAGES[name])
         elif module == "torch" and name in DTYPES:
             self.push(Dtype(name))
+        elif module == "signal" and name in signal.Signals.__members__:  # so Python up to 3.11.3, later ones by number
+            self.push(Opaque("signal", "Signals", (signal.Signals[name].value,)))
         else:
             self.push(Opaque(module, name))
 
@@ -308,7 +310,6 @@ _MEMBERS: dict[tuple[str, str], dict[str, int]] = {
     ("megatron.core.enums", "ModelType"): {"encoder_or_decoder": 1},
     ("megatron.core.transformer.enums", "AttnBackend"): {"flash": 1, "fused": 2, "unfused": 3, "local": 4, "auto": 5},
     ("megatron.model.enums", "PositionEmbeddingType"): {"rotary": 1, "absolute": 2},
-    ("signal", "Signals"): {one.name: one.value for one in signal.Signals},
 }  # fmt: skip
 """Enums by the names of their members: Python 3.11.0 to 3.11.3 pickles these, every other the numbers (Lib/enum.py)."""
 

@@ -10,6 +10,7 @@ Facts: Lib/pickletools.py of CPython 3.13 for the opcodes; torch/_utils.py, torc
 
 from __future__ import annotations
 
+import signal
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
@@ -144,6 +145,8 @@ class _Machine:
             self.push(STORAGES[name])
         elif module == "torch" and name in DTYPES:
             self.push(Dtype(name))
+        elif module == "signal" and name in signal.Signals.__members__:  # so Python up to 3.11.3, later ones by number
+            self.push(Opaque("signal", "Signals", (signal.Signals[name].value,)))
         else:
             self.push(Opaque(module, name))
 
@@ -300,10 +303,24 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
 _TENSORS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter")}
 
 
+_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): {
+        "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3,
+    },
+    ("megatron.core.enums", "ModelType"): {"encoder_or_decoder": 1},
+    ("megatron.core.transformer.enums", "AttnBackend"): {"flash": 1, "fused": 2, "unfused": 3, "local": 4, "auto": 5},
+    ("megatron.model.enums", "PositionEmbeddingType"): {"rotary": 1, "absolute": 2},
+}  # fmt: skip
+"""Enums by the names of their members: Python 3.11.0 to 3.11.3 pickles these, every other the numbers (Lib/enum.py)."""
+
+
 def _attribute(owner: Any, name: Any) -> Opaque:
-    """A name inside a class, such as `ShardedTensor.ProcessGroupState`: a global like any other."""
+    """A member of an enum, or a name inside a class, `ShardedTensor.ProcessGroupState`: a global like any other."""
     if not isinstance(owner, Opaque) or owner.args or not isinstance(name, str):
         raise SourceError("the pickle takes an attribute of something that is no global")
+    number = _MEMBERS.get((owner.module, owner.name), {}).get(name)
+    if number is not None:
+        return Opaque(owner.module, owner.name, (number,))
     return Opaque(owner.module, f"{owner.name}.{name}")
 
 

@@ -414,7 +414,7 @@ def keys(part: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for name, info in part.model_fields.items():
         kind = next((one for one in get_args(info.annotation) if isinstance(one, type)), info.annotation)
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if isinstance(kind, type(BaseModel)):  # in Python 3.10 list[str] is a type too, without subclasses
             found |= keys(kind, f"{prefix}{name}.")
         else:
             found[prefix + name] = info.description or ""

@@ -197,7 +197,7 @@ def text_of(values: Mapping[str, Any]) -> Iterator[str]:
 def _section(info: FieldInfo) -> type[BaseModel] | None:
     """The section that a setting is, if it is one; it may be absent."""
     kinds = [info.annotation, *get_args(info.annotation)]
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return next((kind for kind in kinds if isinstance(kind, type(BaseModel))), None)
 
 
 def _lines(fields: Mapping[str, FieldInfo], prefix: str, indent: str, values: Mapping[str, Any]) -> Iterator[str]:

@@ -7,12 +7,16 @@ import collections
 import datetime
 import decimal
 import enum
+import importlib.util
 import io
 import math
 import os
 import pickle
+import re
 import signal
+import struct
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,10 +172,34 @@ def test_members_of_known_enums_travel(value):
     assert repr(loads(dumps(value), "it")) == repr(value)
 
 
-def test_a_signal_comes_back_as_itself():
-    held = loads(pickle.dumps({"exit_signal": signal.SIGTERM}, 2), "it")
-    assert keeps(held)
-    assert pickle.loads(dumps(held)) == {"exit_signal": signal.SIGTERM}
+@pytest.mark.parametrize("data", [pickle.dumps(signal.SIGTERM, 2), b"\x80\x02csignal\nSIGTERM\n."])
+def test_a_signal_comes_back_as_itself(data):
+    """The second is how Python up to 3.11.3 pickles it."""
+    held = loads(data, "it")
+    assert keeps({"exit_signal": held})
+    assert pickle.loads(data) is pickle.loads(dumps(held)) is signal.SIGTERM
+
+
+def source_of(module: str) -> str:
+    """The text of a module of an installed package, which is not imported."""
+    package, _, rest = module.partition(".")
+    folder = importlib.util.find_spec(package).submodule_search_locations[0]
+    return Path(folder, rest.replace(".", "/") + ".py").read_text()
+
+
+@pytest.mark.parametrize(("module", "name"), [
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"), ("megatron.core.enums", "ModelType"),
+    ("megatron.core.transformer.enums", "AttnBackend"),
+])  # fmt: skip
+def test_enums_as_python_3_11_0_to_3_11_3_pickles_them(module, name):
+    """`getattr(Enum, "name")`, of which every other Python makes `Enum(number)`."""
+    body = re.search(rf"^class {name}\(.*\n((?:\n|    .*\n)+)", source_of(module), re.MULTILINE)[1]
+    kind = enum.Enum(name, [(key, int(value)) for key, value in re.findall(r"^    (\w+) = (\d+)", body, re.MULTILINE)])
+    assert list(kind)
+    for member in kind:
+        text = b"X" + struct.pack("<I", len(member.name)) + member.name.encode()
+        held = loads(b"\x80\x02c__builtin__\ngetattr\n" + f"c{module}\n{name}\n".encode() + text + b"\x86R.", "it")
+        assert (held.module, held.name, held.args) == (module, name, (member.value,))
 
 
 @pytest.mark.parametrize("entries", [(iter([1]),), (None, iter([("a", 1)]))], ids=["list", "map"])

@@ -44,18 +44,27 @@ def test_a_rank_reads_its_box(model):
     assert torch.equal(whole[0][half : half + 1], everything[half : half + 1])  # as DeepSpeed's ranks do
 
 
-def test_a_missing_expert_is_named(model, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "tensor", "message"),
+    [
+        ("model.layers.1.block_sparse_moe.experts.2.w3.weight", None, r"lacks 1 tensors, such as .*experts\.2\.w3"),
+        ("model.norm.weight", None, r"lacks 1 tensors, such as model\.norm\.weight"),
+        ("model.norm.bias", torch.zeros(64), r"has, and the model has not, 1 tensors, such as model\.norm\.bias"),
+        ("model.norm.weight", torch.zeros(3), r"model\.norm\.weight of .* has the shape \[3\], the model \(64,\)"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(model, tmp_path, key, tensor, message):
     from safetensors.torch import load_file, save_file
 
     from formats.errors import SourceError
 
     folder = model("mixtral")
     held = load_file(folder / "model.safetensors")
-    del held["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    held = {name: one for name, one in held.items() if name != key} | ({} if tensor is None else {key: tensor})
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(held, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=r"lacks 1 tensors, such as .*experts\.2\.w3"):
-        fill(make(open_config(tmp_path), "sdpa"), tmp_path)
+    with torch.no_grad(), pytest.raises(SourceError, match=message):
+        fill(make(open_config(tmp_path), "sdpa").to_empty(device="cpu"), tmp_path)
 
 
 def test_a_buffer_that_no_file_has_is_refused(model):

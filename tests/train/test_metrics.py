@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,6 +103,11 @@ def test_only_what_is_asked_for(rows):
     assert open_judge([], MODEL, {"one": rows}) is None
     judge, flat = open_judge(["bleu"], MODEL, {"one": rows}), rows.flat([0])
     assert judge.scores(judge.sums(flat, flat.labels.copy()).tolist()) == pytest.approx({"bleu": 100.0})
+
+
+def test_files_that_do_not_tell_their_tokenizer_are_judged(rows):
+    silent = replace(rows, documents=[replace(one, facts=None) for one in rows.documents])
+    assert open_judge(["bleu"], MODEL, {"one": silent}).vocabulary.path == MODEL
 
 
 def test_a_missing_library_and_another_tokenizer_are_named(rows, tmp_path, monkeypatch):

@@ -134,7 +134,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
     for key in ("quantization_config", "text_config"):
         quantized = key == "quantization_config"
         if config.get(key) and not (quantized and method_of(config)):
-            known = ", only MXFP4 and FP8 in blocks" if quantized else ""
+            known = ", only MXFP4 and FP8 with _scale_inv" if quantized else ""
             raise UnsupportedError(f"{where}: models with a {key} are not supported{known}")
     for key, only in family.requires.items():
         value = config.get(key, only)

@@ -1,14 +1,16 @@
-"""Quantized weights of Hugging Face folders, read as what they stand for: MXFP4 of GPT-OSS, FP8 in blocks of DeepSeek.
+"""Quantized weights of Hugging Face folders, read as what they stand for: MXFP4 of GPT-OSS, FP8 of DeepSeek, Mistral.
 
 Facts: transformers 5.23.0, integrations/mxfp4.py (`experts.down_proj_blocks` is [expert, row, group, 16], two elements
 of a row a byte, the lower half first; its `_scales` have one byte for 32 elements; the parameter is the transpose) and
 integrations/finegrained_fp8.py (`X_scale_inv` has one factor for each block of `weight_block_size` elements of X, the
-last ones of a row or column may be smaller); the values of an element and of a scale: OCP Microscaling Formats 1.0.
+last ones of a row or column may be smaller, or one factor where that is null; `X.activation_scale` is of no weight);
+the values of an element and of a scale: OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from formats.errors import SourceError, UnsupportedError
@@ -18,6 +20,8 @@ GROUP = 32
 """Elements of MXFP4 that share a scale."""
 INVERSE, FACTORS = "_scale_inv", ("F32", "BF16")
 """What is behind the name of the scales of FP8, and their element types."""
+ACTIVATIONS = ".activation_scale"
+SCHEMES = ("dynamic", "static")
 OF_FILES = ("fp8", "mxfp4")
 """Methods of files alone: a model in floats has none of it. Others may be of what it computes (bitnet)."""
 KEEP = "--verbatim carries every tensor as it is, in Hugging Face"
@@ -28,8 +32,8 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     match config.get("quantization_config"):
         case {"quant_method": "mxfp4"}:
             return "MXFP4"
-        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)], **more}:
-            known = min(rows, columns) > 0 and more.get("activation_scheme", "dynamic") == "dynamic"
+        case {"quant_method": "fp8", "weight_block_size": None | [int(), int()] as block, **more}:
+            known = min(block or [1]) > 0 and more.get("activation_scheme", "dynamic") in SCHEMES
             return "FP8" if known else None
     return None
 
@@ -53,7 +57,7 @@ def dequantized(found: Mapping[str, Fragment], config: Mapping[str, Any]) -> tup
         The tensors, and a note on what they were.
 
     Raises:
-        SourceError: scales are missing, or of another shape than the elements that they belong to.
+        SourceError: scales are missing, of another shape than the elements that they belong to, or unexplained.
         UnsupportedError: its blocks are of another kind.
     """
     method = method_of(config)
@@ -65,9 +69,15 @@ def dequantized(found: Mapping[str, Fragment], config: Mapping[str, Any]) -> tup
             "times their scales, rounded once",
         )
     else:
+        for key in found:
+            if key.endswith((INVERSE, "_scales")):
+                reason = f"{found[key].path} holds {key}, and config.json beside it no quantization_config"
+                raise SourceError(reason, "take config.json from where the files come from")
         return dict(found), ""
     count = sum(fragment.scales is not None for fragment in held.values())
-    note = f"{count} tensors of {method} are read as BF16, {exact}; --verbatim carries them as they are"
+    left = sum(key.endswith(ACTIVATIONS) for key in found.keys() - held.keys())
+    without = f", without {left} scales of activations" if left else ""
+    note = f"{count} tensors of {method} are read as BF16, {exact}{without}; --verbatim carries them as they are"
     return held, note if count else ""
 
 
@@ -93,10 +103,12 @@ def _mxfp4(found: Mapping[str, Fragment]) -> dict[str, Fragment]:
     return held
 
 
-def _fp8(found: Mapping[str, Fragment], block: Sequence[int]) -> dict[str, Fragment]:
+def _fp8(found: Mapping[str, Fragment], block: Sequence[int] | None) -> dict[str, Fragment]:
     held = {}
     for key, fragment in found.items():
         name = key.removesuffix(INVERSE)
+        if key.endswith(ACTIVATIONS) and f"{key.removesuffix(ACTIVATIONS)}.weight{INVERSE}" in found:
+            continue
         if key.endswith(INVERSE) and name in found:
             if found[name].dtype != "F8_E4M3":
                 raise UnsupportedError(f"{fragment.path} holds {key} for {found[name].dtype}, not F8_E4M3", KEEP)
@@ -108,12 +120,14 @@ def _fp8(found: Mapping[str, Fragment], block: Sequence[int]) -> dict[str, Fragm
             raise UnsupportedError(f"{fragment.path}: {key} is FP8{list(fragment.shape)}, which has no blocks", KEEP)
         scales = _scales(found, f"{key}{INVERSE}", fragment, key)
         *stack, rows, columns = fragment.shape
-        grid = (*stack, -(-rows // block[0]), -(-columns // block[1]))
+        high, wide = block or (max(rows, 1), max(columns, 1))
+        one = not block and prod(scales.shape) == prod(stack)
+        grid = scales.shape if one else (*stack, -(-rows // high), -(-columns // wide))
         if scales.dtype not in FACTORS:
             reason = f"{scales.path}: {key}{INVERSE} is {scales.dtype}, not {' or '.join(FACTORS)}"
             raise UnsupportedError(reason, KEEP)
         _require(scales, f"{key}{INVERSE}", scales.dtype, grid)
-        least = (min(block[0], max(rows, 1)), min(block[1], max(columns, 1)))
+        least = (min(high, max(rows, 1)), min(wide, max(columns, 1)))
         held[key] = fragment._replace(dtype="BF16", scales=Scales("FP8", scales, least, rows, columns))
     return held
 

@@ -50,6 +50,19 @@ def blocks(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{name}_blocks": codes, f"{name}_scales": scales}
 
 
+def scaled_whole(*grid: int):
+    """Linear layers as Mistral publishes them: one scale for a matrix, and one for what it multiplies."""
+
+    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        more = scaled(tuple(tensor.shape), torch.bfloat16)(name, tensor)
+        if len(more) > 1:
+            more[f"{name}_scale_inv"] = more[f"{name}_scale_inv"].reshape(grid)
+            more[name.replace(".weight", ".activation_scale")] = torch.tensor(0.25, dtype=torch.bfloat16)
+        return more
+
+    return change
+
+
 def scaled(block: tuple[int, int], dtype: torch.dtype = torch.float32):
     """Linear layers as DeepSeek publishes them."""
 
@@ -105,6 +118,18 @@ def test_what_is_read_is_what_transformers_reads(kind, count, how, convert, tmp_
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
+    same_model(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("name", "grid"), [("mistral", ()), ("deepseek_v3", ()), ("qwen3", (1,)), ("llama", (1, 1))])
+def test_one_scale_for_a_matrix(name, grid, model, convert, tmp_path):
+    said = FP8 | {"activation_scheme": "static", "weight_block_size": None, "dequantize": True}
+    source = rewritten(model(name, "bfloat16"), tmp_path / "hf", scaled_whole(*grid), said)
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    count = sum("activation_scale" in key for key in load_file(source / "model.safetensors"))
+    assert f"{count} tensors of FP8 are read as BF16, " in ran.err
+    assert f", without {count} scales of activations" in ran.err
     same_model(source, tmp_path / "out")
 
 
@@ -257,8 +282,15 @@ def test_a_block_larger_than_its_matrix(model, convert, tmp_path):
         ("oss", cut("down_proj_blocks"), {}, 3, ["down_proj_blocks is U8[4, 64, 3, 15], not MXFP4"]),
         ("deepseek", without("o_proj.weight_scale_inv"), {}, 3, ["o_proj.weight, and no file its"]),
         ("deepseek", cut("o_proj.weight_scale_inv"), {}, 3, ["weight_scale_inv is F32[8, 11]", "imply F32[8, 12]"]),
-        ("deepseek", without("-"), {"weight_block_size": None}, 4, ["a quantization_config are not supported"]),
-        ("deepseek", without("-"), {"activation_scheme": "static"}, 4, ["a quantization_config are not supported"]),
+        (
+            "deepseek",
+            without("-"),
+            {"weight_block_size": None},
+            3,
+            ["weight_scale_inv is F32[8, 12]", "imply F32[1, 1]"],
+        ),
+        ("deepseek", without("-"), {"weight_block_size": 8}, 4, ["a quantization_config are not supported"]),
+        ("deepseek", without("-"), {"activation_scheme": "often"}, 4, ["a quantization_config are not supported"]),
         ("deepseek", retyped(".weight", torch.float8_e5m2), {}, 4, ["weight_scale_inv for F8_E5M2, not F8_E4M3"]),
         ("deepseek", retyped("_scale_inv", torch.float16), {}, 4, ["weight_scale_inv is F16, not F32 or BF16"]),
         ("deepseek", without("-"), {"quant_method": "gptq"}, 4, ["a quantization_config are not supported"]),
@@ -269,6 +301,16 @@ def test_what_does_not_fit_is_refused(kind, change, said, code, words, convert, 
     source = rewritten(request.getfixturevalue(kind), tmp_path / "hf", change, quantization)
     refused(convert("hf2megatron", source, tmp_path / "out", "--ep", 2), code, *words)
     assert convert("hf2hf", source, tmp_path / "kept", "--verbatim").code == 0
+
+
+@pytest.mark.parametrize("kind", ["oss", "deepseek"])
+def test_a_config_that_names_no_quantization(kind, convert, tmp_path, request):
+    folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["holds model.layers.0.", "and config.json beside it no quantization_config"]
+    refused(convert("inspect", folder), 3, *words)
 
 
 def test_a_training_begins_with_what_it_stands_for(oss, tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import filter as named
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import RefusedError, SourceError, some
+from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families import FAMILIES, FAMILY_FILE
 
 FORMATS = {
@@ -25,9 +27,19 @@ FORMATS = {
 They are tried in this order. What Megatron saves as torch_dist would pass for FSDP, and its run for a classic one.
 """
 
-
+FOREIGN = {
+    "adapter_config.json": ("a PEFT adapter", "merge it into its model: merge_and_unload() of peft, then save_pretrained"),
+    "lit_model.pth": ("a model of LitGPT", "make it one of Hugging Face: litgpt convert_from_litgpt"),
+    "checkpoint_metadata.json": ("a checkpoint of nanotron", "its examples/llama/convert_nanotron_to_hf.py exports it"),
+    "consolidated.*": ("a model's first release", "take its Hugging Face files: safetensors and a config.json"),
+    "*.nemo": ("a model of NeMo", "llm.export_ckpt of nemo.collections exports it, with target='hf'"),
+    "*.gguf": ("a model of llama.cpp", "take the Hugging Face folder that it was made of"),
+}
+"""File of what is not read: what it is, and how a Hugging Face folder is had of it."""
 ITERATION = re.compile(r"iter_\d+|release")
 """Folders of a run of Megatron, each a checkpoint."""
+MOST_FOLDERS = 64
+"""How many folders are looked into for a hint."""
 
 
 def module(name: str) -> ModuleType:
@@ -49,7 +61,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
     """
     try:
         if not path.exists():
-            raise SourceError(f"{path} does not exist", "a model of the Hub has to be downloaded first")
+            raise SourceError(f"{path} does not exist", downloaded(path))
         if not path.is_dir():
             raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
         tag = settings.tag if settings else None
@@ -68,12 +80,39 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
     runs = fsdp.checkpoints(path) or fsdp.checkpoints(path, zero.detect)
+    if not runs:
+        _check_foreign(path, entries)
+        runs = _inside(path)
     if runs:
-        raise SourceError(f"{path} holds {len(runs)} checkpoints", f"name one: {runs[0]}")
+        raise SourceError(f"{path} holds {len(runs)} checkpoint{'s' if len(runs) > 1 else ''}", f"name one: {runs[0]}")
     raise SourceError(
         f"{path} is no checkpoint of a known format; it holds {some(entries, 6) or 'nothing'}",
         "`convert formats` lists what is read",
     )
+
+
+def downloaded(path: Path) -> str:
+    """How a model of the Hub becomes a folder."""
+    name = path if len(path.parts) == 2 and not path.parent.exists() else "ORG/NAME"
+    return f"a model of the Hub has to be downloaded first: hf download {name} --local-dir FOLDER"
+
+
+def _check_foreign(path: Path, entries: Sequence[str]) -> None:
+    """What is known and not read, by the names in its folder.
+
+    Raises:
+        UnsupportedError: it is another program's, which has to export it.
+    """
+    for pattern, (what, hint) in FOREIGN.items():
+        if held := named(entries, pattern):
+            raise UnsupportedError(f"{path} is {what}, which is not read ({held[0]})", hint)
+
+
+def _inside(path: Path) -> list[Path]:
+    """Checkpoints in a folder that is none itself, or in the snapshots of a folder of the Hub's cache."""
+    place = path / "snapshots" if (path / "snapshots").is_dir() else path
+    folders = [one for one in sorted(place.iterdir()) if one.is_dir()]
+    return [one for one in folders[:MOST_FOLDERS] if any(module(name).detect(one) for name in FORMATS)]
 
 
 def steps(run: Path) -> list[str]:

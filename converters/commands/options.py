@@ -308,13 +308,12 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         UsageError: --config names no configuration.
     """
     from formats.checkpoint import Settings
+    from formats.registry import downloaded
     from formats.spec import parse_settings
 
     config = options["config"]
     if config is not None and not ((config / "config.json").is_file() or _is_yml(config)):
-        raise UsageError(
-            f"--config {config} is no folder with a config.json", "a model of the Hub has to be downloaded first"
-        )
+        raise UsageError(f"--config {config} is no folder with a config.json", downloaded(config))
     values = parse_settings(options["settings"])
     return Settings(
         options["vocab_size"],

@@ -28,7 +28,7 @@ They are tried in this order. What Megatron saves as torch_dist would pass for F
 """
 
 FOREIGN = {
-    "adapter_config.json": ("a PEFT adapter", "merge it into its model: merge_and_unload() of peft, then save_pretrained"),
+    "adapter_config.json": ("a PEFT adapter", "merge it into its model with merge_and_unload() of peft"),
     "lit_model.pth": ("a model of LitGPT", "make it one of Hugging Face: litgpt convert_from_litgpt"),
     "checkpoint_metadata.json": ("a checkpoint of nanotron", "its examples/llama/convert_nanotron_to_hf.py exports it"),
     "consolidated.*": ("a model's first release", "take its Hugging Face files: safetensors and a config.json"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import filter as named
+from fnmatch import filter as matching
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
@@ -104,15 +105,23 @@ def _check_foreign(path: Path, entries: Sequence[str]) -> None:
         UnsupportedError: it is another program's, which has to export it.
     """
     for pattern, (what, hint) in FOREIGN.items():
-        if held := named(entries, pattern):
+        if held := matching(entries, pattern):
             raise UnsupportedError(f"{path} is {what}, which is not read ({held[0]})", hint)
 
 
 def _inside(path: Path) -> list[Path]:
     """Checkpoints in a folder that is none itself, or in the snapshots of a folder of the Hub's cache."""
     place = path / "snapshots" if (path / "snapshots").is_dir() else path
-    folders = [one for one in sorted(place.iterdir()) if one.is_dir()]
-    return [one for one in folders[:MOST_FOLDERS] if any(module(name).detect(one) for name in FORMATS)]
+    folders = (one for one in sorted(place.iterdir()) if one.is_dir())
+    return [one for one in islice(folders, MOST_FOLDERS) if _known(one)]
+
+
+def _known(path: Path) -> bool:
+    """Whether a folder is of a known format; what cannot be looked into is none."""
+    try:
+        return any(module(name).detect(path) for name in FORMATS)
+    except (OSError, SourceError):
+        return False
 
 
 def steps(run: Path) -> list[str]:

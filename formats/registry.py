@@ -75,12 +75,12 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
-    from formats import fsdp, zero
+    from formats import fsdp
 
     iterations = [name for name in entries if ITERATION.fullmatch(name)]
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
-    runs = fsdp.checkpoints(path) or fsdp.checkpoints(path, zero.detect)
+    runs = fsdp.checkpoints(path, _known)
     if not runs:
         _check_foreign(path, entries)
         runs = _inside(path)

@@ -28,9 +28,10 @@ OF_OTHERS = {
 
 def code(text: str) -> Iterator[str]:
     """Lines of code, and code within a sentence."""
-    text = re.sub(r"\\\n\s*", "", text)
-    for line in text.splitlines():
-        yield from [line.strip()] if line.startswith("    ") else re.findall(r"`([^`]+)`", line)
+    for block in re.sub(r"\\\n\s*", "", text).split("\n\n"):
+        lines = block.splitlines()
+        yield from (line.strip() for line in lines if line.startswith("    "))
+        yield from re.findall("`([^`]+)`", " ".join(line.strip() for line in lines if not line.startswith("    ")))
 
 
 def typed(text: str) -> Iterator[tuple[click.Group, str, str]]:

@@ -60,6 +60,12 @@ def test_a_checkpoint_further_down(model, convert, tmp_path):
         assert (ran.code, ran.err.splitlines()[-1]) == (3, f"hint: name one: {place}")
 
 
+def test_of_a_run_the_newest_checkpoint_is_named(model, convert, tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10"):
+        (tmp_path / name).symlink_to(model("llama"))
+    assert convert("inspect", tmp_path).err.splitlines()[-1] == f"hint: name one: {tmp_path / 'checkpoint-10'}"
+
+
 def test_a_name_of_the_hub_is_no_folder(convert, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = "hf download org/name --local-dir FOLDER"

@@ -32,7 +32,7 @@ FOREIGN = {
     "adapter_config.json": ("a PEFT adapter", "merge it into its model with merge_and_unload() of peft"),
     "lit_model.pth": ("a model of LitGPT", "make it one of Hugging Face: litgpt convert_from_litgpt"),
     "checkpoint_metadata.json": ("a checkpoint of nanotron", "its examples/llama/convert_nanotron_to_hf.py exports it"),
-    "consolidated.*": ("a model's first release", "take its Hugging Face files: safetensors and a config.json"),
+    "consolidated.*": ("a model in Meta's or Mistral's own files", "take those of Hugging Face, with a config.json"),
     "*.nemo": ("a model of NeMo", "llm.export_ckpt of nemo.collections exports it, with target='hf'"),
     "*.gguf": ("a model of llama.cpp", "take the Hugging Face folder that it was made of"),
 }

@@ -36,7 +36,7 @@ def test_no_line_of_help_is_cut_off(group):
     [
         (["adapter_config.json", "adapter_model.safetensors"], "a PEFT adapter"),
         (["config.json", "lit_model.pth"], "a model of LitGPT"),
-        (["params.json", "consolidated.00.pth"], "first release"),
+        (["params.json", "consolidated.00.pth"], "own files"),
         (["checkpoint_metadata.json", "model"], "nanotron"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

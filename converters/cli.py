@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 
 from converters.commands import assets, check, convert, look, neox, publish, submit, tokenizer, zero
 from converters.entry import Sections, run
+from formats.errors import UsageError
 
 SECTIONS = {
     "Convert": (
@@ -26,9 +29,55 @@ SECTIONS = {
     "Check": (check.digest, check.verify, check.diff),
     "Publish": (assets.assets, tokenizer.tokenizer, publish.push),
 }
+NAMES = {
+    "hf": ("hf", "huggingface", "transformers", "safetensors"),
+    "megatron": ("megatron", "mcore", "torchdist"),
+    "fsdp": ("fsdp", "dcp", "torch", "accelerate", "axolotl", "torchtitan", "verl"),
+    "neox": ("neox", "gptneox"),
+    "zero": ("zero", "deepspeed", "universal"),
+}
+"""What commands call a format, and what those call it who look for one."""
 
 
-@click.group(cls=Sections, sections=SECTIONS)
+class Converter(Sections):
+    """The commands, and a hint for two formats that no command is named after."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command.
+
+        Raises:
+            UsageError: there is none of that name, and another one does it.
+        """
+        name = args[0]
+        if name not in self.commands and (other := meant(name)):
+            also = ", which reads any format" if other.startswith("hf2") else ""
+            raise UsageError(f"there is no command {name}", f"convert {other} SRC OUT{also}")
+        return super().resolve_command(ctx, args)
+
+
+def meant(name: str) -> str:
+    """The command for two formats, such as deepspeed-to-megatron; "" where there is none."""
+    words = [re.sub("[-_]", "", word) for word in re.split("2|[-_]to[-_]", name.lower())]
+    pair = [one for word in words for one, names in NAMES.items() if word in names]
+    match pair:
+        case ["hf", "zero"]:
+            return ""
+        case ["hf", "hf"]:
+            return "hf2hf"
+        case ["megatron", "megatron"] | ["neox", "neox"]:
+            return "reshard"
+        case [_, "zero"]:
+            return "zero2universal"
+        case [source, "hf"]:
+            return f"{source}2hf"
+        case [_, target]:
+            return f"hf2{target}"
+    return ""
+
+
+@click.group(cls=Converter, sections=SECTIONS)
 @click.version_option(package_name="vitruvian", message="vitruvian %(version)s")
 @click.option("-v", "--verbose", count=True, help="-vv shows the traceback of an error.")
 def cli(verbose: int) -> None:

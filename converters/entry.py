@@ -40,7 +40,7 @@ class Sections(click.Group):
         """Write the sections."""
         for title, commands in self.sections.items():
             with formatter.section(title):
-                formatter.write_dl([(str(command.name), command.get_short_help_str(80)) for command in commands])
+                formatter.write_dl([(str(command.name), command.get_short_help_str(120)) for command in commands])
 
 
 def printable(text: str) -> str:

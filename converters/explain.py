@@ -68,15 +68,18 @@ def tables(format_name: str) -> dict[str, tuple[Rule, ...]]:
 
 
 def matching(format_name: str, text: str) -> list[tuple[str, Rule]]:
-    """(table, rule) of each rule whose key contains a text; of equal rules the first."""
-    found: dict[tuple[str, str], tuple[str, Rule]] = {}
+    """(tables, rule) of each rule whose key contains a text; of equal rules the first, with the tables of all."""
+    found: dict[tuple[str, str], tuple[list[str], Rule]] = {}
     for name, table in tables(format_name).items():
         for rule in table:
             if text in rule.key:
-                found.setdefault((rule.key, rule.pattern.text), (name, rule))
+                names, _ = found.setdefault((rule.key, rule.pattern.text), ([], rule))
+                if name not in names:
+                    names.append(name)
     if not found:
         raise UsageError(f"no key of {format_name} contains {text!r}", f"`convert explain {format_name}` lists all")
-    return list(found.values())
+    prefix = f", {format_name} "
+    return [(", ".join(names).replace(prefix, ", "), rule) for names, rule in found.values()]
 
 
 def draw(rule: Rule, spec: ModelSpec, tp: int) -> Iterator[str]:
@@ -90,6 +93,9 @@ def draw(rule: Rule, spec: ModelSpec, tp: int) -> Iterator[str]:
     whole = dict.fromkeys(("tp", "etp", "ep"), (0, 1))
     axes = {span.axis for leaf in lower(rule.pattern, sizes, whole) for span in leaf.spans}
     yield "    " + ", ".join(f"{axis} = {sizes[axis]}" for axis in sizes if axis in axes)
+    if not all(sizes[axis] for axis in axes):
+        yield "  no such tensor in this model: --model SRC draws the sizes of another"
+        return
     cut = not rule.pattern.meshes.isdisjoint({"tp", "etp"})
     ranks = sorted({0, tp - 1}) if cut else [0]
     for rank in ranks:

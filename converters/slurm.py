@@ -113,7 +113,7 @@ def load_site(name: str) -> Site:
     """
     known = sorted(path.stem for path in (CONTAINERS / "sites").glob("*.sh"))
     if name not in known:
-        raise UsageError(f"there is no site {name!r}", f"--site is one of {', '.join(known)}")
+        raise UsageError(f"there is no site {name!r}", f"there are {', '.join(known)} in {CONTAINERS / 'sites'}")
     path = CONTAINERS / "sites" / f"{name}.sh"
     facts: dict[str, str] = {}
     for match in FACT.finditer(path.read_text()):

@@ -276,7 +276,18 @@ def _read_tensors(
     spec = huggingface.spec_of({key: one.shape for key, one in tensors.items()}, config, settings)
     if isinstance(spec, Verbatim):
         spec = replace(spec, remarks=(*spec.remarks, *_compared(spec, config)))
+    else:
+        outer = _outer(tensors, spec)
+        tensors = {key.removeprefix(outer): one for key, one in tensors.items()}
     return spec, tensors, dropped
+
+
+def _outer(keys: Mapping[str, object], spec: Spec) -> str:
+    """What a module around the model puts before all of its keys, such as `model.` of a LightningModule."""
+    names = huggingface.model_slots(spec)[0].keys
+    found = [key.removesuffix(name) for key in keys for name in names if key.endswith(f".{name}")]
+    outer = min(found, key=len, default="")
+    return outer if keys.keys().isdisjoint(names) and all(key.startswith(outer) for key in keys) else ""
 
 
 def unwrapped(key: str) -> str:

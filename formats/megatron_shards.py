@@ -165,14 +165,17 @@ def args_of(file: TorchFile) -> dict[str, Any]:
         SourceError: it has none.
         UnsupportedError: it is from before checkpoint version 2.0.
     """
+    args = file.value.get("args")
+    if not isinstance(args, Namespace):
+        raise SourceError(
+            f"{file.path} holds no args",
+            "Megatron-Bridge and NeMo keep none: export with AutoBridge.export_ckpt, or llm.export_ckpt of NeMo",
+        )
     version = file.value.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or not version >= 2.0:
         raise UnsupportedError(
             f"{file.path}: checkpoint version {short(version)} orders query, key and value otherwise (before 2.0)"
         )
-    args = file.value.get("args")
-    if not isinstance(args, Namespace):
-        raise SourceError(f"{file.path} holds no args", "what Megatron-Bridge or NeMo saved is exported by them")
     return vars(args)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import filter as matching
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import RefusedError, SourceError, some
+from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families import FAMILIES, FAMILY_FILE
 
 FORMATS = {
@@ -25,9 +28,19 @@ FORMATS = {
 They are tried in this order. What Megatron saves as torch_dist would pass for FSDP, and its run for a classic one.
 """
 
-
+FOREIGN = {
+    "adapter_config.json": ("a PEFT adapter", "merge it into its model with merge_and_unload() of peft"),
+    "lit_model.pth": ("a model of LitGPT", "make it one of Hugging Face: litgpt convert_from_litgpt"),
+    "checkpoint_metadata.json": ("a checkpoint of nanotron", "its examples/llama/convert_nanotron_to_hf.py exports it"),
+    "consolidated.*": ("a model in Meta's or Mistral's own files", "take those of Hugging Face, with a config.json"),
+    "*.nemo": ("a model of NeMo", "llm.export_ckpt of nemo.collections exports it, with target='hf'"),
+    "*.gguf": ("a model of llama.cpp", "take the Hugging Face folder that it was made of"),
+}
+"""File of what is not read: what it is, and how a Hugging Face folder is had of it."""
 ITERATION = re.compile(r"iter_\d+|release")
 """Folders of a run of Megatron, each a checkpoint."""
+MOST_FOLDERS = 64
+"""How many folders are looked into for a hint."""
 
 
 def module(name: str) -> ModuleType:
@@ -49,7 +62,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
     """
     try:
         if not path.exists():
-            raise SourceError(f"{path} does not exist", "a model of the Hub has to be downloaded first")
+            raise SourceError(f"{path} does not exist", downloaded(path))
         if not path.is_dir():
             raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
         tag = settings.tag if settings else None
@@ -62,18 +75,53 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
-    from formats import fsdp, zero
+    from formats import fsdp
 
     iterations = [name for name in entries if ITERATION.fullmatch(name)]
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
-    runs = fsdp.checkpoints(path) or fsdp.checkpoints(path, zero.detect)
+    runs = fsdp.checkpoints(path, _known)
+    if not runs:
+        _check_foreign(path, entries)
+        runs = _inside(path)
     if runs:
-        raise SourceError(f"{path} holds {len(runs)} checkpoints", f"name one: {runs[0]}")
+        raise SourceError(f"{path} holds {len(runs)} checkpoint{'s' if len(runs) > 1 else ''}", f"name one: {runs[0]}")
     raise SourceError(
         f"{path} is no checkpoint of a known format; it holds {some(entries, 6) or 'nothing'}",
         "`convert formats` lists what is read",
     )
+
+
+def downloaded(path: Path) -> str:
+    """How a model of the Hub becomes a folder."""
+    name = path if len(path.parts) == 2 and not path.parent.exists() else "ORG/NAME"
+    return f"a model of the Hub has to be downloaded first: hf download {name} --local-dir FOLDER"
+
+
+def _check_foreign(path: Path, entries: Sequence[str]) -> None:
+    """What is known and not read, by the names in its folder.
+
+    Raises:
+        UnsupportedError: it is another program's, which has to export it.
+    """
+    for pattern, (what, hint) in FOREIGN.items():
+        if held := matching(entries, pattern):
+            raise UnsupportedError(f"{path} is {what}, which is not read ({held[0]})", hint)
+
+
+def _inside(path: Path) -> list[Path]:
+    """Checkpoints in a folder that is none itself, or in the snapshots of a folder of the Hub's cache."""
+    place = path / "snapshots" if (path / "snapshots").is_dir() else path
+    folders = (one for one in sorted(place.iterdir()) if one.is_dir())
+    return [one for one in islice(folders, MOST_FOLDERS) if _known(one)]
+
+
+def _known(path: Path) -> bool:
+    """Whether a folder is of a known format; what cannot be looked into is none."""
+    try:
+        return any(module(name).detect(path) for name in FORMATS)
+    except (OSError, SourceError):
+        return False
 
 
 def steps(run: Path) -> list[str]:

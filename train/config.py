@@ -398,7 +398,9 @@ def _explained(error: ValidationError, path: str) -> tuple[str, str]:
         many = f" ({len(faults) - len(unknown)} more)" if len(faults) > len(unknown) else ""
         near = [found for found in map(nearest, unknown) if found]
         told = f"{', '.join(unknown)} {'are no settings' if len(unknown) > 1 else 'is no setting'}"
-        return f"{path}: {told}{many}", f"did you mean {', '.join(dict.fromkeys(near))}?" if near else ""
+        known = ", ".join(key for key in keys() if key.startswith(unknown[0].partition(".")[0] + "."))
+        others = f"there are {known}" if known else "`train init` writes a file with every setting"
+        return f"{path}: {told}{many}", f"did you mean {', '.join(dict.fromkeys(near))}?" if near else others
     fault = faults[0]
     where = re.sub(r"\.(constrained-float|literal\[.*\])$", "", ".".join(map(str, fault["loc"])))  # of a union
     more = f" ({len(faults) - 1} more)" if len(faults) > 1 else ""

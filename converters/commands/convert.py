@@ -23,6 +23,7 @@ from converters.commands.options import (
     optimizer_kind,
     places,
     reading,
+    reading_of,
     require_effect,
     shard_size,
     stages,
@@ -91,9 +92,9 @@ DIALECTS = {**dict.fromkeys(("norm", "experts"), ("torch", "torch_dist")), "toke
 @reading
 @writing
 def hf2megatron(src: Path, out: Path, **options: Any) -> None:
-    """Hugging Face folder, or another framework's checkpoint, to a Megatron checkpoint.
+    """Any checkpoint to Megatron: tensor and pipeline shards, or one for any topology.
 
-    It has tensor and pipeline shards, or is one for any topology.
+    From Megatron to Megatron it is `convert reshard`.
     """
     from converters.optimizer import plan_resumed
     from converters.targets import plan_megatron
@@ -168,7 +169,7 @@ def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) 
 )
 @at_iteration
 @chat_template
-@reading
+@reading_of("megatron")
 @writing
 def megatron2hf(src: Path, out: Path, **options: Any) -> None:
     """Megatron checkpoint to a Hugging Face folder.
@@ -187,7 +188,7 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 @click.option("--fsdp_checkpoint_path", "old_src", type=FOLDER, hidden=True)
 @click.option("--consolidated_model_path", "old_out", type=FOLDER, hidden=True)
 @click.option("--hf_model_path_or_name", "--HF_model_path_or_name", "old_config", type=FOLDER, hidden=True)
-@reading
+@reading_of("fsdp")
 @writing
 @click.pass_context
 def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo: str | None, **options: Any) -> None:
@@ -242,7 +243,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
 @places
 @shard_size
 @chat_template
-@reading
+@reading_of("huggingface")
 @writing
 def hf2hf(src: Path, out: Path, **options: Any) -> None:
     """Hugging Face folder to another one: cast, other file sizes, a chat template with rows for its tokens."""
@@ -267,7 +268,7 @@ def hf2hf(src: Path, out: Path, **options: Any) -> None:
 @reading
 @writing
 def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
-    """Hugging Face folder, or any other checkpoint, to a folder that torch.distributed.checkpoint loads.
+    """Any checkpoint to FSDP: a folder that torch.distributed.checkpoint loads.
 
     Name OUT checkpoint-0/pytorch_model_fsdp_0 for accelerate and the HF Trainer.
     """
@@ -306,7 +307,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 )
 @optimizer_kind
 @deepspeed_reading
-@reading
+@reading_of("neox")
 @writing
 def reshard(src: Path, out: Path, **options: Any) -> None:
     """Megatron or GPT-NeoX shards to shards of another topology."""

@@ -20,6 +20,7 @@ from converters.commands.options import (
     parallel,
     places,
     reading,
+    reading_of,
     shard_size,
     tag,
     vocab_multiple,
@@ -49,7 +50,7 @@ ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
 )
 @shard_size
 @chat_template
-@reading
+@reading_of("neox")
 @writing
 def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **options: Any) -> None:
     """GPT-NeoX checkpoint to a Hugging Face folder.
@@ -96,7 +97,10 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
 @reading
 @writing
 def hf2neox(src: Path, out: Path, **options: Any) -> None:
-    """Hugging Face folder, or another framework's checkpoint, to a run that GPT-NeoX loads with `finetune: true`."""
+    """Any checkpoint to GPT-NeoX: a run that it loads with `finetune: true`.
+
+    From GPT-NeoX to GPT-NeoX it is `convert reshard`.
+    """
     from converters.targets import plan_neox
     from formats.neox_writer import Options
 

@@ -85,22 +85,40 @@ own_family = click.option(
     "--family", type=FOLDER, metavar="FILE", callback=_learn,
     help="A family of your own, in TOML: the table and the settings of a model that `convert formats` does not list.",
 )  # fmt: skip
-reading = together(
-    click.option("--vocab-size", type=click.IntRange(1), metavar="N",
-                 help="True vocabulary, where the checkpoint only knows a padded one."),
-    click.option("--config", type=FOLDER, metavar="BASE",
-                 help="Hugging Face folder whose settings and tokenizer belong to the weights."),
-    click.option("--verbatim", is_flag=True,
-                 help="Carry every tensor under its own name, without checking names against the family's table."),
-    click.option("--container", metavar="NAME",
-                 help="The part of an FSDP checkpoint that is the model, such as model or ema.  [default: found]"),
-    click.option("--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto", show_default=True,
-                 help="GPT-NeoX: order of query, key and value where heads share keys, as since, or before, November "
-                      "2024."),
-    click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
-                 help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000 (JSON, or none)."),
-    own_family,
-)  # fmt: skip
+READERS = {
+    "verbatim": ("huggingface", "fsdp", "zero"),
+    "container": ("fsdp",),
+    "tag": ("neox", "zero"),
+    "weights": ("neox", "zero"),
+    "gqa_layout": ("neox",),
+}
+"""Option: the formats whose readers know it."""
+
+
+def reading_of(*formats: str) -> Callable[[Command], Command]:
+    """The options for a source of one of these formats; help is silent about what none of them knows."""
+    hidden = {name: not set(known) & set(formats) for name, known in READERS.items()}
+    return together(
+        click.option("--vocab-size", type=click.IntRange(1), metavar="N",
+                     help="True vocabulary, where the checkpoint only knows a padded one."),
+        click.option("--config", type=FOLDER, metavar="BASE",
+                     help="Hugging Face folder whose settings and tokenizer belong to the weights."),
+        click.option("--verbatim", is_flag=True, hidden=hidden["verbatim"],
+                     help="Carry every tensor under its own name, without checking names against the family's table."),
+        click.option("--container", metavar="NAME", hidden=hidden["container"],
+                     help="The part of an FSDP checkpoint that is the model, such as model or ema.  [default: found]"),
+        click.option("--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto",
+                     show_default=True, hidden=hidden["gqa_layout"],
+                     help="GPT-NeoX: order of query, key and value where heads share keys, as since, or before, "
+                          "November 2024."),
+        click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
+                     help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000 (JSON, or "
+                          "none)."),
+        own_family,
+    )  # fmt: skip
+
+
+reading = reading_of("huggingface", "fsdp", "neox", "zero")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 memory = click.option(
     "--memory",
@@ -206,14 +224,6 @@ READS = {
     "zero": "for DeepSpeed use `convert zero2hf`",
 }
 """Format: the commands that read it."""
-READERS = {
-    "verbatim": ("huggingface", "fsdp", "zero"),
-    "container": ("fsdp",),
-    "tag": ("neox", "zero"),
-    "weights": ("neox", "zero"),
-    "gqa_layout": ("neox",),
-}
-"""Option: the formats whose readers know it."""
 
 
 def flag_of(name: str) -> str:
@@ -308,13 +318,12 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         UsageError: --config names no configuration.
     """
     from formats.checkpoint import Settings
+    from formats.registry import downloaded
     from formats.spec import parse_settings
 
     config = options["config"]
     if config is not None and not ((config / "config.json").is_file() or _is_yml(config)):
-        raise UsageError(
-            f"--config {config} is no folder with a config.json", "a model of the Hub has to be downloaded first"
-        )
+        raise UsageError(f"--config {config} is no folder with a config.json", downloaded(config))
     values = parse_settings(options["settings"])
     return Settings(
         options["vocab_size"],

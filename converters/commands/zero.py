@@ -14,6 +14,7 @@ from converters.commands.options import (
     opened,
     places,
     reading,
+    reading_of,
     require_effect,
     settings_of,
     shard_size,
@@ -39,7 +40,7 @@ KNOWN: Mapping[str, Sequence[str]] = {
 @deepspeed_reading
 @shard_size
 @chat_template
-@reading
+@reading_of("zero")
 @writing
 def zero2hf(src: Path, out: Path, **options: Any) -> None:
     """DeepSpeed ZeRO checkpoint to a Hugging Face folder.
@@ -56,11 +57,11 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
 @reading
 @writing
 def zero2universal(src: Path, out: Path, **options: Any) -> None:
-    """Checkpoint of a training to a universal one of DeepSpeed, which any number of ranks and any stage loads.
+    """Any training to DeepSpeed: a universal checkpoint, for any number of ranks and any stage.
 
-    Masters, both moments and the step of every parameter that is trained. Train on with `checkpoint: {load_universal:
-    true}`. Of DeepSpeed ZeRO and GPT-NeoX, parameters keep the names of the training. Of any other checkpoint whose
-    optimizer is read, they have those of transformers.
+    It holds masters, both moments and the step of every parameter that is trained. Train on with `checkpoint:
+    {load_universal: true}`. Of DeepSpeed ZeRO and GPT-NeoX, parameters keep the names of the training. Of any other
+    checkpoint whose optimizer is read, they have those of transformers.
     """
     from converters.optimizer import optimizer_of
     from converters.universal import is_partitioned, open_states, plan_of_optimizer, plan_universal

@@ -203,6 +203,22 @@ def test_a_container_can_be_named(model, convert, tmp_path, extra):
     assert convert("fsdp2hf", folder, tmp_path / "none", "--config", source, "--container", "teacher").code == 5
 
 
+@pytest.mark.parametrize(("name", "outer"), [("llama-tied", "model."), ("gpt2", "net.inner."), ("falcon", "policy.")])
+def test_a_module_around_the_model(model, convert, tmp_path, name, outer):
+    """A LightningModule keeps the model in an attribute, as Composer's HuggingFaceModel does.
+
+    Where it is: lightning 2.6.6, strategies/model_parallel.py and fsdp.py, `save_checkpoint`.
+    """
+    source = model(name)
+    state = {outer + key: value for key, value in weights(source).items()}
+    moments = {key: value.float() for key, value in state.items()}
+    folder = save(tmp_path / "c.ckpt", {"state_dict": state, "optimizer_0": {"exp_avg": moments}})
+    assert convert("fsdp2hf", folder, tmp_path / "out", "--config", source).code == 0
+    assert files(tmp_path / "out") == files(source)
+    other = save(tmp_path / "two.ckpt", {"state_dict": state | {"value_head.weight": state[min(state)]}})
+    assert "tensors are missing" in convert("fsdp2hf", other, tmp_path / "two", "--config", source).err
+
+
 # --- what we write ---------------------------------------------------------------------------------------------------
 
 SIZES = (1, 2, 3, 4)

@@ -125,6 +125,9 @@ def test_words_override_the_file(tmp_path):
     assert config.optim.lr == 1e-5
     assert config.model.compile
     assert [str(one) for one in config.data.train] == ["/a", "/b"]
+    with pytest.raises(UsageError, match=r"optim\.learning_rate is no setting") as raised:
+        load_config(path, ["--optim.learning_rate", "1"])
+    assert raised.value.hint.startswith("there are optim.lr, optim.betas, ")
     for words in (["optim.lr", "1"], ["--optim.lr"], ["--seed.x", "1"]):
         with pytest.raises(UsageError):
             load_config(path, words)

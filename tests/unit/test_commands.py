@@ -146,6 +146,14 @@ def test_explain_draws_the_fused_projection(model, convert):
     assert convert("explain", "nothing").code == 2
 
 
+def test_explain_names_every_table_that_has_a_rule(convert):
+    text = convert("explain", "huggingface", "q_proj.weight").out
+    shared = next(line for line in text.splitlines() if "dots1" in line)
+    assert {"llama", "mistral", "qwen3"} <= set(shared.partition(":")[0].split(", "))
+    assert "-1" not in text  # of DeepSeek's latents, which the example has not
+    assert "no such tensor in this model" in text
+
+
 def test_formats_lists_formats_and_families(convert):
     assert "not in Megatron: megatron-core multiplies neither" in convert("formats").out
     facts = json.loads(convert("formats", "--json").out)

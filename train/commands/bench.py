@@ -19,7 +19,7 @@ from formats.errors import UnsupportedError
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- WORDS]")
 @click.option("--tasks", required=True, metavar="A,B", help="Names of the harness: lm_eval ls tasks.")
 @click.option("--backend", type=click.Choice(["hf", "vllm"]), default="hf", show_default=True)
-@click.option("--gpus", type=click.IntRange(1), default=1, show_default=True, help="Each with a copy of the model.")
+@click.option("--gpus", type=click.IntRange(1), default=1, show_default=True, help="GPUs, each with a whole model.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="[default: that of config.json]")
 @click.option("--chat/--no-chat", default=None, help="Prompts in the chat template.  [default: if the model has one]")
 @click.option("--out", type=FOLDER, metavar="FOLDER", help="Where results go.  [default: MODEL/benchmarks]")

@@ -18,7 +18,7 @@ DATA = ("fetch", "lint", "tokenize", "show", "count", "pack", "packs", "role-bin
 @click.command(context_settings={"ignore_unknown_options": True})
 @submitting
 @click.option("--jobs", default="auto", show_default=True, metavar="auto|N", help="Jobs of the chain at the most.")
-@click.option("--bench", type=FILE, metavar="FILE", help="Batch script for each link's last checkpoint.")
+@click.option("--bench", type=FILE, metavar="FILE", help="Batch script to submit whenever a job has left a checkpoint.")
 @click.option("--launcher", type=click.Choice(["srun", "torchrun"]), default="srun", show_default=True,
               help="A task for each GPU, or for each node.")  # fmt: skip
 @click.option("--save-seconds", type=click.IntRange(1, 65535), default=600, show_default=True,

@@ -1,0 +1,80 @@
+"""What the texts say can be typed: commands, options and settings exist, links and the files they name too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import converters.cli
+import train.cli
+from train.config import keys
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("formats", "converters", "train", "containers")
+TEXTS = sorted([*ROOT.glob("*.md"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.md"))])
+GROUPS = {"convert": converters.cli.cli, "train": train.cli.cli}
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
+OF_OTHERS = {
+    "--ckpt-format", "--no-load-optim", "--no-load-rng", "--use-checkpoint-args", "--overlap-grad-reduce",
+    "--override-opt_param-scheduler",  # Megatron
+    "--signals-to-handle", "--exclusive", "--kill-on-bad-exit", "--rocm", "--nv",  # torchrun, Slurm, Apptainer
+    "--dataset",  # ControlLLM
+}  # fmt: skip
+
+
+def code(text: str) -> Iterator[str]:
+    """Lines of code, and code within a sentence."""
+    for block in re.sub(r"\\\n\s*", "", text).split("\n\n"):
+        lines = block.splitlines()
+        yield from (line.strip() for line in lines if line.startswith("    "))
+        yield from re.findall("`([^`]+)`", " ".join(line.strip() for line in lines if not line.startswith("    ")))
+
+
+def typed(text: str) -> Iterator[tuple[click.Group, str, str]]:
+    """Each command in a text: its program, its name, and what stands behind."""
+    for one in code(text):
+        for program, name, rest in re.findall(r"(?<![\w/.-])(convert|train) +([a-z][\w-]*)((?: .*)?)", one):
+            yield GROUPS[program], name, re.split(r" #| -- ", rest)[0]
+
+
+def commands(group: click.Group, name: str, rest: str) -> list[click.Command]:
+    """A command, and those in it: `submit` takes another one, `packs` has its own."""
+    first = group.commands[name]
+    inside = (first if isinstance(first, click.Group) else group).commands
+    return [first, *(inside[word] for word in rest.split() if word in inside)]
+
+
+def flags(*known: click.Command) -> set[str]:
+    return {name for one in known for option in one.params for name in (*option.opts, *option.secondary_opts)}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_text_says_can_be_typed(path):
+    packs = train.cli.cli.commands["packs"]
+    assert isinstance(packs, click.Group)
+    every = flags(*(one for group in (*GROUPS.values(), packs) for one in group.commands.values()))
+    text = path.read_text()
+    for group, name, rest in typed(text):
+        assert name in group.commands, f"{path}: {name} is no command"
+        given = {flag for flag in FLAG.findall(rest) if flag != "--help"}
+        dotted = {flag for flag in given if "." in flag}
+        assert given - dotted <= flags(*commands(group, name, rest)), f"{path}: {name} {rest}"
+        assert {flag[2:].replace("-", "_") for flag in dotted} <= keys().keys(), f"{path}: {name} {rest}"
+    alone = {flag for one in code(text) if one.startswith("--") for flag in FLAG.findall(one)}
+    assert alone - every - OF_OTHERS == set(), path
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_the_files_that_a_text_names(path):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text()):
+        linked = path.parent / target if target else path
+        assert linked.exists(), f"{path}: {target}"
+        headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+    for one in code(path.read_text()):
+        for named in re.findall(rf"^(?:{'|'.join(ROOMS)}|tests)/[\w./-]+$", one):
+            assert (ROOT / named).exists(), f"{path}: {named}"

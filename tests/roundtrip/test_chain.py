@@ -25,7 +25,7 @@ def to_megatron(source, request, tp: int, **options: Any):
     """A plan of megatron-core's formats, in which experts with biases are whole, and so are the ways to latents."""
     family = source.spec.family
     options |= {"ep": tp, "etp": 1} if family == "gpt_oss" else {}
-    options |= {"norm": "te"} if family.startswith("deepseek") else {}
+    options |= {"norm": "te"} if source.spec.latent_rank else {}
     return plan_megatron(source, request, Options(tp, **options), None)
 
 
@@ -83,6 +83,17 @@ REFUSED = {
         for name in ("falcon", "falcon-40b", "falcon-11b")
         for head in ("", "-untied")
     },
+    "glm4_moe": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
+    "glm4_moe-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
+    "glm4_moe_air": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
+    "glm4_moe_lite": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},
+    "solar_open": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},
+    "hy_v3": {"megatron-llm": "no norms on query and key", "neox": "heads of hidden / heads = 8"},
+    "ernie4_5_moe": {"megatron": "after a sigmoid alone", "neox": "has no ernie4_5_moe"},
+    "ernie4_5_moe_300b": {"megatron": "after a sigmoid alone", "neox": "has no ernie4_5_moe_300b"},
+    "minimax_m2": {"megatron": "no norms over all heads", "neox": "heads of hidden / heads = 8"},
+    "olmoe": {"megatron": "no norms over all heads", "neox": "has no olmoe"},
+    "granitemoe": {"megatron": "multiplies neither", "neox": "has no granitemoe"},
     "gpt_oss": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     "gpt_oss-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     **{

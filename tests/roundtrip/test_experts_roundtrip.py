@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.dcp_tools import save
-from tests.models import EXPERTS, files
+from tests.models import EXPERTS, FUSED_HERE, files
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [*EXPERTS, *FUSED_HERE])
 def test_names_in_memory_become_those_of_the_hub(model, convert, tmp_path, name):
     """What transformers holds in memory is fused; what it writes is not. Our FSDP folder loads into the model."""
     import torch
@@ -43,7 +43,7 @@ def test_every_family_comes_back_from_expert_ranks(model, convert, tmp_path, nam
     topologies = ["--tp 1", "--tp 2 --pp 2 --ep 2 --norm local", "--ep 4 --experts local", "--tp 2 --ep 2 --etp 1"]
     if name.startswith("gpt_oss"):  # experts with biases are whole on their ranks
         topologies = [f"{one} --etp 1" for one in topologies]
-    if name.startswith("deepseek"):  # of latents the local names mean other shapes
+    if name.startswith(("deepseek", "glm4_moe_lite")):  # of latents the local names mean other shapes
         topologies = [one.replace("--norm local", "--experts local") for one in topologies]
     for number, one in enumerate(topologies):
         first, second, back = (tmp_path / f"{number} {step}" for step in ("one", "two", "back"))

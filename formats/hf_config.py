@@ -294,6 +294,8 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
         own = {key: value for key, value in spec.own.items() if value != family.own[key]}
         kind = family.model_type or family.name
         fixed = {**family.requires, **family.marks}
+        if family.full_until and spec.layers > family.full_until[1]:
+            fixed[family.full_until[0]] = spec.layers
         config = {"architectures": [family.architecture], "model_type": kind, **fixed, **own}
     known = _values(config, family, "the config")[0] if base else {}
     keys = _keys(family, config)

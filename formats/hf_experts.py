@@ -3,8 +3,8 @@
 Facts: transformers 5.23.0, models/qwen2_moe/modeling_qwen2_moe.py (which layers are sparse),
 models/dots1/modeling_dots1.py (the first ones are dense; the shared experts are one MLP, as wide as all of them),
 models/llama4/configuration_llama4.py (the list is of those with experts, and goes before the step),
-models/hy_v3/configuration_hy_v3.py (a word for each layer) and models/ernie4_5_moe/modeling_ernie4_5_moe.py (from a layer
-to a layer, -1 being the last).
+models/hy_v3/configuration_hy_v3.py (a word for each layer) and models/ernie4_5_moe/modeling_ernie4_5_moe.py (from a
+layer to a layer, -1 being the last).
 """
 
 from __future__ import annotations

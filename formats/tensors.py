@@ -9,8 +9,8 @@ taken. A tensor with a `layer` axis is handled layer by layer.
 
 A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else,
 `router_score_bias` to the scores themselves; `router_choice_bias` is the first as a parameter, which no training moves.
-What is shared is an expert for all tokens, whose output `shared_router` weighs where a model has one. A sink is the score
-of no token, one for each head.
+What is shared is an expert for all tokens, whose output `shared_router` weighs where a model has one. A sink is the
+score of no token, one for each head.
 
 A latent is what keys and values of all heads are made of: `latent_down` leads to it, and to the part of the keys that
 rotates; `latent_up` leads from it to each head. Queries may have one of their own, or come by `latent_query`.

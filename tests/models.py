@@ -39,12 +39,12 @@ HUNYUAN = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_shared_experts": 2, "head_dim": 16,
     "router_scaling_factor": 2.5, **TOKENS,
 }  # fmt: skip
-ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, **TOKENS}
+ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "tie_word_embeddings": False, **TOKENS}
 GROUPS = {"n_group": 4, "topk_group": 2}
 OSS = {"num_experts_per_tok": 2, "sliding_window": 8}
 MINIMAX = {"head_dim": 16, "rotary_dim": 8, "num_experts_per_tok": 2, **TOKENS}
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
-FOUR = {"num_experts_per_tok": 4}
+FOUR, EIGHT = {"num_experts_per_tok": 4}, {"n_routed_experts": 8}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 SMALL: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -127,20 +127,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 24, "rope_parameters": YARN, **GROUPS, **LATENT},
     "deepseek_v3-tied": {"model_type": "deepseek_v3", "q_lora_rank": None, **GROUPS, **LATENT, **TIED},
     "glm4_moe": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM},
-    "glm4_moe-tied": {
-        "model_type": "glm4_moe",
-        "use_qk_norm": True,
-        **GLM,
-        **GROUPS,
-        **FOUR,
-        "n_routed_experts": 8,
-        **TIED,
-    },
+    "glm4_moe-tied": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM, **GROUPS, **FOUR, **EIGHT, **TIED},
     "glm4_moe_air": {"model_type": "glm4_moe", "first_k_dense_replace": 2, **GLM},
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", "q_lora_rank": 24, **LITE, **LATENT},
+    "glm4_moe_lite-tied": {"model_type": "glm4_moe_lite", "q_lora_rank": None, "rms_norm_eps": 1e-6, **LATENT, **TIED},
     "solar_open": {"model_type": "solar_open", "n_routed_experts": 4, "rope_parameters": PLAIN_YARN, **DOTS},
     "hy_v3": {"model_type": "hy_v3", **HUNYUAN},
-    "ernie4_5_moe": {"model_type": "ernie4_5_moe", "tie_word_embeddings": False, **ERNIE},
+    "ernie4_5_moe": {"model_type": "ernie4_5_moe", **ERNIE},
     "ernie4_5_moe_300b": {"model_type": "ernie4_5_moe", "moe_num_shared_experts": 0, "moe_layer_interval": 2, **ERNIE},
     "minimax_m2": {"model_type": "minimax_m2", "num_local_experts": 4, **MINIMAX},
     "olmoe": {"model_type": "olmoe", "num_experts": 4, "clip_qkv": 0.5, "num_experts_per_tok": 2, **TOKENS},

@@ -41,7 +41,6 @@ FAMILY = Family(
     drops=(".*mtp.*",),
     requires={"hidden_act": "silu", "use_bias": False},
     rope_theta=500000.0,
-    mha=True,
     keys={
         "experts": "moe_num_experts num_experts",
         "top_k": "moe_k num_experts_per_tok",

@@ -14,7 +14,7 @@ FAMILY = replace(
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     drops=(r"model\.layers\.47\..*",),
-    requires={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True, "first_k_dense_replace": 1},
+    requires={**deepseek_v3.FAMILY.requires, "first_k_dense_replace": 1},
     keys={**deepseek_v3.FAMILY.keys, "rope_dim": "qk_rope_head_dim head_dim", "dense_layers": "mlp_layer_types"},
     defaults={
         **deepseek_v3.FAMILY.defaults,

@@ -84,7 +84,12 @@ TOPOLOGIES = {
         ep=2,
     ),
     "tp2-ep2-latents": Topology(
-        2, 1, 1, "te", (Case("deepseek_v3"), Case("deepseek_v2", "bfloat16"), Case("deepseek_v3-tied")), ep=2
+        2,
+        1,
+        1,
+        "te",
+        (Case("deepseek_v3"), Case("deepseek_v2", "bfloat16"), Case("deepseek_v3-tied"), Case("glm4_moe_lite-tied")),
+        ep=2,
     ),
     "tp2-ep2-biases": Topology(2, 1, 1, "te", (Case("gpt_oss"), Case("gpt_oss-tied", "bfloat16")), ep=2, etp=1),
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),

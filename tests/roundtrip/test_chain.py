@@ -87,6 +87,7 @@ REFUSED = {
     "glm4_moe-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     "glm4_moe_air": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     "glm4_moe_lite": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},
+    "glm4_moe_lite-tied": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},
     "solar_open": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},
     "hy_v3": {"megatron-llm": "no norms on query and key", "neox": "heads of hidden / heads = 8"},
     "ernie4_5_moe": {"megatron": "after a sigmoid alone", "neox": "has no ernie4_5_moe"},

@@ -564,6 +564,16 @@ def test_a_config_of_experts_of_any_type_is_read_or_refused(name):
             to_huggingface(spec, base | {key: value})
 
 
+def test_a_deep_model_has_full_attention_in_every_layer_without_a_config_too():
+    """From the arguments of Megatron a Hunyuan 3 is a dots.llm1, whose layers behind the 62nd may have a window."""
+    spec = from_huggingface(config("hy_v3", num_hidden_layers=80), {}, "config.json")
+    alone = from_megatron(to_megatron(spec), {}, None, "args")
+    written = to_huggingface(alone, {})
+    assert alone.family == "dots1"
+    assert from_huggingface(written, {}, "written") == alone
+    assert set(AutoConfig.for_model(**written).layer_types) == {"full_attention"}
+
+
 def test_groups_that_transformers_ranks_otherwise_are_refused():
     args = to_megatron(from_huggingface(config("dots1-tied"), {}, "config.json"))
     assert (args["moe_router_num_groups"], args["moe_router_group_topk"], args["moe_router_topk"]) == (4, 2, 4)

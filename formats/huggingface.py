@@ -237,9 +237,7 @@ def write(
             other tensors than the model has.
     """
     wanted = model_slots(spec)
-    own = {
-        key for slot in wanted for key in slot.keys
-    }  # of a deeper model, a layer that another drops is one of its own
+    own = {key for slot in wanted for key in slot.keys}  # in a deeper model a layer that drops name is a weight
     weight_map: dict[str, str] = {
         key: name
         for key, name in (index["weight_map"] if index else {}).items()

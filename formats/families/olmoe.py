@@ -31,7 +31,6 @@ FAMILY = Family(
     requires={"hidden_act": "silu", "attention_bias": False, "sliding_window": None},
     mha=True,
     keys={
-        "head_dim": "",
         "experts": "num_experts num_local_experts",
         "top_k": "num_experts_per_tok",
         "router_normalized": "norm_topk_prob",

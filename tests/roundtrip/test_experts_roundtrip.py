@@ -55,6 +55,15 @@ def test_every_family_comes_back_from_expert_ranks(model, convert, tmp_path, nam
         assert files(back) == files(source)
 
 
+def test_a_layer_that_shallower_models_leave_behind_is_one_of_a_deeper_model(model, convert, tmp_path):
+    """Of GLM-4.5 the 47th layer is a weight, of GLM-4.5-Air it predicts a second token: the index keeps its place."""
+    source = model("glm4_moe", "bfloat16", shard="1MB", num_hidden_layers=48, first_k_dense_replace=47)
+    assert "model.layers.46.input_layernorm.weight" in (source / "model.safetensors.index.json").read_text()
+    assert convert("hf2megatron", source, tmp_path / "m").code == 0
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "back").code == 0
+    assert files(tmp_path / "back") == files(source)
+
+
 def test_what_deepspeed_saves_of_fused_experts_is_read(model, convert, tmp_path):
     """Its module is the state dict, of which transformers 5 fuses the experts."""
     import torch

@@ -1,6 +1,6 @@
 """Model families. A family is one file here: a table of Hugging Face names and the facts of its config.
 
-To add one, copy the nearest file, change its table, and add its golden tests; nothing else lists the families.
+To add one, copy the nearest file, change its table, and add its golden tests (CONTRIBUTING.md).
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ LATENT = {
 }  # fmt: skip
 ALL = {"first_k_dense_replace": 0}
 LITE = {"mlp_layer_types": ["dense", "sparse"] * 2, "rms_norm_eps": 1e-6}
+EIGHT = {"n_routed_experts": 8}
 GLM = {"n_routed_experts": 4, "attention_bias": True, "head_dim": 16, **DOTS}
 HUNYUAN = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_shared_experts": 2, "head_dim": 16,
@@ -44,7 +45,7 @@ GROUPS = {"n_group": 4, "topk_group": 2}
 OSS = {"num_experts_per_tok": 2, "sliding_window": 8}
 MINIMAX = {"head_dim": 16, "rotary_dim": 8, "num_experts_per_tok": 2, **TOKENS}
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
-FOUR, EIGHT = {"num_experts_per_tok": 4}, {"n_routed_experts": 8}
+FOUR = {"num_experts_per_tok": 4}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 SMALL: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -83,6 +83,15 @@ REFUSED = {
         for name in ("falcon", "falcon-40b", "falcon-11b")
         for head in ("", "-untied")
     },
+    "gpt_oss": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
+    "gpt_oss-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
+    **{
+        f"deepseek_{name}{head}": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"}
+        for name in ("v2", "v3")
+        for head in ("", "-tied")
+    },
+    "llama4_text": {"megatron": "no attention in chunks", "neox": "heads of hidden / heads = 8"},
+    "llama4_text-tied": {"megatron": "no attention in chunks", "neox": "has no llama4_text"},
     "glm4_moe": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     "glm4_moe-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     "glm4_moe_air": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
@@ -95,15 +104,6 @@ REFUSED = {
     "minimax_m2": {"megatron": "no norms over all heads", "neox": "heads of hidden / heads = 8"},
     "olmoe": {"megatron": "no norms over all heads", "neox": "has no olmoe"},
     "granitemoe": {"megatron": "multiplies neither", "neox": "has no granitemoe"},
-    "gpt_oss": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
-    "gpt_oss-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
-    **{
-        f"deepseek_{name}{head}": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"}
-        for name in ("v2", "v3")
-        for head in ("", "-tied")
-    },
-    "llama4_text": {"megatron": "no attention in chunks", "neox": "heads of hidden / heads = 8"},
-    "llama4_text-tied": {"megatron": "no attention in chunks", "neox": "has no llama4_text"},
 }
 """Model: the formats that cannot hold it, and a part of the reason. What Megatron lacks, its other formats lack too."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

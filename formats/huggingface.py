@@ -33,8 +33,8 @@ INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 BUFFERS = frozenset({"router_bias"})
 """What is no parameter of a model, though its files hold it."""
-EXACT = BUFFERS | {"router_choice_bias"}
-"""What no framework rounds."""
+UNTRAINED = BUFFERS | {"router_choice_bias"}
+"""What no optimizer moves, and no framework rounds."""
 MAX_JSON = 64 << 20
 FILE_NAME = re.compile(r"\w[\w.-]{0,200}(\.safetensors|\.bin)", re.ASCII)
 

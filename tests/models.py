@@ -34,7 +34,6 @@ LATENT = {
 }  # fmt: skip
 ALL = {"first_k_dense_replace": 0}
 LITE = {"mlp_layer_types": ["dense", "sparse"] * 2, "rms_norm_eps": 1e-6}
-EIGHT = {"n_routed_experts": 8}
 GLM = {"n_routed_experts": 4, "attention_bias": True, "head_dim": 16, **DOTS}
 HUNYUAN = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_shared_experts": 2, "head_dim": 16,
@@ -128,7 +127,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 24, "rope_parameters": YARN, **GROUPS, **LATENT},
     "deepseek_v3-tied": {"model_type": "deepseek_v3", "q_lora_rank": None, **GROUPS, **LATENT, **TIED},
     "glm4_moe": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM},
-    "glm4_moe-tied": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM, **GROUPS, **FOUR, **EIGHT, **TIED},
     "glm4_moe_air": {"model_type": "glm4_moe", "first_k_dense_replace": 2, **GLM},
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", "q_lora_rank": 24, **LITE, **LATENT},
     "glm4_moe_lite-tied": {"model_type": "glm4_moe_lite", "q_lora_rank": None, "rms_norm_eps": 1e-6, **LATENT, **TIED},

@@ -80,7 +80,7 @@ TOPOLOGIES = {
         2,
         1,
         "te",
-        (Case("qwen3_moe"), Case("dots1-tied"), Case("deepseek_v2-tied"), Case("glm4_moe-tied", "bfloat16")),
+        (Case("qwen3_moe"), Case("dots1-tied"), Case("deepseek_v2-tied"), Case("glm4_moe_air", "bfloat16")),
         ep=2,
     ),
     "tp2-ep2-latents": Topology(

@@ -93,7 +93,6 @@ REFUSED = {
     "llama4_text": {"megatron": "no attention in chunks", "neox": "heads of hidden / heads = 8"},
     "llama4_text-tied": {"megatron": "no attention in chunks", "neox": "has no llama4_text"},
     "glm4_moe": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
-    "glm4_moe-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     "glm4_moe_air": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     "glm4_moe_lite": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},
     "glm4_moe_lite-tied": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},

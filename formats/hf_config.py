@@ -13,7 +13,7 @@ from formats import hf_experts
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, Family, family_named, family_of, find_family
 from formats.quantized import method_of
-from formats.spec import ModelSpec, Spec, Verbatim, checked
+from formats.spec import ModelSpec, Spec, Verbatim, checked, some_layers, whole
 
 HUGGINGFACE = {
     "layers": "num_hidden_layers",
@@ -36,6 +36,9 @@ ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "
 """A key beside the rotary settings that goes before theirs, and the types that have it (transformers 5.23.0,
 modeling_rope_utils.py `standardize_rope_params`)."""
 
+NOPE_STEP = "no_rope_layer_interval"
+"""How far the layers are apart that do not rotate, where no list says it (transformers models/smollm3, 5.23.0)."""
+
 DROPOUTS = {
     "attention_dropout": ("attention_dropout", "attn_pdrop"),
     "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
@@ -57,7 +60,7 @@ OF_NO_MODEL = (
 
 def _keys(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
     """The config key of each setting of a family, as a config spells it; those with rules of their own apart."""
-    apart = (*ROTARY, *hf_experts.DERIVED)
+    apart = (*ROTARY, "nope_layers", *hf_experts.DERIVED)
     keys = {name: key.split() for name, key in {**HUGGINGFACE, **family.keys}.items() if key and name not in apart}
     return {name: next((key for key in spellings if key in config), spellings[0]) for name, spellings in keys.items()}
 
@@ -192,13 +195,16 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
     if family.ffn_ratio and type(hidden) is int:
         values["ffn"] = get(keys["ffn"], family.ffn_ratio * hidden)
     if values.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads:
-        values["head_dim"] = family.head_dim or hidden // heads
+        said = keys.get("head_dim") in config  # that it has none
+        values["head_dim"] = (None if said else family.head_dim) or hidden // heads
     if "tied" not in family.defaults:
         values["tied"] = get(keys["tied"], False)
     values["own"] = {key: config.get(key, default) for key, default in family.own.items()}
     if LOCAL in family.own and _layered(config):
         values["own"][LOCAL] = config["rope_parameters"]["sliding_attention"].get("rope_theta", family.own[LOCAL])
     values |= dict(zip(ROTARY, _rope(config, family, get, where), strict=True))
+    if "nope_layers" in family.keys:
+        values["nope_layers"] = _nope_layers(config, family.keys["nope_layers"], some_layers(values["layers"]), where)
     values["sliding_window"] = None
     if family.window:
         values["sliding_window"] = config.get(family.window, family.window_default)
@@ -244,6 +250,21 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     return theta, None if rope_type == "default" else {"rope_type": rope_type, **parameters}, fraction
 
 
+def _nope_layers(config: Mapping[str, Any], key: str, layers: range, where: str) -> tuple[int, ...]:
+    """The layers in which nothing rotates: of the list under `key` those with a 0.
+
+    Raises:
+        SourceError: the config says nothing of some layers.
+    """
+    rotates = config.get(key)
+    if rotates is None:
+        step = whole(config.get(NOPE_STEP, 4), NOPE_STEP, where)
+        return tuple(layer for layer in layers if (layer + 1) % step == 0)
+    if not isinstance(rotates, list) or len(rotates) < len(layers) or any(one not in (0, 1) for one in rotates):
+        raise SourceError(f"{where} says {key} = {short(rotates)}, it should be 0 or 1 for each layer")
+    return tuple(layer for layer in layers if not rotates[layer])
+
+
 def _layered(config: Mapping[str, Any]) -> bool:
     """Whether the rotary settings are those of Gemma 3 in transformers 5: one map for each kind of attention."""
     found = config.get("rope_parameters")
@@ -263,6 +284,7 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     family = find_family(config)
     if family:
         known |= {*family.requires, *family.marks, *" ".join(family.keys.values()).split(), *family.own, family.window}
+        known |= {NOPE_STEP} if "nope_layers" in family.keys else set()
         known |= (
             {hf_experts.LISTED, hf_experts.STEP, hf_experts.INTERLEAVED} if "dense_layers" in family.keys else set()
         )
@@ -295,13 +317,15 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     known = _values(config, family, "the config")[0] if base else {}
     keys = _keys(family, config)
     derived = [name for name in hf_experts.DERIVED if name in family.keys]
-    names = (*keys, *derived, *ROTARY, "sliding_window")
+    names = (*keys, *derived, *ROTARY, "nope_layers", "sliding_window")
     changed = {name for name in names if name not in known or known[name] != getattr(spec, name)}
     for name, key in keys.items():
         if name in changed:
             config[key] = getattr(spec, name)
     for name in changed.intersection(derived):
         config |= hf_experts.spelled(family.keys, name, spec)
+    if spec.nope_layers is not None and "nope_layers" in changed:
+        config[family.keys["nope_layers"]] = [int(layer not in spec.nope_layers) for layer in range(spec.layers)]
     if family.window and "sliding_window" in changed:
         config[family.window] = spec.sliding_window
     if changed & set(ROTARY) and family.rope_theta is not None:

@@ -25,6 +25,9 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "layernorm_zero_centered_gamma": (False, True),
 }
 """What they may say; the first value is also what an absent argument means."""
+BIASED = {"add_bias_linear": True, "disable_bias_linear": False}
+CENTRED = {"apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True}
+"""Arguments that mean the same, and the value that means yes. Older trees heed one of them, newer ones the other."""
 
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 """Activation: `bias_gelu_fusion`, whose kernel is the approximation with tanh, and adds a bias.
@@ -47,13 +50,18 @@ def found(args: Mapping[str, Any], where: str) -> Facts:
     Raises:
         UnsupportedError: two of them contradict each other.
     """
-    centred = {bool(args[name]) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma") if name in args}
-    if len(centred) > 1:  # older trees heed the first, newer ones the second
-        raise UnsupportedError(f"{where}: apply_layernorm_1p and layernorm_zero_centered_gamma contradict each other")
-    without = args.get("disable_bias_linear")  # which goes before the other (`load_args_from_checkpoint`)
-    biased = args.get("add_bias_linear", True) if without is None else not without
     layer_norm = args.get("normalization", "LayerNorm") == "LayerNorm"
-    return Facts(plain=True, layer_norm=layer_norm, biased=biased, centred=True in centred)
+    biased, centred = _told(args, BIASED, where) is not False, _told(args, CENTRED, where) is True
+    return Facts(plain=True, layer_norm=layer_norm, biased=biased, centred=centred)
+
+
+def _told(args: Mapping[str, Any], names: Mapping[str, bool], where: str) -> bool | None:
+    """What arguments that mean the same say; None where there is none of them."""
+    said = {name: args[name] is meant for name, meant in names.items() if name in args}
+    if len({*said.values()}) > 1:
+        words = " and ".join(f"{name} = {args[name]}" for name in said)
+        raise UnsupportedError(f"{where}: {words} contradict each other")
+    return next(iter(said.values()), None)
 
 
 def activation(args: Mapping[str, Any], biased: bool, usual: str | None, where: str) -> str:
@@ -80,10 +88,8 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
     facts, fused = family_named(spec.family).facts, GELU.get(spec.activation or "", False)
     if spec.activation not in (*GELU, SQUARED) or (fused and not facts.biased):
         without = "" if facts.biased else " without biases"
-        known = [name for name, kernel in GELU.items() if facts.biased or not kernel]
-        raise RefusedError(
-            f"Megatron has no activation {spec.activation}{without}, only {', '.join(known)} and {SQUARED}"
-        )
+        known = [*(name for name, kernel in GELU.items() if facts.biased or not kernel), SQUARED]
+        raise RefusedError(f"Megatron has no activation {spec.activation}{without}, only {' and '.join(known)}")
     return {name: allowed[0] for name, allowed in ONLY.items()} | {
         "normalization": "LayerNorm" if facts.layer_norm else "RMSNorm",
         "add_bias_linear": facts.biased,

@@ -33,9 +33,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # fused activations need no c
 
 import megatron.core.fusions.fused_layer_norm as megatron_norm
 import megatron.core.tensor_parallel.random as megatron_random
-import megatron.core.transformer.transformer_block as megatron_block
 import megatron.core.transformer.moe.moe_utils as megatron_moe
 import megatron.core.transformer.multi_latent_attention as megatron_mla
+import megatron.core.transformer.transformer_block as megatron_block
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps

@@ -68,7 +68,7 @@ MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 """Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
 
-USUAL = ("llama", "mistral")
+USUAL = ("llama", "mistral", "starcoder2")
 """What a model without a config is, of several families that Megatron does not tell apart."""
 
 MORE_SETTINGS = (

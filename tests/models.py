@@ -114,6 +114,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "arcee-tied": {"model_type": "arcee", "hidden_act": "gelu", "tie_word_embeddings": True, **TOKENS},
     "nemotron": {"model_type": "nemotron", "head_dim": 16},
     "nemotron-tied": {"model_type": "nemotron", "tie_word_embeddings": True, "rope_parameters": PARTIAL},
+    "jais2": {"model_type": "jais2", "head_dim": 16, **TOKENS},
+    "jais2-tied": {"model_type": "jais2", "hidden_act": "gelu", **TIED},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **TOKENS},
     "mixtral-tied": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8, **TIED},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "norm_topk_prob": True, **MOE},

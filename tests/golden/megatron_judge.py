@@ -56,7 +56,8 @@ FILE = "model_optim_rng.pt"
 LATENT = ("deepseek_v2", "deepseek_v3")
 SIGMOID = ("dots1", "deepseek_v3")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", *LATENT)
-PLAIN = ("arcee", "gpt2", "nemotron", "starcoder2")
+PLAIN = ("arcee", "gpt2", "jais2", "nemotron", "starcoder2")
+EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 DENSE = ("ernie4_5", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", *PLAIN)
 FAMILIES = (*DENSE, *EXPERTS)
 for _family in FAMILIES:  # else each rank that is forked imports them anew
@@ -316,9 +317,10 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
     else:
         ffn, groups = c.intermediate_size, c.num_key_value_heads
         dropouts = getattr(c, "residual_dropout", 0.0), getattr(c, "attention_dropout", 0.0)
-        epsilon = next(getattr(c, name) for name in ("norm_epsilon", "norm_eps", "rms_norm_eps") if hasattr(c, name))
-    oss, biased = c.model_type == "gpt_oss", c.model_type in ("gpt_oss", "seed_oss")
-    if getattr(c, "attention_bias", False) is not biased or getattr(c, "mlp_bias", False):
+        epsilon = next(getattr(c, name) for name in EPSILONS if hasattr(c, name))
+    oss, biased = c.model_type == "gpt_oss", c.model_type in ("gpt_oss", "seed_oss", "jais2")
+    said = getattr(c, "attention_bias", False), getattr(c, "mlp_bias", False)
+    if said != (biased, c.model_type == "jais2"):
         raise JudgementError("attention_bias and mlp_bias are beyond this judge")
     return {
         "num_layers": c.num_hidden_layers,
@@ -332,7 +334,7 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "layernorm_epsilon": epsilon,
         "normalization": "LayerNorm" if layer_norm else "RMSNorm",
         "layernorm_zero_centered_gamma": c.model_type == "nemotron",
-        "add_bias_linear": c.model_type in ("gpt2", "starcoder2") or oss,
+        "add_bias_linear": c.model_type in ("gpt2", "jais2", "starcoder2") or oss,
         "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe", "gpt_oss", "seed_oss"),
         "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", *LATENT),
         "no_rope_freq": [1 - one for one in c.no_rope_layers] if c.model_type == "smollm3" else None,

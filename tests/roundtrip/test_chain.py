@@ -92,6 +92,8 @@ REFUSED = {
     "seed_oss-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "has no seed_oss"},
     "arcee": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "heads of hidden / heads = 8"},
     "arcee-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no arcee"},
+    "jais2": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "heads of hidden / heads = 8"},
+    "jais2-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no jais2"},
     "nemotron": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "heads of hidden / heads = 8"},
     "nemotron-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no nemotron"},
     "gpt_oss": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},

@@ -57,7 +57,6 @@ MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "apply_residual_connection_post_layernorm": (False,),
     "softmax_type": ("vanilla",),
-    "window_attn_skip_freq": (None,),
     "mtp_num_layers": (None, 0),
     "linear_attention_freq": (None,),
     "experimental_attention_variant": (None,),
@@ -73,8 +72,8 @@ USUAL = ("llama", "mistral", "starcoder2")
 
 MORE_SETTINGS = (
     "group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "window_size",
-    "no_rope_freq", "true_vocab_size", "padded_vocab_size", "bias_gelu_fusion", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
+    "window_attn_skip_freq", "no_rope_freq", "true_vocab_size", "padded_vocab_size", "bias_gelu_fusion",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
     *megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE, *megatron_rotary.ARGS,
     *megatron_mla.MORE, *megatron_rotary.LATENT.values(),
 )  # fmt: skip
@@ -115,6 +114,8 @@ def from_megatron(
     untied = args.get("untie_embeddings_and_output_weights")
     values["tied"] = None if untied is None else not untied
     values["sliding_window"] = _window(args.get("window_size"), where)
+    windows = [] if sinks else megatron_gpt_oss.windows(args, values["layers"], where)
+    values["full_layers"] = tuple(layer for layer, one in enumerate(windows) if not one)
     values["nope_layers"] = _nope_layers(args.get("no_rope_freq"), values["layers"], where)
     kind = args.get("position_embedding_type")
     if latent:
@@ -185,13 +186,15 @@ def agreed(
     values = {**values, **settings}
     fraction = 1.0 if values.get("rotary_fraction") is None else values["rotary_fraction"]
     nope, window = bool(values.get("nope_layers")), values["sliding_window"] is not None
-    facts = facts._replace(window=window, partial=fraction != 1.0, nope=nope)
+    layered = window and bool(values.get("full_layers"))
+    facts = facts._replace(window=window, layered=layered, partial=fraction != 1.0, nope=nope)
     values["family"] = _family(facts, base, where)
     if facts.experts:
         values = megatron_experts.chosen(values, base, where)
     choices = {*family_named(values["family"]).keys, *settings}
     values["rotary_fraction"] = fraction if "rotary_fraction" in choices else None
-    values["nope_layers"] = values.get("nope_layers") if "nope_layers" in choices else None
+    for name in ("nope_layers", "full_layers"):
+        values[name] = values.get(name) if name in choices else None
     notes = [*values.get("notes", ())]
     rotary = family_named(values["family"]).rope_theta is not None  # otherwise there is a weight for each position
     if rotary and base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
@@ -281,14 +284,17 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
         "use_rotary_position_embeddings": False,
         "add_position_embedding": True,
         "untie_embeddings_and_output_weights": not spec.tied,
-        "add_qkv_bias": facts.qkv_bias and not facts.biased,
+        "add_qkv_bias": facts.qkv_bias and not (facts.plain and facts.biased),
         "qk_layernorm": facts.qk_norm,
         "no_rope_freq": [int(layer in spec.nope_layers) for layer in range(spec.layers)] if spec.nope_layers else None,
         "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
+        "window_attn_skip_freq": None,
         "seq_length": spec.max_positions,
         "vocab_size": spec.vocab,
         "true_vocab_size": spec.vocab,
     }
+    if spec.full_layers and spec.sliding_window:
+        args["window_attn_skip_freq"] = [int(layer not in spec.full_layers) for layer in range(spec.layers)]
     args |= megatron_rotary.arguments(replace(spec, rope_scaling=None) if facts.latent else spec)
     args |= megatron_mla.arguments(spec) if facts.latent else {}
     return args | (megatron_gpt_oss.arguments(spec) if facts.sinks else {})
@@ -411,8 +417,9 @@ def flags(args: Mapping[str, Any]) -> str:
     if args["qk_layernorm"]:
         flags.append("--qk-layernorm")
     flags += megatron_plain.flags(args)
-    if args["no_rope_freq"]:
-        flags.append(f"--no-rope-freq '[{','.join(map(str, args['no_rope_freq']))}]'")
+    for name in ("no_rope_freq", "window_attn_skip_freq"):
+        if args[name]:
+            flags.append(f"--{name.replace('_', '-')} '[{','.join(map(str, args[name]))}]'")
     if args["window_size"]:
         flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
     flags += megatron_experts.flags(args) + megatron_gpt_oss.flags(args) + megatron_mla.flags(args)

@@ -33,9 +33,9 @@ EXPERTS: Mapping[str, Any] = {
 """The settings of a mixture of experts: what holds in a family that leaves no choice."""
 LATENT = ("query_rank", "latent_rank", "nope_dim", "rope_dim")
 """The settings of an attention with latents."""
-LISTS = ("dense_layers", "nope_layers")
+LISTS = ("dense_layers", "nope_layers", "full_layers")
 """The settings that are some layers of the model."""
-CHOICES = ("rotary_fraction", "nope_layers", "parallel_residual", "activation", *EXPERTS, *LATENT)
+CHOICES = ("rotary_fraction", "nope_layers", "full_layers", "parallel_residual", "activation", *EXPERTS, *LATENT)
 """The settings that only some families have."""
 
 
@@ -46,8 +46,9 @@ class ModelSpec:
     `vocab` is the true vocabulary, None while unknown; `rope_theta` is None where nothing rotates; `rope_scaling` is in
     Hugging Face's terms (`rope_type` and its parameters), None for plain rotary embeddings; `sliding_window` counts the
     tokens that a token sees, itself included. `own` are the config keys of the family that no other format has.
-    `rotary_fraction` (the part of a head that rotates), `nope_layers` (in which nothing does), `parallel_residual` and
-    `activation` are None where the family leaves no choice. `notes` say which settings came from a documented default.
+    `rotary_fraction` (the part of a head that rotates), `nope_layers` (in which nothing does), `full_layers` (which no
+    sliding window holds for), `parallel_residual` and `activation` are None where the family leaves no choice. `notes`
+    say which settings came from a documented default.
 
     So are those of an attention with latents: `query_rank` (None where queries have none) and `latent_rank` are their
     widths, `nope_dim` and `rope_dim` the parts of a key that rotate not, and do; `head_dim` is then the value's.
@@ -75,6 +76,7 @@ class ModelSpec:
     own: Mapping[str, Any] = field(default_factory=dict)
     rotary_fraction: float | None = None
     nope_layers: tuple[int, ...] | None = None
+    full_layers: tuple[int, ...] | None = None
     parallel_residual: bool | None = None
     activation: str | None = None
     experts: int | None = None
@@ -282,6 +284,8 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     foreign = [name for name in CHOICES if values.get(name) is not None and name not in family.keys]
     if foreign:
         raise UnsupportedError(f"{where}: a {spec.family} leaves no choice of {foreign[0]}")
+    if spec.full_layers is not None and spec.sliding_window is None and len(spec.full_layers) < spec.layers:
+        raise SourceError(f"{where} has layers with a sliding window, and does not say how wide it is")
     fraction = spec.rotary_fraction
     if fraction is not None and real(fraction, "rotary_fraction", where) > 1:
         raise SourceError(f"{where} says rotary_fraction = {fraction}", "correct it with --set rotary_fraction=VALUE")

@@ -37,6 +37,7 @@ GROUPS = {"n_group": 4, "topk_group": 2}
 OSS = {"num_experts_per_tok": 2, "sliding_window": 8}
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
 FOUR = {"num_experts_per_tok": 4}
+FIRST = ["full_attention", *["sliding_attention"] * 3]
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 SMALL: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -116,6 +117,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron-tied": {"model_type": "nemotron", "tie_word_embeddings": True, "rope_parameters": PARTIAL},
     "jais2": {"model_type": "jais2", "head_dim": 16, **TOKENS},
     "jais2-tied": {"model_type": "jais2", "hidden_act": "gelu", **TIED},
+    "ministral": {"model_type": "ministral", "head_dim": 16, "sliding_window": 8, "layer_types": ALTERNATING},
+    "ministral-tied": {"model_type": "ministral", "head_dim": 8, "sliding_window": 8, "layer_types": FIRST, **TIED},
+    "cwm": {"model_type": "cwm", "head_dim": 16, "sliding_window": 8, **TOKENS},
+    "cwm-tied": {"model_type": "cwm", "head_dim": 8, "sliding_window": 8, "rope_parameters": PLAIN_YARN, **TIED},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **TOKENS},
     "mixtral-tied": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8, **TIED},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "norm_topk_prob": True, **MOE},

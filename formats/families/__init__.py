@@ -24,7 +24,7 @@ FAMILY_FILE = "family.toml"
 class Facts(NamedTuple):
     """What arguments that name no family say of a model, and only some families have.
 
-    Biases on query, key and value; norms on each query and key head; a sliding window; heads that rotate in part, and
+    Biases on query, key and value; norms on each query and key head; a sliding window, in some layers; heads that rotate in part, and
     layers that do not; an MLP without a gate; LayerNorm, biases everywhere, norms whose weights are stored less one;
     learned positions in place of rotary ones; sinks of attention; latents of keys and values. Of a mixture of experts,
     the tensors of `EXPERTS` that it has and how its router makes weights of scores.
@@ -33,6 +33,7 @@ class Facts(NamedTuple):
     qkv_bias: bool = False
     qk_norm: bool = False
     window: bool = False
+    layered: bool = False
     partial: bool = False
     nope: bool = False
     plain: bool = False
@@ -114,6 +115,7 @@ class Family:
             qkv_bias="query_bias" in held,
             qk_norm="query_norm" in held,
             window=bool(self.window),
+            layered="full_layers" in self.keys,
             partial="rotary_fraction" in self.keys,
             nope="nope_layers" in self.keys,
             plain=not {"gate", "expert_gate"} & held,
@@ -130,12 +132,11 @@ class Family:
     def fits(self, facts: Facts) -> bool:
         """Whether a model of Megatron with these facts can belong to the family. It need not use all that it may."""
         own, biased = self.facts, facts.qkv_bias or facts.biased
+        free = ("window", "layered", "partial", "nope")
         return (
             not self.only_here
-            and (own.window or not facts.window)
-            and (own.partial or not facts.partial)
-            and (own.nope or not facts.nope)
-            and own == facts._replace(qkv_bias=biased, window=own.window, partial=own.partial, nope=own.nope)
+            and all(getattr(own, name) or not getattr(facts, name) for name in free)
+            and own == facts._replace(qkv_bias=biased, **{name: getattr(own, name) for name in free})
         )
 
 

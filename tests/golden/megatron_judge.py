@@ -58,7 +58,7 @@ SIGMOID = ("dots1", "deepseek_v3")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", *LATENT)
 PLAIN = ("arcee", "gpt2", "jais2", "nemotron", "starcoder2")
 EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
-DENSE = ("ernie4_5", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", *PLAIN)
+DENSE = ("cwm", "ernie4_5", "ministral", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", *PLAIN)
 FAMILIES = (*DENSE, *EXPERTS)
 for _family in FAMILIES:  # else each rank that is forked imports them anew
     import_module(f"transformers.models.{_family}.modeling_{_family}")
@@ -337,6 +337,7 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "add_bias_linear": c.model_type in ("gpt2", "jais2", "starcoder2") or oss,
         "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe", "gpt_oss", "seed_oss"),
         "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", *LATENT),
+        "window_attn_skip_freq": window_fields(c).get("window_attn_skip_freq"),
         "no_rope_freq": [1 - one for one in c.no_rope_layers] if c.model_type == "smollm3" else None,
         "hidden_dropout": dropouts[0],
         "attention_dropout": dropouts[1],
@@ -371,7 +372,6 @@ def gpt_oss_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "softmax_type": "learnable",
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": c.swiglu_limit,
-        **{name: value for name, value in window_fields(c).items() if name == "window_attn_skip_freq"},
     }
 
 

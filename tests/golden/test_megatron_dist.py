@@ -45,6 +45,7 @@ CASES = (
     Case("gpt2-untied", 1, 2, "numbered"),
     Case("phi3", 2, 1, "split", "bfloat16"),
     Case("smollm3", 1, 2, "stacked"),
+    Case("cwm", 2, 1, "numbered"),
     Case("ernie4_5-tied", 2, 1, "split"),
     Case("nemotron", 2, 2, "stacked", "bfloat16", norm="te"),
     Case("arcee", 1, 2, "numbered", optimizer="dp_reshardable"),

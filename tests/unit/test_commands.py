@@ -151,9 +151,10 @@ def test_formats_lists_formats_and_families(convert):
     facts = json.loads(convert("formats", "--json").out)
     assert set(facts["formats"]) == {"huggingface", "megatron_dist", "fsdp", "megatron", "neox", "zero"}
     assert set(facts["families"]) == {
-        "arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "falcon", "falcon_11b", "falcon_40b", "gemma2",
-        "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "jais2", "llama", "llama4_text", "mistral", "mixtral",
-        "nemotron", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+        "arcee", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "falcon", "falcon_11b", "falcon_40b",
+        "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "jais2", "llama", "llama4_text", "ministral",
+        "mistral", "mixtral", "nemotron", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+        "smollm3", "starcoder2",
     }  # fmt: skip
 
 

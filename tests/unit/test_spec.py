@@ -301,6 +301,60 @@ def test_a_pattern_of_rotation_that_does_not_fit_is_refused(value):
         from_megatron(args | {"no_rope_freq": value}, {}, None, "args")
 
 
+def test_windows_in_some_layers_have_three_spellings():
+    spec = from_huggingface(config("ministral"), {}, "config.json")
+    args = to_megatron(spec)
+    assert (spec.full_layers, args["window_attn_skip_freq"], args["window_size"]) == ((1, 3), [1, 0, 1, 0], (7, 0))
+    assert from_megatron(args | {"window_attn_skip_freq": 2}, {}, spec, "args") == spec
+    assert "--window-attn-skip-freq '[1,0,1,0]'\n--window" in flags(namespace(spec, ["F32"], Options(), 256, {}, None))
+    every = from_huggingface(config("ministral") | {"layer_types": None}, {}, "config.json")
+    assert (every.full_layers, to_megatron(every)["window_attn_skip_freq"]) == ((), None)
+    assert from_megatron(to_megatron(every), {}, every, "args") == every
+    assert from_megatron(to_megatron(every), {}, None, "args").family == "mistral"
+    with pytest.raises(RefusedError, match=r"describes a model like cwm or ministral, its config a mistral"):
+        from_megatron(args, {}, from_huggingface(config("mistral"), {}, "config.json"), "args")
+    none = config("cwm") | {"layer_types": ["full_attention"] * 4, "sliding_window": None}
+    whole = from_huggingface(none, {}, "config.json")
+    assert to_megatron(whole)["window_size"] is None
+    assert from_megatron(to_megatron(whole), {}, whole, "args") == whole
+    assert from_megatron(to_megatron(whole), {}, None, "args").family == "llama"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["full_attention"] * 3},
+        {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]},
+        {"layer_types": "sliding_attention"},
+        {"layer_types": []},
+        {"sliding_window": None},
+        {"layer_types": None},
+    ],
+)
+def test_windows_of_which_a_config_says_too_little_are_refused(changes):
+    with pytest.raises(SourceError, match=r"layer_types|full_layers|does not say how wide"):
+        from_huggingface(config("cwm") | changes, {}, "config.json")
+
+
+@pytest.mark.parametrize("name", ["smollm3", "cwm"])
+def test_some_layers_can_be_set_by_hand(name):
+    setting = {"smollm3": "nope_layers", "cwm": "full_layers"}[name]
+    spec = from_huggingface(config(name), {setting: [0, 2]}, "config.json")
+    again = to_huggingface(spec, config(name))
+    assert from_huggingface(again, {}, "again") == spec
+    with pytest.raises(SourceError, match=f"{setting} = .*, these are no layers of 4"):
+        from_huggingface(config(name), {setting: [4]}, "config.json")
+    with pytest.raises(UnsupportedError, match=f"a llama leaves no choice of {setting}"):
+        from_huggingface(config("llama"), {setting: [0]}, "config.json")
+
+
+def test_the_scaling_that_transformers_assumes_of_cwm():
+    said = {key: value for key, value in config("cwm").items() if key != "rope_parameters"}
+    spec = from_huggingface(said, {}, "config.json")
+    assert differences(from_huggingface(AutoConfig.for_model(**said).to_dict(), {}, "one"), spec) == []
+    assert (spec.rope_theta, to_megatron(spec)["rope_scaling_factor"]) == (1e6, 16.0)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -319,6 +319,7 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         dropouts = getattr(c, "residual_dropout", 0.0), getattr(c, "attention_dropout", 0.0)
         epsilon = next(getattr(c, name) for name in EPSILONS if hasattr(c, name))
     oss, biased = c.model_type == "gpt_oss", c.model_type in ("gpt_oss", "seed_oss", "jais2")
+    rotates = getattr(c, "no_rope_layers", None)
     said = getattr(c, "attention_bias", False), getattr(c, "mlp_bias", False)
     if said != (biased, c.model_type == "jais2"):
         raise JudgementError("attention_bias and mlp_bias are beyond this judge")
@@ -338,7 +339,7 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe", "gpt_oss", "seed_oss"),
         "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", *LATENT),
         "window_attn_skip_freq": window_fields(c).get("window_attn_skip_freq"),
-        "no_rope_freq": [1 - one for one in c.no_rope_layers] if c.model_type == "smollm3" else None,
+        "no_rope_freq": [1 - one for one in rotates[: c.num_hidden_layers]] if rotates else None,
         "hidden_dropout": dropouts[0],
         "attention_dropout": dropouts[1],
         **tiny,

@@ -1,4 +1,4 @@
-"""The arguments of GPT-OSS, the only family whose attention has sinks, and windows in some of its layers.
+"""The arguments of GPT-OSS, the only family whose attention has sinks, and those of windows in some layers.
 
 Facts: megatron-core 0.16.1, transformer/dot_product_attention.py (sinks), transformer/utils.py
 `is_layer_window_attention`, transformer/mlp.py (`glu`: the clamp and the offset), fusions/fused_bias_geglu.py

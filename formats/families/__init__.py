@@ -24,10 +24,10 @@ FAMILY_FILE = "family.toml"
 class Facts(NamedTuple):
     """What arguments that name no family say of a model, and only some families have.
 
-    Biases on query, key and value; norms on each query and key head; a sliding window, in some layers; heads that rotate in part, and
-    layers that do not; an MLP without a gate; LayerNorm, biases everywhere, norms whose weights are stored less one;
-    learned positions in place of rotary ones; sinks of attention; latents of keys and values. Of a mixture of experts,
-    the tensors of `EXPERTS` that it has and how its router makes weights of scores.
+    Biases on query, key and value; norms on each query and key head; a sliding window, and layers without it; heads
+    that rotate in part, and layers that do not; an MLP without a gate; LayerNorm, biases everywhere, and norms whose
+    weights are stored less one; learned positions in place of rotary ones; sinks of attention; latents of keys and
+    values. Of a mixture of experts, the tensors of `EXPERTS` that it has and how its router makes weights of scores.
     """
 
     qkv_bias: bool = False

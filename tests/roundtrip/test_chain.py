@@ -95,7 +95,7 @@ REFUSED = {
     "ministral": {"megatron-llm": "its window holds for every layer", "neox": "heads of hidden / heads = 8"},
     "ministral-tied": {"megatron-llm": "its window holds for every layer", "neox": "has no ministral"},
     "cwm": {"megatron-llm": "its window holds for every layer", "neox": "heads of hidden / heads = 8"},
-    "cwm-tied": {"megatron-llm": "its window holds for every layer", "neox": "has no cwm"},
+    "cwm-tied": {"megatron-llm": "its window holds for every layer", "neox": "rotary embedding of the kind yarn"},
     "jais2": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "heads of hidden / heads = 8"},
     "jais2-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no jais2"},
     "nemotron": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "heads of hidden / heads = 8"},

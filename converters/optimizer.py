@@ -11,7 +11,7 @@ from converters.targets import plan_fsdp, plan_megatron
 from formats import fsdp, fsdp_optim, megatron, megatron_adam, megatron_dist, megatron_resume, neox, zero, zero_optim
 from formats.checkpoint import Checkpoint, Target
 from formats.errors import UnsupportedError, VerificationError
-from formats.huggingface import BUFFERS
+from formats.huggingface import UNTRAINED
 from formats.layout import Placed
 from formats.megatron_args import Options
 from formats.megatron_dist import OPTIMIZER
@@ -144,11 +144,11 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
     """What the weights are written from, and the states beside them: masters only where weights are rounded."""
     states = dict(found.states)
     masters = states.pop("fp32", None)
-    weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in BUFFERS}
+    weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
     if weights == {"F32"}:
         return (source if masters is None else _as_weights(masters, source)), states
     if masters is None and set(source.dtypes().values()) == {"F32"}:
-        masters = replace(source, tensors=_parts_of(source, buffers=False), without=BUFFERS)
+        masters = replace(source, tensors=_parts_of(source, buffers=False), without=UNTRAINED)
     if masters is None:
         raise UnsupportedError(
             f"{source.root} was trained without float32 masters, which Megatron's optimizer has of such weights",
@@ -165,7 +165,9 @@ def _as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
 
 def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:
     """The tensors of a model that no optimizer has, or all others."""
-    return tuple(one for one in source.tensors if bool(BUFFERS.intersection(one.slot.rule.pattern.tensors)) == buffers)
+    return tuple(
+        one for one in source.tensors if bool(UNTRAINED.intersection(one.slot.rule.pattern.tensors)) == buffers
+    )
 
 
 def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None) -> Plan:

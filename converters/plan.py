@@ -14,7 +14,7 @@ from math import prod
 
 from formats.checkpoint import Checkpoint, Target
 from formats.errors import RefusedError, UnsupportedError
-from formats.huggingface import BUFFERS
+from formats.huggingface import UNTRAINED
 from formats.layout import Placed
 from formats.pattern import Leaf, overlap
 from formats.spec import Spec
@@ -201,7 +201,7 @@ def _require_no_scales(source: Checkpoint) -> None:
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:
     """The element type of a tensor after a cast, which leaves integers alone, and what no framework rounds."""
-    kept = tensor in BUFFERS or tensor.endswith(".e_score_correction_bias")  # of a model without a table
+    kept = tensor in UNTRAINED or tensor.endswith(".e_score_correction_bias")  # of a model without a table
     return CASTS[cast] if cast and dtype in FLOATS and not kept else dtype
 
 

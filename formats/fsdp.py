@@ -371,8 +371,8 @@ def write(
     paths: dict[str, dcp_writer.Keys] = {one.name: (dcp_writer.CONTAINER, one.slot.keys[0]) for one in stored}
     settings: dict[dcp_writer.Keys, bytes | Small] = {}
     if optimizer is not None:
-        buffers = huggingface.BUFFERS
-        trained = [one for one in wanted if not (one.replica or buffers.intersection(one.rule.pattern.tensors))]
+        fixed = huggingface.UNTRAINED
+        trained = [one for one in wanted if not (one.replica or fixed.intersection(one.rule.pattern.tensors))]
         for slot in trained:
             for state, of in optimizer.dtypes.items():
                 path = (OPTIMIZER, "state", slot.keys[0], state)

@@ -26,7 +26,7 @@ from formats import dcp, dumps, fsdp
 from formats.archived import NUMBERS, Small, plain
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
-from formats.huggingface import BUFFERS
+from formats.huggingface import UNTRAINED
 from formats.layout import Placed, match
 from formats.optimizer import Group, Optimizer
 from formats.pickles import Opaque, TensorRef
@@ -158,7 +158,7 @@ def read(source: Checkpoint) -> Optimizer:
     if held is None:
         raise SourceError(f"{source.root} holds no optimizer", "convert the weights without --with-optimizer")
     _require_adam(held)
-    trained = [one.slot for one in source.tensors if not BUFFERS.intersection(one.slot.rule.pattern.tensors)]
+    trained = [one.slot for one in source.tensors if not UNTRAINED.intersection(one.slot.rule.pattern.tensors)]
     slots = {one.keys: one for one in reversed(trained)}
     states: dict[str, Checkpoint] = {}
     keys: dict[str, Placed] = {}
@@ -171,7 +171,7 @@ def read(source: Checkpoint) -> Optimizer:
             raise SourceError(f"{state} of its optimizer: {error}", error.hint or FROZEN) from None
         keys = {one.key: one for one in placed}
         pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
-        states[state] = replace(source, tensors=pieces, dropped=(), without=BUFFERS)
+        states[state] = replace(source, tensors=pieces, dropped=(), without=UNTRAINED)
     groups: dict[tuple[str, int | None], Group] = {}
     for key, group in _groups(held, keys).items():
         slot = keys[key].slot

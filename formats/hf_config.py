@@ -30,6 +30,8 @@ HUGGINGFACE = {
 """Setting: config key. The rotary settings and sliding_window have rules of their own, below."""
 LOCAL = "rope_local_base_freq"
 """The base of the layers with a sliding window, where a family has two."""
+ROTATING = "rotary_dim"
+"""How many elements of a head rotate, where a family says that."""
 SCALING = "rope_scaling"
 ROTARY = ("rope_theta", SCALING, "rotary_fraction")
 ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "longrope")
@@ -247,6 +249,9 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
             said = f"{ORIGINAL} = {short(config[ORIGINAL])}, and {short(inner)} in its rotary settings"
             raise SourceError(f"{where} contradicts itself: {said}", "transformers takes the first; correct either")
     fraction = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if fraction is None and ROTATING in family.own and config.get(ROTATING) is not None:
+        width = whole(config.get("head_dim") or family.head_dim, "head_dim", where)
+        fraction = whole(config[ROTATING], ROTATING, where) / width
     if "rotary_fraction" in family.keys:
         fraction = fraction or get(family.keys["rotary_fraction"], family.defaults["rotary_fraction"])
     elif fraction not in (None, 1.0):
@@ -305,9 +310,7 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     if family:
         known |= {*family.requires, *family.marks, *" ".join(family.keys.values()).split(), *family.own, family.window}
         known |= {NOPE_STEP} if "nope_layers" in family.keys else set()
-        known |= (
-            {hf_experts.LISTED, hf_experts.STEP, hf_experts.INTERLEAVED} if "dense_layers" in family.keys else set()
-        )
+        known |= hf_experts.BESIDE if "dense_layers" in family.keys else set()
     return sorted(set(config) - known - ({"quantization_config"} if method_of(config) else set()))
 
 
@@ -333,6 +336,8 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
         own = {key: value for key, value in spec.own.items() if value != family.own[key]}
         kind = family.model_type or family.name
         fixed = {**family.requires, **family.marks}
+        if family.full_until and spec.layers > family.full_until[1]:
+            fixed[family.full_until[0]] = spec.layers
         config = {"architectures": [family.architecture], "model_type": kind, **fixed, **own}
     known = _values(config, family, "the config")[0] if base else {}
     keys = _keys(family, config)

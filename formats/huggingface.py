@@ -33,6 +33,8 @@ INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 BUFFERS = frozenset({"router_bias"})
 """What is no parameter of a model, though its files hold it."""
+UNTRAINED = BUFFERS | {"router_choice_bias"}
+"""What no optimizer moves, and no framework rounds."""
 MAX_JSON = 64 << 20
 FILE_NAME = re.compile(r"\w[\w.-]{0,200}(\.safetensors|\.bin)", re.ASCII)
 
@@ -234,12 +236,14 @@ def write(
         index: that of a folder to be reproduced; then the shard size does not count. It is ignored when it names
             other tensors than the model has.
     """
+    wanted = model_slots(spec)
+    own = {key for slot in wanted for key in slot.keys}  # in a deeper model a layer that drops name is a weight
     weight_map: dict[str, str] = {
         key: name
         for key, name in (index["weight_map"] if index else {}).items()
-        if not any(re.fullmatch(drop, key) for drop in drops(spec))
+        if key in own or not any(re.fullmatch(drop, key) for drop in drops(spec))
     }
-    by_key = {next((key for key in slot.keys if key in weight_map), slot.keys[0]): slot for slot in model_slots(spec)}
+    by_key = {next((key for key in slot.keys if key in weight_map), slot.keys[0]): slot for slot in wanted}
     by_key = {key: slot for key, slot in by_key.items() if not slot.replica or key in weight_map}
     entries = {key: Entry(key, slot_dtype(slot, dtypes), slot.shape) for key, slot in by_key.items()}
     groups: dict[str, list[Entry]] = {}

@@ -109,7 +109,7 @@ def chosen(values: Mapping[str, Any], base: ModelSpec | None, where: str) -> dic
     """
     family, settings = values["family"], dict(values)
     keys = family_named(family).keys
-    if "expert_ffn" not in keys:
+    if keys.get("expert_ffn") in (None, keys.get("ffn")):  # one key for both, or one width
         settings["ffn"] = settings["expert_ffn"]
     elif base and not settings["dense_layers"]:
         settings["ffn"] = base.ffn

@@ -8,8 +8,9 @@ taken. A tensor with a `layer` axis is handled layer by layer.
     dim     a head that nothing permutes, such as the value's
 
 A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else,
-`router_score_bias` to the scores themselves. What is shared is an expert for all tokens, whose output `shared_router`
-weighs where a model has one. A sink is the score of no token, one for each head.
+`router_score_bias` to the scores themselves; `router_choice_bias` is the first as a parameter, which no training moves.
+What is shared is an expert for all tokens, whose output `shared_router` weighs where a model has one. A sink is the
+score of no token, one for each head.
 
 A latent is what keys and values of all heads are made of: `latent_down` leads to it, and to the part of the keys that
 rotates; `latent_up` leads from it to each head. Queries may have one of their own, or come by `latent_query`.
@@ -62,6 +63,7 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         router       layer expert hidden
         router_bias  layer expert
         router_score_bias  layer expert
+        router_choice_bias  layer expert
         expert_gate  layer expert expert_ffn hidden
         expert_up    layer expert expert_ffn hidden
         expert_down  layer expert hidden expert_ffn

@@ -33,8 +33,16 @@ LATENT = {
     "num_key_value_heads": 8, **TOKENS,
 }  # fmt: skip
 ALL = {"first_k_dense_replace": 0}
+LITE = {"mlp_layer_types": ["dense", "sparse"] * 2, "rms_norm_eps": 1e-6}
+GLM = {"n_routed_experts": 4, "attention_bias": True, "head_dim": 16, **DOTS}
+HUNYUAN = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_shared_experts": 2, "head_dim": 16,
+    "router_scaling_factor": 2.5, **TOKENS,
+}  # fmt: skip
+ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "tie_word_embeddings": False, **TOKENS}
 GROUPS = {"n_group": 4, "topk_group": 2}
 OSS = {"num_experts_per_tok": 2, "sliding_window": 8}
+MINIMAX = {"head_dim": 16, "rotary_dim": 8, "num_experts_per_tok": 2, **TOKENS}
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
 FOUR = {"num_experts_per_tok": 4}
 FIRST = ["full_attention", *["sliding_attention"] * 3]
@@ -135,6 +143,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2-tied": {"model_type": "deepseek_v2", "q_lora_rank": 24, **LATENT, **TIED, **ALL},
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 24, "rope_parameters": YARN, **GROUPS, **LATENT},
     "deepseek_v3-tied": {"model_type": "deepseek_v3", "q_lora_rank": None, **GROUPS, **LATENT, **TIED},
+    "glm4_moe": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM},
+    "glm4_moe_air": {"model_type": "glm4_moe", "first_k_dense_replace": 2, **GLM},
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", "q_lora_rank": 24, **LITE, **LATENT},
+    "glm4_moe_lite-tied": {"model_type": "glm4_moe_lite", "q_lora_rank": None, "rms_norm_eps": 1e-6, **LATENT, **TIED},
+    "solar_open": {"model_type": "solar_open", "n_routed_experts": 4, "rope_parameters": PLAIN_YARN, **DOTS},
+    "hy_v3": {"model_type": "hy_v3", **HUNYUAN},
+    "ernie4_5_moe": {"model_type": "ernie4_5_moe", **ERNIE},
+    "ernie4_5_moe_300b": {"model_type": "ernie4_5_moe", "moe_num_shared_experts": 0, "moe_layer_interval": 2, **ERNIE},
+    "minimax_m2": {"model_type": "minimax_m2", "num_local_experts": 4, **MINIMAX},
+    "olmoe": {"model_type": "olmoe", "num_experts": 4, "clip_qkv": 0.5, "num_experts_per_tok": 2, **TOKENS},
+    "granitemoe": {"model_type": "granitemoe", "num_local_experts": 4, "logits_scaling": 8.0, **TOKENS},
     "llama4_text": {"model_type": "llama4_text", "interleave_moe_layer_step": 2, "head_dim": 16, **LLAMA4},
     "llama4_text-tied": {"model_type": "llama4_text", "moe_layers": [0, 1], "head_dim": 8, **LLAMA4, **TIED},
 }
@@ -146,13 +165,27 @@ UNKNOWN = {
     "falcon": ("num_key_value_heads", "intermediate_size"),
 }
 """Model type: what its config calls otherwise, or does not have."""
-ONLY_HERE = ("gpt_neox", "granite", "olmo2", "gemma2", "gemma3", "falcon", "llama4_text")
+ONLY_HERE = (
+    "gpt_neox",
+    "granite",
+    "olmo2",
+    "gemma2",
+    "gemma3",
+    "falcon",
+    "llama4_text",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "olmoe",
+)
 IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""
-EXPERTS = [
-    name for name in MODELS if name.startswith(("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", "deepseek"))
-]
-"""Mixtures of experts."""
+MIXED = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", "deepseek", "glm4_moe", "solar_open", "hy_v3",
+)  # fmt: skip
+EXPERTS = [name for name in MODELS if name.startswith(MIXED)]
+"""Mixtures of experts in Megatron."""
+FUSED_HERE = [name for name in MODELS if name.startswith(("ernie4_5_moe", "minimax_m2", "olmoe", "granitemoe"))]
+"""Others, of which transformers fuses what the Hub has apart."""
 DTYPES = ("bfloat16", "float32", "float16")
 IN_EVERY_TYPE = ("llama", "qwen2-tied", "gpt2", "mixtral", "gpt_neox")
 """The models that go through every round trip in all types; the others in bfloat16, for a type is only its width."""
@@ -191,9 +224,12 @@ def save(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", *
             else:
                 parameter.normal_(0, 0.08, generator=generator)
     model.to(getattr(torch, dtype))
-    for buffer_name, buffer in model.named_buffers():
-        if "correction_bias" in buffer_name:  # stays in float32, as in the models of the Hub
-            buffer.data = torch.empty(buffer.shape).normal_(0, 0.3, generator=generator)
+    exact = tuple(model._keep_in_fp32_modules_strict or ())  # as in the models of the Hub
+    for kept_name, kept in [*model.named_parameters(), *model.named_buffers()]:
+        if any(part in kept_name for part in exact):
+            kept.data = torch.empty(kept.shape).normal_(0, 0.3, generator=generator)
+        elif "correction_bias" in kept_name:
+            kept.data.normal_(0, 0.3, generator=generator)
     model.save_pretrained(folder, max_shard_size=shard)
 
 

@@ -62,7 +62,10 @@ def keys_of(name: str, config: Mapping[str, Any], experts: int) -> list[list[str
         found = re.fullmatch(re.escape(rule.key).replace(r"\{layer\}", r"(\d+)"), name)
         if found:
             apart = [one for one in table if "separate" in one.conditions]
-            lines = [next(one for one in apart if one.pattern.tensors == (part,)) for part in rule.pattern.tensors]
+            parts = rule.pattern.tensors
+            lines = [one for one in apart if one.pattern.tensors == parts] or [
+                next(one for one in apart if one.pattern.tensors == (part,)) for part in parts
+            ]
             keys = [one.key.replace("{layer}", found[1]) for one in lines]
             numbers = range(experts if lines[0].of_expert else 1)
             return [[key.replace("{expert}", str(number)) for key in keys] for number in numbers]

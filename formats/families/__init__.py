@@ -1,6 +1,6 @@
 """Model families. A family is one file here: a table of Hugging Face names and the facts of its config.
 
-To add one, copy the nearest file, change its table, and add its golden tests; nothing else lists the families.
+To add one, copy the nearest file, change its table, and add its golden tests (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -166,6 +166,12 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     """
     family = find_family(config)
     if family is None:
+        marked = [one.marks for one in FAMILIES.values() if config.get("model_type") == one.model_type]
+        for key, only in marked[0].items() if marked else ():
+            if config.get(key) != only:
+                raise UnsupportedError(
+                    f"{where}: {key} = {short(config.get(key))} is not supported for {config['model_type']}, only {only!r}"
+                )
         alike = [
             one.model_type or one.name for one in FAMILIES.values() if config.get("architectures") == [one.architecture]
         ]

@@ -69,11 +69,27 @@ TOPOLOGIES = {
     "pp2-layout": Topology(1, 2, 1, "local", (Case("llama"), Case("qwen2-tied")), ("--pp-layout", "Et|tt||tL")),
     "pp3-empty": Topology(1, 3, 1, "local", (Case("llama"),), ("--pp-layout", "Etttt||L")),
     "ep2": Topology(1, 1, 1, "local", tuple(Case(name) for name in EXPERTS if "-" not in name), ep=2),
-    "tp2-ep2": Topology(2, 1, 1, "te", (Case("qwen2_moe"), Case("qwen3_moe-tied"), Case("dots1-tied")), ep=2),
-    "tp2-ep2-etp1": Topology(2, 1, 1, "local", (Case("mixtral-tied"), Case("dots1", "bfloat16")), ep=2, etp=1),
-    "pp2-ep2": Topology(1, 2, 1, "te", (Case("qwen3_moe"), Case("dots1-tied"), Case("deepseek_v2-tied")), ep=2),
+    "tp2-ep2": Topology(
+        2, 1, 1, "te", (Case("qwen2_moe"), Case("qwen3_moe-tied"), Case("dots1-tied"), Case("glm4_moe")), ep=2
+    ),
+    "tp2-ep2-etp1": Topology(
+        2, 1, 1, "local", (Case("mixtral-tied"), Case("dots1", "bfloat16"), Case("hy_v3")), ep=2, etp=1
+    ),
+    "pp2-ep2": Topology(
+        1,
+        2,
+        1,
+        "te",
+        (Case("qwen3_moe"), Case("dots1-tied"), Case("deepseek_v2-tied"), Case("glm4_moe_air", "bfloat16")),
+        ep=2,
+    ),
     "tp2-ep2-latents": Topology(
-        2, 1, 1, "te", (Case("deepseek_v3"), Case("deepseek_v2", "bfloat16"), Case("deepseek_v3-tied")), ep=2
+        2,
+        1,
+        1,
+        "te",
+        (Case("deepseek_v3"), Case("deepseek_v2", "bfloat16"), Case("deepseek_v3-tied"), Case("glm4_moe_lite-tied")),
+        ep=2,
     ),
     "tp2-ep2-biases": Topology(2, 1, 1, "te", (Case("gpt_oss"), Case("gpt_oss-tied", "bfloat16")), ep=2, etp=1),
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),

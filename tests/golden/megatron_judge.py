@@ -53,9 +53,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 FILE = "model_optim_rng.pt"
-LATENT = ("deepseek_v2", "deepseek_v3")
-SIGMOID = ("dots1", "deepseek_v3")
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", *LATENT)
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+SIGMOID = ("dots1", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "solar_open", "hy_v3")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", *SIGMOID)
 PLAIN = ("arcee", "gpt2", "jais2", "nemotron", "starcoder2")
 EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 DENSE = ("cwm", "ernie4_5", "ministral", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", *PLAIN)
@@ -316,9 +316,10 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         dropouts = c.resid_pdrop, c.attn_pdrop
     else:
         ffn, groups = c.intermediate_size, c.num_key_value_heads
+        ffn = c.moe_intermediate_size if c.model_type == "solar_open" else ffn  # which is the width of nothing else
         dropouts = getattr(c, "residual_dropout", 0.0), getattr(c, "attention_dropout", 0.0)
         epsilon = next(getattr(c, name) for name in EPSILONS if hasattr(c, name))
-    oss, biased = c.model_type == "gpt_oss", c.model_type in ("gpt_oss", "seed_oss", "jais2")
+    oss, biased = c.model_type == "gpt_oss", c.model_type in ("gpt_oss", "seed_oss", "jais2", "glm4_moe")
     rotates = getattr(c, "no_rope_layers", None)
     said = getattr(c, "attention_bias", False), getattr(c, "mlp_bias", False)
     if said != (biased, c.model_type == "jais2"):
@@ -336,8 +337,9 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "normalization": "LayerNorm" if layer_norm else "RMSNorm",
         "layernorm_zero_centered_gamma": c.model_type == "nemotron",
         "add_bias_linear": c.model_type in ("gpt2", "jais2", "starcoder2") or oss,
-        "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe", "gpt_oss", "seed_oss"),
-        "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", *LATENT),
+        "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe", "gpt_oss", "seed_oss", "glm4_moe"),
+        "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", "hy_v3", *LATENT)
+        or getattr(c, "use_qk_norm", False),
         "window_attn_skip_freq": window_fields(c).get("window_attn_skip_freq"),
         "no_rope_freq": [1 - one for one in rotates[: c.num_hidden_layers]] if rotates else None,
         "hidden_dropout": dropouts[0],
@@ -384,23 +386,28 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
     """
     if c.model_type not in EXPERTS:
         return {}
-    sigmoid, first = c.model_type in SIGMOID, c.model_type in (*LATENT, "dots1")
+    sigmoid, first = c.model_type in SIGMOID, c.model_type in (*LATENT, "dots1", "glm4_moe")
     alike = c.model_type in ("mixtral", "gpt_oss")
-    normalized = alike or c.norm_topk_prob
+    normalized = alike or getattr(c, "norm_topk_prob", True)
     sparse = [1] * c.num_hidden_layers
-    if first:
+    if c.model_type in ("glm4_moe_lite", "hy_v3"):
+        sparse = [int(kind == "sparse") for kind in c.mlp_layer_types]
+    elif first:
         sparse = [int(layer >= c.first_k_dense_replace) for layer in range(c.num_hidden_layers)]
-    elif not alike:
+    elif not (alike or sigmoid):
         step = c.decoder_sparse_step
         sparse = [int(n not in c.mlp_only_layers and (n + 1) % step == 0) for n in range(c.num_hidden_layers)]
-    shared = c.moe_intermediate_size * c.n_shared_experts if first else None
-    grouped, scale = sigmoid and c.n_group > 1, getattr(c, "routed_scaling_factor", 1.0)
+    hunyuan, shares = c.model_type == "hy_v3", first or sigmoid
+    count = c.num_shared_experts if hunyuan else getattr(c, "n_shared_experts", None)
+    shared = c.moe_intermediate_size * count if shares else None
+    scale = c.router_scaling_factor if hunyuan else getattr(c, "routed_scaling_factor", 1.0)
+    grouped = sigmoid and getattr(c, "n_group", 1) > 1
     return {
         "num_moe_experts": c.num_experts if c.model_type in ("qwen2_moe", "deepseek_v2") else c.num_local_experts,
         "moe_router_topk": c.num_experts_per_tok,
         "moe_ffn_hidden_size": c.intermediate_size if alike else c.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": getattr(c, "shared_expert_intermediate_size", shared)
-        if first or c.model_type == "qwen2_moe"
+        if shares or c.model_type == "qwen2_moe"
         else None,
         "moe_shared_expert_gate": c.model_type == "qwen2_moe",
         "moe_layer_freq": sparse if 0 in sparse else 1,

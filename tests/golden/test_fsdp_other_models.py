@@ -141,7 +141,7 @@ TIED: dict[str, tuple[str, dict[str, Any]]] = {
     "BloomForCausalLM": ("bloom", {"vocab_size": 211, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "OPTForCausalLM": ("opt", OPT),
     "MptForCausalLM": ("mpt", {"vocab_size": 211, "d_model": 64, "n_layers": 2, "n_heads": 4}),
-    "OlmoeForCausalLM": ("olmoe", SMALL | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "FlexOlmoForCausalLM": ("flex_olmo", SMALL | {"num_experts": 4, "num_experts_per_tok": 2}),
 }
 
 
@@ -160,10 +160,10 @@ def test_what_torch_loads_of_what_no_table_knows(convert, tmp_path, name):
     ran = convert("hf2fsdp", tmp_path / "hf", tmp_path / "c", "--ranks", 2)
     assert ran.code == 0, ran.err
     assert "no table says which names the model has in memory" in ran.err
-    assert ("does not say whether its head is tied" in ran.err) == (kind != "olmoe")
+    assert ("does not say whether its head is tied" in ran.err) == (kind != "flex_olmo")
     empty = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings))
     state = {"model": empty.state_dict()}
-    if kind == "olmoe":
+    if kind == "flex_olmo":
         with pytest.raises(dcp.CheckpointException, match="gate_up_proj"):
             dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
         return

@@ -23,7 +23,7 @@ from train.source import folder_of
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
-LINEAR = ("_proj.weight", "_mqa.weight")
+LINEAR = ("_proj.weight", "_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 def rewritten(source: Path, folder: Path, change, quantization: dict) -> Path:
@@ -76,6 +76,12 @@ def deepseek(model, tmp_path_factory):
     return rewritten(source, tmp_path_factory.mktemp("deepseek") / "hf", scaled((8, 8)), FP8)
 
 
+@pytest.fixture(scope="module")
+def minimax(model, tmp_path_factory):
+    source = model("minimax_m2", "bfloat16")
+    return rewritten(source, tmp_path_factory.mktemp("minimax") / "hf", scaled((8, 8)), FP8)
+
+
 def same_model(one: Path, two: Path) -> None:
     """Two folders that transformers loads as one model, without a missing or unexpected key."""
     found = []
@@ -91,7 +97,11 @@ def same_model(one: Path, two: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "count", "how"),
-    [("oss", 8, "which holds them exactly"), ("deepseek", 104, "times their scales, rounded once")],
+    [
+        ("oss", 8, "which holds them exactly"),
+        ("deepseek", 104, "times their scales, rounded once"),
+        ("minimax", 64, "times their scales, rounded once"),
+    ],
 )
 def test_what_is_read_is_what_transformers_reads(kind, count, how, convert, tmp_path, request):
     source = request.getfixturevalue(kind)

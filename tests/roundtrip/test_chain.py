@@ -25,7 +25,7 @@ def to_megatron(source, request, tp: int, **options: Any):
     """A plan of megatron-core's formats, in which experts with biases are whole, and so are the ways to latents."""
     family = source.spec.family
     options |= {"ep": tp, "etp": 1} if family == "gpt_oss" else {}
-    options |= {"norm": "te"} if family.startswith("deepseek") else {}
+    options |= {"norm": "te"} if source.spec.latent_rank else {}
     return plan_megatron(source, request, Options(tp, **options), None)
 
 
@@ -109,6 +109,17 @@ REFUSED = {
     },
     "llama4_text": {"megatron": "no attention in chunks", "neox": "heads of hidden / heads = 8"},
     "llama4_text-tied": {"megatron": "no attention in chunks", "neox": "has no llama4_text"},
+    "glm4_moe": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
+    "glm4_moe_air": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
+    "glm4_moe_lite": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},
+    "glm4_moe_lite-tied": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},
+    "solar_open": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},
+    "hy_v3": {"megatron-llm": "no norms on query and key", "neox": "heads of hidden / heads = 8"},
+    "ernie4_5_moe": {"megatron": "after a sigmoid alone", "neox": "has no ernie4_5_moe"},
+    "ernie4_5_moe_300b": {"megatron": "after a sigmoid alone", "neox": "has no ernie4_5_moe_300b"},
+    "minimax_m2": {"megatron": "no norms over all heads", "neox": "heads of hidden / heads = 8"},
+    "olmoe": {"megatron": "no norms over all heads", "neox": "has no olmoe"},
+    "granitemoe": {"megatron": "multiplies neither", "neox": "has no granitemoe"},
 }
 """Model: the formats that cannot hold it, and a part of the reason. What Megatron lacks, its other formats lack too."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.dcp_tools import save
-from tests.models import EXPERTS, files
+from tests.models import EXPERTS, FUSED_HERE, files
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [*EXPERTS, *FUSED_HERE])
 def test_names_in_memory_become_those_of_the_hub(model, convert, tmp_path, name):
     """What transformers holds in memory is fused; what it writes is not. Our FSDP folder loads into the model."""
     import torch
@@ -43,7 +43,7 @@ def test_every_family_comes_back_from_expert_ranks(model, convert, tmp_path, nam
     topologies = ["--tp 1", "--tp 2 --pp 2 --ep 2 --norm local", "--ep 4 --experts local", "--tp 2 --ep 2 --etp 1"]
     if name.startswith("gpt_oss"):  # experts with biases are whole on their ranks
         topologies = [f"{one} --etp 1" for one in topologies]
-    if name.startswith("deepseek"):  # of latents the local names mean other shapes
+    if name.startswith(("deepseek", "glm4_moe_lite")):  # of latents the local names mean other shapes
         topologies = [one.replace("--norm local", "--experts local") for one in topologies]
     for number, one in enumerate(topologies):
         first, second, back = (tmp_path / f"{number} {step}" for step in ("one", "two", "back"))
@@ -53,6 +53,15 @@ def test_every_family_comes_back_from_expert_ranks(model, convert, tmp_path, nam
         assert ran.code == 0, ran.err
         assert convert("megatron2hf", second, back).code == 0
         assert files(back) == files(source)
+
+
+def test_a_layer_that_shallower_models_leave_behind_is_one_of_a_deeper_model(model, convert, tmp_path):
+    """Of GLM-4.5 the 47th layer is a weight, of GLM-4.5-Air it predicts a second token: the index keeps its place."""
+    source = model("glm4_moe", "bfloat16", shard="1MB", num_hidden_layers=48, first_k_dense_replace=47)
+    assert "model.layers.46.input_layernorm.weight" in (source / "model.safetensors.index.json").read_text()
+    assert convert("hf2megatron", source, tmp_path / "m").code == 0
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "back").code == 0
+    assert files(tmp_path / "back") == files(source)
 
 
 def test_what_deepspeed_saves_of_fused_experts_is_read(model, convert, tmp_path):

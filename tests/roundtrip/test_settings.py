@@ -93,6 +93,7 @@ HARMLESS = {
     "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
     "multi_query", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
     "shared_expert_intermediate_size", "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
+    "enable_moe_fp32_combine",
 }  # fmt: skip
 """Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
 has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does

@@ -6,14 +6,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.models import EXPERTS
+from tests.models import EXPERTS, FUSED_HERE
 from train.experts import Fused
 from train.model import fill, fill_buffers, make, open_config, pieces, weights
 
 NEAR = 2e-6
 
 
-@pytest.mark.parametrize("name", [*EXPERTS, "llama3", "qwen3-tied", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("name", [*EXPERTS, *FUSED_HERE, "llama3", "qwen3-tied", "gpt_neox", "phi3"])
 def test_what_is_read_is_what_transformers_reads(model, name):
     from transformers import AutoModelForCausalLM
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import re
 import shutil
 
 import pytest
@@ -12,6 +15,7 @@ from formats.families import FAMILIES, Facts, family_of
 from formats.hf_config import from_huggingface, to_huggingface
 from formats.megatron_args import from_megatron, to_megatron
 from formats.registry import open_checkpoint
+from formats.spec import differences
 from tests.models import files, settings_of
 
 FALCON_7B = {
@@ -36,6 +40,85 @@ def config(name: str, **changes) -> dict:
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**settings_of(name, **changes)).to_dict()
+
+
+EXPERTS_OF_THE_HUB = {
+    "glm4_moe": (
+        {
+            "attention_bias": True, "first_k_dense_replace": 3, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 5120, "intermediate_size": 12288, "max_position_embeddings": 131072,
+            "model_type": "glm4_moe", "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160,
+            "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+            "num_hidden_layers": 92, "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
+            "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 2.5, "tie_word_embeddings": False,
+            "topk_group": 1, "use_qk_norm": True, "vocab_size": 151552,
+        },
+        353,
+    ),
+    "solar_open": (
+        {
+            "first_k_dense_replace": 0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 10240, "max_position_embeddings": 131072, "model_type": "solar_open",
+            "moe_intermediate_size": 1280, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+            "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5, "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False,
+            "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 65536, "type": "yarn"},
+            "vocab_size": 196608,
+        },
+        103,
+    ),
+    "minimax_m2": (
+        {
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536,
+            "max_position_embeddings": 204800, "model_type": "minimax_m2", "num_attention_heads": 48,
+            "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256,
+            "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6, "rope_theta": 5000000, "rotary_dim": 64,
+            "scoring_func": "sigmoid", "shared_intermediate_size": 0, "tie_word_embeddings": False,
+            "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+        },
+        229,
+    ),
+    "ernie4_5_moe_300b": (
+        {
+            "hidden_act": "silu", "hidden_size": 8192, "intermediate_size": 28672, "max_position_embeddings": 131072,
+            "model_type": "ernie4_5_moe", "moe_intermediate_size": 3584, "moe_k": 8, "moe_layer_end_index": 53,
+            "moe_layer_interval": 1, "moe_layer_start_index": 3, "moe_num_experts": 64, "moe_num_shared_experts": 0,
+            "num_attention_heads": 64, "num_hidden_layers": 54, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False, "vocab_size": 103424,
+        },
+        299,
+    ),
+}  # fmt: skip
+"""Configs of transformers 4, and how many billion parameters the model has without what predicts further tokens."""
+
+
+@pytest.mark.parametrize("name", EXPERTS_OF_THE_HUB)
+def test_a_config_of_the_hub_makes_a_model_of_its_size(name):
+    from transformers import AutoConfig
+
+    said, billions = EXPERTS_OF_THE_HUB[name]
+    spec = from_huggingface(said, {}, "config.json")
+    assert spec.family == name
+    assert round(sum(math.prod(shape) for _, _, shape in spec.boxes()) / 1e9) == billions
+    assert to_huggingface(spec, said) == said
+    assert differences(from_huggingface(AutoConfig.for_model(**copy.deepcopy(said)).to_dict(), {}, "5"), spec) == []
+    if not FAMILIES[name].only_here:
+        assert from_megatron(to_megatron(spec), {}, spec, "args") == spec
+
+
+DROPPED = ("glm4_moe", "glm4_moe_air", "glm4_moe_lite", "hy_v3", "deepseek_v3", "ernie4_5_moe")
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_what_stays_behind_is_what_transformers_leaves(name):
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    ignored = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(**settings_of(name)))]
+    keys = [f"model.layers.{layer}.enorm.weight" for layer in range(100)] + ["model.mtp_block.0.mlp.up_proj.weight"]
+    ours = [key for key in keys if any(re.fullmatch(drop, key) for drop in FAMILIES[name].drops)]
+    theirs = [key for key in keys if any(re.search(one, key) for one in ignored._keys_to_ignore_on_load_unexpected)]
+    assert ours == theirs != []
 
 
 # --- GPT-2 -----------------------------------------------------------------------------------------------------------
@@ -107,6 +190,10 @@ def test_its_matrices_are_input_by_output(model, convert, tmp_path):
         ("falcon-40b", {"bias": True}, "bias = True"),
         ("falcon-40b", {"parallel_attn": False}, "parallel_attn = False"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ("glm4_moe", {"attention_bias": False}, "attention_bias = False is not supported for glm4_moe, only True"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias = True is not supported"),
     ],
 )
 def test_what_has_no_table_is_refused(name, changes, reason):

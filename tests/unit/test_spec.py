@@ -23,7 +23,7 @@ from formats.megatron_args import Options, flags, from_megatron, namespace, to_m
 from formats.megatron_rotary import LLAMA3_SCALING
 from formats.spec import differences, parse_settings
 from formats.verbatim import describe
-from tests.models import EXPERTS, IN_MEGATRON, LLAMA3, MODELS, PLAIN_YARN, YARN, settings_of
+from tests.models import EXPERTS, FUSED_HERE, IN_MEGATRON, LLAMA3, MODELS, PLAIN_YARN, YARN, settings_of
 
 
 def config(name: str, **changes) -> dict:
@@ -84,13 +84,17 @@ def test_the_order_of_a_table_is_that_of_the_parameters(name):
     assert [(set(slot.keys) & set(names) or {""}).pop() for slot in parameters] == names
 
 
+ROUTER = ("normalized: True", "groups: 1", "top_groups: 1")
+
+
 @pytest.mark.parametrize("name", IN_MEGATRON)
 def test_settings_survive_megatron(name):
     spec = from_huggingface(config(name), {}, "one")
     args = to_megatron(spec)
     assert from_megatron(args, {}, spec, "args") == spec
     alone = from_megatron(args, {}, None, "args")
-    spellings = ("family", "rotary_fraction: None | 1.0")  # a Phi-3 whose heads rotate as a whole is a Llama
+    # a Phi-3 whose heads rotate as a whole is a Llama, and a Hunyuan 3 a dots.llm1 with the router's choices made
+    spellings = ("family", "rotary_fraction: None | 1.0", *(f"router_{name} | None" for name in ROUTER))
     assert [line for line in differences(alone, spec) if not line.startswith(spellings)] == []
 
 
@@ -706,16 +710,27 @@ def test_arguments_of_experts_of_any_type_are_read_or_refused(name):
         to_megatron(spec)
 
 
-@pytest.mark.parametrize("name", [*EXPERTS, "llama4_text"])
+@pytest.mark.parametrize("name", [*EXPERTS, *FUSED_HERE, "llama4_text"])
 def test_a_config_of_experts_of_any_type_is_read_or_refused(name):
     base = config(name)
     keys = {key for keys in FAMILIES[base["model_type"]].keys.values() for key in keys.split() if key in base}
-    keys |= {"decoder_sparse_step", "interleave_moe_layer_step", "max_window_layers"}.intersection(base)
+    beside = {"decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_end_index", "moe_layer_interval"}
+    keys |= {*beside, "max_window_layers", "rotary_dim"}.intersection(base)
     for key, value in product(keys, MANY):
         with suppress(VitruvianError):
             spec = from_huggingface(base | {key: value}, {}, "config.json")
             assert len(list(spec.boxes(256))) < 1000
             to_huggingface(spec, base | {key: value})
+
+
+def test_a_deep_model_has_full_attention_in_every_layer_without_a_config_too():
+    """From the arguments of Megatron a Hunyuan 3 is a dots.llm1, whose layers behind the 62nd may have a window."""
+    spec = from_huggingface(config("hy_v3", num_hidden_layers=80), {}, "config.json")
+    alone = from_megatron(to_megatron(spec), {}, None, "args")
+    written = to_huggingface(alone, {})
+    assert alone.family == "dots1"
+    assert from_huggingface(written, {}, "written") == alone
+    assert set(AutoConfig.for_model(**written).layer_types) == {"full_attention"}
 
 
 def test_groups_that_transformers_ranks_otherwise_are_refused():

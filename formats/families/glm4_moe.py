@@ -1,0 +1,63 @@
+"""GLM-4.5, 4.6 and 4.7: half of each head rotates, biases on query, key and value, experts as in dots.llm1.
+
+Facts: transformers models/glm4_moe/modeling_glm4_moe.py and conversion_mapping.py, 5.23.0: the layer behind the last,
+which predicts a second token, is not loaded of models with 46 and 92 layers; `attention_bias` gives the output none.
+"""
+
+from formats.families import Family, dots1
+from formats.layout import rules
+
+TABLE = """
+model.embed_tokens.weight                                      embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight                   query: (group head half pair) hidden
+model.layers.{layer}.self_attn.q_proj.bias                     query_bias: (group head half pair)
+model.layers.{layer}.self_attn.k_proj.weight                   key: (group half pair) hidden
+model.layers.{layer}.self_attn.k_proj.bias                     key_bias: (group half pair)
+model.layers.{layer}.self_attn.v_proj.weight                   value: (group dim) hidden
+model.layers.{layer}.self_attn.v_proj.bias                     value_bias: (group dim)
+model.layers.{layer}.self_attn.o_proj.weight                   output: hidden (group head dim)
+model.layers.{layer}.self_attn.q_norm.weight                   query_norm: (half pair)
+model.layers.{layer}.self_attn.k_norm.weight                   key_norm: (half pair)
+model.layers.{layer}.mlp.gate_proj.weight                      gate: ffn hidden                        dense
+model.layers.{layer}.mlp.up_proj.weight                        up: ffn hidden                          dense
+model.layers.{layer}.mlp.down_proj.weight                      down: hidden ffn                        dense
+model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight     expert_gate: expert_ffn hidden          sparse separate
+model.layers.{layer}.mlp.experts.{expert}.up_proj.weight       expert_up: expert_ffn hidden            sparse separate
+model.layers.{layer}.mlp.experts.{expert}.down_proj.weight     expert_down: hidden expert_ffn          sparse separate
+model.layers.{layer}.mlp.experts.gate_up_proj                  expert (expert_gate: expert_ffn | expert_up: expert_ffn) hidden    sparse fused
+model.layers.{layer}.mlp.experts.down_proj                     expert_down: expert hidden expert_ffn   sparse fused
+model.layers.{layer}.mlp.gate.weight                           router: expert hidden                   sparse
+model.layers.{layer}.mlp.gate.e_score_correction_bias          router_bias: expert                     sparse
+model.layers.{layer}.mlp.shared_experts.gate_proj.weight       shared_gate: shared_ffn hidden          sparse
+model.layers.{layer}.mlp.shared_experts.up_proj.weight         shared_up: shared_ffn hidden            sparse
+model.layers.{layer}.mlp.shared_experts.down_proj.weight       shared_down: hidden shared_ffn          sparse
+model.layers.{layer}.input_layernorm.weight                    input_norm: hidden
+model.layers.{layer}.post_attention_layernorm.weight           post_norm: hidden
+model.norm.weight                                              final_norm: hidden
+lm_head.weight                                                 head: vocab hidden          untied
+lm_head.weight                                                 embedding: vocab hidden     tied optional
+"""
+
+FAMILY = Family(
+    name="glm4_moe",
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    tensors=rules(TABLE),
+    drops=(r"model\.layers\.(?:46|92)\..*",),
+    marks={"attention_bias": True, "use_qk_norm": True},
+    requires={"hidden_act": "silu"},
+    keys={**dots1.FAMILY.keys, "rotary_fraction": "partial_rotary_factor"},
+    defaults={
+        "rotary_fraction": 0.5,
+        "experts": 128,
+        "top_k": 8,
+        "expert_ffn": 1408,
+        "shared_ffn": 1,
+        "dense_layers": 1,
+        "router_normalized": True,
+        "router_scale": 1.0,
+        "router_groups": 1,
+        "router_top_groups": 1,
+    },
+    router="sigmoid",
+)

@@ -1,0 +1,16 @@
+"""GLM-4.5-Air: GLM-4.5 without norms on query and key (transformers models/glm4_moe, 5.23.0)."""
+
+from dataclasses import replace
+
+from formats.families import glm4_moe
+from formats.layout import rules
+
+TABLE = "\n".join(line for line in glm4_moe.TABLE.splitlines() if "_norm: (half pair)" not in line)
+
+FAMILY = replace(
+    glm4_moe.FAMILY,
+    name="glm4_moe_air",
+    tensors=rules(TABLE),
+    marks={"attention_bias": True},
+    requires={"hidden_act": "silu", "use_qk_norm": False},
+)

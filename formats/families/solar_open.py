@@ -1,0 +1,36 @@
+"""Solar Open: the experts of dots.llm1 in every layer, the attention of Llama.
+
+Facts: transformers models/solar_open/modeling_solar_open.py, 5.23.0: no layer is dense, so that `intermediate_size` is
+the width of nothing, and its class has no such key.
+"""
+
+from formats.families import Family, dots1
+from formats.layout import rules
+
+WHOLE = dots1.TABLE.splitlines()
+TABLE = "\n".join(one for one in WHOLE if "_norm: (half pair)" not in one and not one.endswith(" dense"))
+
+FAMILY = Family(
+    name="solar_open",
+    architecture="SolarOpenForCausalLM",
+    tensors=rules(TABLE),
+    requires={"hidden_act": "silu", "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0},
+    rope_theta=1000000.0,
+    head_dim=128,
+    keys={
+        "ffn": "moe_intermediate_size",
+        **{name: key for name, key in dots1.FAMILY.keys.items() if name != "dense_layers"},
+    },
+    defaults={
+        "experts": 128,
+        "top_k": 8,
+        "expert_ffn": 1280,
+        "ffn": 1280,
+        "shared_ffn": 1,
+        "router_normalized": True,
+        "router_scale": 1.0,
+        "router_groups": 1,
+        "router_top_groups": 1,
+    },
+    router="sigmoid",
+)

@@ -47,6 +47,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "head_dim": (int,),
     "ffn_ratio": (int,),
     "mha": (bool,),
+    "centred": (bool,),
     "window": (str,),
     "window_default": (int,),
     "keys": (dict,),
@@ -319,6 +320,7 @@ def _check_megatron(family: Family, path: Path) -> None:
             not plain and not SILU & {value for value in family.requires.values() if isinstance(value, str)}
         ),
         "keys does not say what its activation is called": plain and "activation" not in family.keys,
+        "its norms are stored less one, and its MLP has a gate": family.centred and not plain,
         "its MLP has a gate, and keys leaves its activation open": not plain and "activation" in family.keys,
     }
     for reason, holds in reasons.items():

@@ -13,7 +13,7 @@ from formats import hf_experts
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, Family, family_named, family_of, find_family
 from formats.quantized import method_of
-from formats.spec import ModelSpec, Spec, Verbatim, checked, whole
+from formats.spec import LISTS, ModelSpec, Spec, Verbatim, checked, some_layers, whole
 
 HUGGINGFACE = {
     "layers": "num_hidden_layers",
@@ -38,6 +38,11 @@ ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "
 """A key beside the rotary settings that goes before theirs, and the types that have it (transformers 5.23.0,
 modeling_rope_utils.py `standardize_rope_params`)."""
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""What `layer_types` calls a layer with a sliding window, and one without."""
+NOPE_STEP = "no_rope_layer_interval"
+"""How far the layers are apart that do not rotate, where no list says it (transformers models/smollm3, 5.23.0)."""
+
 DROPOUTS = {
     "attention_dropout": ("attention_dropout", "attn_pdrop"),
     "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
@@ -59,7 +64,7 @@ OF_NO_MODEL = (
 
 def _keys(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
     """The config key of each setting of a family, as a config spells it; those with rules of their own apart."""
-    apart = (*ROTARY, *hf_experts.DERIVED)
+    apart = (*ROTARY, *LISTS, *hf_experts.DERIVED)
     keys = {name: key.split() for name, key in {**HUGGINGFACE, **family.keys}.items() if key and name not in apart}
     return {name: next((key for key in spellings if key in config), spellings[0]) for name, spellings in keys.items()}
 
@@ -142,7 +147,8 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
         value = config.get(key, only)
         if value != only and not (value is None and only is False):
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
-    layer_types = [] if "layer_types" in family.own else config.get("layer_types") or []
+    apart = {*family.own, *family.keys.values()}
+    layer_types = [] if "layer_types" in apart else config.get("layer_types") or []
     others = (
         [kind for kind in layer_types if kind != "full_attention"] if isinstance(layer_types, list) else [layer_types]
     )
@@ -194,18 +200,24 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
     if family.ffn_ratio and type(hidden) is int:
         values["ffn"] = get(keys["ffn"], family.ffn_ratio * hidden)
     if values.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads:
-        values["head_dim"] = family.head_dim or hidden // heads
+        said = keys.get("head_dim") in config  # that it has none
+        values["head_dim"] = (None if said else family.head_dim) or hidden // heads
     if "tied" not in family.defaults:
         values["tied"] = get(keys["tied"], False)
     values["own"] = {key: config.get(key, default) for key, default in family.own.items()}
     if LOCAL in family.own and _layered(config):
         values["own"][LOCAL] = config["rope_parameters"]["sliding_attention"].get("rope_theta", family.own[LOCAL])
     values |= dict(zip(ROTARY, _rope(config, family, get, where), strict=True))
+    if "nope_layers" in family.keys:
+        values["nope_layers"] = _nope_layers(config, family.keys["nope_layers"], some_layers(values["layers"]), where)
     values["sliding_window"] = None
     if family.window:
         values["sliding_window"] = config.get(family.window, family.window_default)
         if family.window not in config:
             notes.append(f"{family.window} = {family.window_default} (not in {where}: the default of transformers)")
+    if "full_layers" in family.keys:
+        assumed = family.defaults.get("full_layers")
+        values["full_layers"] = _full_layers(config, family.keys["full_layers"], assumed, values["layers"], where)
     return values, notes
 
 
@@ -249,6 +261,35 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     return theta, None if rope_type == "default" else {"rope_type": rope_type, **parameters}, fraction
 
 
+def _nope_layers(config: Mapping[str, Any], key: str, layers: range, where: str) -> tuple[int, ...]:
+    """The layers in which nothing rotates: of the list under `key` those with a 0.
+
+    Raises:
+        SourceError: the config says nothing of some layers.
+    """
+    rotates = config.get(key)
+    if rotates is None:
+        step = whole(config.get(NOPE_STEP, 4), NOPE_STEP, where)
+        return tuple(layer for layer in layers if (layer + 1) % step == 0)
+    if not isinstance(rotates, list) or len(rotates) < len(layers) or any(one not in (0, 1) for one in rotates):
+        raise SourceError(f"{where} says {key} = {short(rotates)}, it should be 0 or 1 for each layer")
+    return tuple(layer for layer in layers if not rotates[layer])
+
+
+def _full_layers(config: Mapping[str, Any], key: str, assumed: Any, layers: Any, where: str) -> Any:
+    """The layers that no sliding window holds for.
+
+    Raises:
+        SourceError: the config says something else than whether there is one in each layer.
+    """
+    kinds = config.get(key)
+    if kinds is None and assumed is not None:
+        return assumed
+    if not isinstance(kinds, list) or len(kinds) != layers or any(one not in (SLIDING, FULL) for one in kinds):
+        raise SourceError(f"{where} says {key} = {short(kinds)}, it should be {SLIDING} or {FULL} for each layer")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
+
+
 def _layered(config: Mapping[str, Any]) -> bool:
     """Whether the rotary settings are those of Gemma 3 in transformers 5: one map for each kind of attention."""
     found = config.get("rope_parameters")
@@ -268,6 +309,7 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     family = find_family(config)
     if family:
         known |= {*family.requires, *family.marks, *" ".join(family.keys.values()).split(), *family.own, family.window}
+        known |= {NOPE_STEP} if "nope_layers" in family.keys else set()
         known |= hf_experts.BESIDE if "dense_layers" in family.keys else set()
     return sorted(set(config) - known - ({"quantization_config"} if method_of(config) else set()))
 
@@ -300,13 +342,17 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     known = _values(config, family, "the config")[0] if base else {}
     keys = _keys(family, config)
     derived = [name for name in hf_experts.DERIVED if name in family.keys]
-    names = (*keys, *derived, *ROTARY, "sliding_window")
+    names = (*keys, *derived, *ROTARY, "nope_layers", "full_layers", "sliding_window")
     changed = {name for name in names if name not in known or known[name] != getattr(spec, name)}
     for name, key in keys.items():
         if name in changed:
             config[key] = getattr(spec, name)
     for name in changed.intersection(derived):
         config |= hf_experts.spelled(family.keys, name, spec)
+    if spec.nope_layers is not None and "nope_layers" in changed:
+        config[family.keys["nope_layers"]] = [int(layer not in spec.nope_layers) for layer in range(spec.layers)]
+    if spec.full_layers is not None and "full_layers" in changed:
+        config[family.keys["full_layers"]] = [FULL if n in spec.full_layers else SLIDING for n in range(spec.layers)]
     if family.window and "sliding_window" in changed:
         config[family.window] = spec.sliding_window
     if changed & set(ROTARY) and family.rope_theta is not None:

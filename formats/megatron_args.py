@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from formats import megatron_experts, megatron_gpt_oss, megatron_mla, megatron_rotary
+from formats import megatron_experts, megatron_gpt_oss, megatron_mla, megatron_plain, megatron_rotary
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, Facts, family_named
 from formats.pickles import DTYPES, Dtype, keeps
 from formats.pipeline import Pipeline
-from formats.spec import ModelSpec, checked, differences, whole
+from formats.spec import ModelSpec, checked, differences, some_layers, whole
 
 CORE = "megatron-core"
 """The dialect that this table is of."""
@@ -43,22 +43,6 @@ GATED: Mapping[str, tuple[Any, ...]] = {
 }
 """What sets the descendants of Llama apart; the first value is also what an absent argument means."""
 
-PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "swiglu": (False,),
-    "normalization": ("LayerNorm",),
-    "add_bias_linear": (True,),
-    "disable_bias_linear": (False,),
-    "openai_gelu": (False,),
-}
-"""The same for models whose MLP has no gate."""
-
-GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
-"""Activation: `bias_gelu_fusion`, whose kernel is the approximation with tanh (core/fusions/fused_bias_gelu.py).
-
-The first two are one function. `openai_gelu` is a third name of it, which training on megatron-core does not heed
-(megatron/training/arguments.py `core_transformer_config_from_args`).
-"""
-
 MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "learned_absolute", "yarn"),
     "rotary_interleaved": (False,),
@@ -73,8 +57,6 @@ MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "apply_residual_connection_post_layernorm": (False,),
     "softmax_type": ("vanilla",),
-    "no_rope_freq": (None,),
-    "window_attn_skip_freq": (None,),
     "mtp_num_layers": (None, 0),
     "linear_attention_freq": (None,),
     "experimental_attention_variant": (None,),
@@ -85,10 +67,13 @@ MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 """Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
 
+USUAL = ("llama", "mistral", "starcoder2")
+"""What a model without a config is, of several families that Megatron does not tell apart."""
+
 MORE_SETTINGS = (
     "group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "window_size",
-    "true_vocab_size", "padded_vocab_size", "bias_gelu_fusion", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
+    "window_attn_skip_freq", "no_rope_freq", "true_vocab_size", "padded_vocab_size", "bias_gelu_fusion",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
     *megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE, *megatron_rotary.ARGS,
     *megatron_mla.MORE, *megatron_rotary.LATENT.values(),
 )  # fmt: skip
@@ -114,8 +99,8 @@ def from_megatron(
     rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
     args = {**args, "position_embedding_type": "rope"} if rotary else args
     sinks = megatron_gpt_oss.here(args)
-    plain = args.get("swiglu") is False and not sinks
-    only = {**MEGATRON_ONLY, **(megatron_gpt_oss.ONLY if sinks else PLAIN if plain else GATED)}
+    plain = megatron_plain.here(args) and not sinks
+    only = {**MEGATRON_ONLY, **(megatron_gpt_oss.ONLY if sinks else megatron_plain.ONLY if plain else GATED)}
     only |= {} if args.get("num_experts") is None else megatron_experts.ONLY
     only = {name: allowed for name, allowed in only.items() if not (sinks and name in megatron_gpt_oss.READ)}
     latent = megatron_mla.here(args)
@@ -129,6 +114,9 @@ def from_megatron(
     untied = args.get("untie_embeddings_and_output_weights")
     values["tied"] = None if untied is None else not untied
     values["sliding_window"] = _window(args.get("window_size"), where)
+    windows = [] if sinks else megatron_gpt_oss.windows(args, values["layers"], where)
+    values["full_layers"] = tuple(layer for layer, one in enumerate(windows) if not one)
+    values["nope_layers"] = _nope_layers(args.get("no_rope_freq"), values["layers"], where)
     kind = args.get("position_embedding_type")
     if latent:
         values |= megatron_mla.found(args, values["norm_epsilon"], base, where)
@@ -141,19 +129,15 @@ def from_megatron(
         values |= dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"))
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
     values["vocab"] = args.get("true_vocab_size") or (base.vocab if base else None)
+    facts = megatron_plain.found(args, where) if plain else Facts(biased=sinks)
     if plain:
-        fused = args.get("bias_gelu_fusion", True)
-        names = [name for name, kernel in GELU.items() if kernel is fused]
-        if not names:
-            raise UnsupportedError(f"{where}: bias_gelu_fusion = {short(fused)} is neither true nor false")
         usual = base.activation if base else "gelu_new" if learned else None
-        values["activation"] = usual if usual in names else names[0]
+        values["activation"] = megatron_plain.activation(args, facts.biased, usual, where)
     experts, tensors, router = megatron_experts.found(args, values, where)
     values |= experts
     qkv_bias, qk_norm = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")) and not latent
-    facts = Facts(
-        qkv_bias, qk_norm, plain=plain, learned=learned, sinks=sinks, latent=latent, experts=tensors, router=router
-    )
+    facts = facts._replace(qkv_bias=qkv_bias, qk_norm=qk_norm, learned=learned, sinks=sinks)
+    facts = facts._replace(latent=latent, experts=tensors, router=router)
     return agreed(values, facts, settings, base, where)
 
 
@@ -201,12 +185,16 @@ def agreed(
     """
     values = {**values, **settings}
     fraction = 1.0 if values.get("rotary_fraction") is None else values["rotary_fraction"]
-    facts = facts._replace(window=values["sliding_window"] is not None, partial=fraction != 1.0)
+    nope, window = bool(values.get("nope_layers")), values["sliding_window"] is not None
+    layered = window and bool(values.get("full_layers"))
+    facts = facts._replace(window=window, layered=layered, partial=fraction != 1.0, nope=nope)
     values["family"] = _family(facts, base, where)
     if facts.experts:
         values = megatron_experts.chosen(values, base, where)
-    choice = "rotary_fraction" in {*family_named(values["family"]).keys, *settings}
-    values["rotary_fraction"] = fraction if choice else None
+    choices = {*family_named(values["family"]).keys, *settings}
+    values["rotary_fraction"] = fraction if "rotary_fraction" in choices else None
+    for name in ("nope_layers", "full_layers"):
+        values[name] = values.get(name) if name in choices else None
     notes = [*values.get("notes", ())]
     rotary = family_named(values["family"]).rope_theta is not None  # otherwise there is a weight for each position
     if rotary and base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
@@ -227,7 +215,7 @@ def agreed(
 def residue(args: Mapping[str, Any]) -> list[str]:
     """The arguments that no table knows: training settings, which `reshard` keeps and a config cannot hold."""
     spellings = {name for names in MEGATRON.values() for name in names.split()}
-    known = {*spellings, *MEGATRON_ONLY, *PLAIN, *MORE_SETTINGS}
+    known = {*spellings, *MEGATRON_ONLY, *megatron_plain.ONLY, *MORE_SETTINGS}
     return sorted(name for name in set(args) - known if isinstance(name, str))
 
 
@@ -243,10 +231,23 @@ def _window(window: Any, where: str) -> int | None:
     raise UnsupportedError(f"{where}: window_size = {short(window)} is not supported, only (left, 0)")
 
 
+def _nope_layers(frequency: Any, layers: Any, where: str) -> tuple[int, ...]:
+    """The layers in which nothing rotates (transformer/transformer_config.py `no_rope_freq`)."""
+    numbers = some_layers(layers)
+    match frequency:
+        case None:
+            return ()
+        case int(step) if type(step) is int and step > 0 and len(numbers) % step == 0:
+            return tuple(layer for layer in numbers if (layer + 1) % step == 0)
+        case list(said) if len(said) == layers and all(one in (0, 1) for one in said):
+            return tuple(layer for layer in numbers if said[layer])
+    raise UnsupportedError(f"{where}: no_rope_freq = {short(frequency)} says nothing about {short(layers)} layers")
+
+
 def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
     """The family with these facts."""
-    own_first = sorted(FAMILIES.values(), key=lambda family: family.file is None)
-    fitting = [family.name for family in own_first if family.fits(facts)]
+    in_order = sorted(FAMILIES.values(), key=lambda family: (family.file is None, family.name not in USUAL))
+    fitting = [family.name for family in in_order if family.fits(facts)]
     if base and base.family in fitting:
         return base.family
     if base:
@@ -255,7 +256,7 @@ def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
         )
     if not fitting:
         raise UnsupportedError(
-            f"{where}: no known family has this combination of biases, query/key norms, sliding window, partial "
+            f"{where}: no known family has this combination of norms, biases, query/key norms, sliding window, partial "
             "rotary embedding or learned positions, and experts"
         )
     return fitting[0]
@@ -271,11 +272,8 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
     args: dict[str, Any] = {
         name: getattr(spec, setting) for setting, names in MEGATRON.items() for name in names.split()
     }
-    args |= {name: allowed[0] for name, allowed in {**MEGATRON_ONLY, **(PLAIN if facts.plain else GATED)}.items()}
-    if facts.plain:
-        if spec.activation not in GELU:
-            raise RefusedError(f"Megatron has no activation {spec.activation}, only {' and '.join(GELU)}")
-        args["bias_gelu_fusion"] = GELU[spec.activation]
+    args |= {name: allowed[0] for name, allowed in {**MEGATRON_ONLY, **GATED}.items()}
+    args |= megatron_plain.arguments(spec) if facts.plain else {}
     theta = 10000 if spec.rope_theta is None else spec.rope_theta  # a default that learned positions do not heed
     args |= megatron_experts.arguments(spec)
     args |= {
@@ -286,13 +284,17 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
         "use_rotary_position_embeddings": False,
         "add_position_embedding": True,
         "untie_embeddings_and_output_weights": not spec.tied,
-        "add_qkv_bias": facts.qkv_bias and not facts.plain,
+        "add_qkv_bias": facts.qkv_bias and not (facts.plain and facts.biased),
         "qk_layernorm": facts.qk_norm,
+        "no_rope_freq": [int(layer in spec.nope_layers) for layer in range(spec.layers)] if spec.nope_layers else None,
         "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
+        "window_attn_skip_freq": None,
         "seq_length": spec.max_positions,
         "vocab_size": spec.vocab,
         "true_vocab_size": spec.vocab,
     }
+    if spec.full_layers and spec.sliding_window:
+        args["window_attn_skip_freq"] = [int(layer not in spec.full_layers) for layer in range(spec.layers)]
     args |= megatron_rotary.arguments(replace(spec, rope_scaling=None) if facts.latent else spec)
     args |= megatron_mla.arguments(spec) if facts.latent else {}
     return args | (megatron_gpt_oss.arguments(spec) if facts.sinks else {})
@@ -414,8 +416,10 @@ def flags(args: Mapping[str, Any]) -> str:
     flags += megatron_rotary.flags(args)
     if args["qk_layernorm"]:
         flags.append("--qk-layernorm")
-    if not args["swiglu"] and not args["bias_gelu_fusion"]:
-        flags.append("--no-bias-gelu-fusion")
+    flags += megatron_plain.flags(args)
+    for name in ("no_rope_freq", "window_attn_skip_freq"):
+        if args[name]:
+            flags.append(f"--{name.replace('_', '-')} '[{','.join(map(str, args[name]))}]'")
     if args["window_size"]:
         flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
     flags += megatron_experts.flags(args) + megatron_gpt_oss.flags(args) + megatron_mla.flags(args)

@@ -1,4 +1,4 @@
-"""The arguments of GPT-OSS, the only family whose attention has sinks, and windows in some of its layers.
+"""The arguments of GPT-OSS, the only family whose attention has sinks, and those of windows in some layers.
 
 Facts: megatron-core 0.16.1, transformer/dot_product_attention.py (sinks), transformer/utils.py
 `is_layer_window_attention`, transformer/mlp.py (`glu`: the clamp and the offset), fusions/fused_bias_geglu.py
@@ -24,7 +24,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "bias_gelu_fusion": (True, False),
 }
 """What sets it apart; the first value is also what an absent argument means. A fusion computes the same."""
-READ = ("window_attn_skip_freq", "activation_func_clamp_value")
+READ = ("activation_func_clamp_value",)
 """The arguments that are settings."""
 ALPHA = 1.702
 """That of Megatron's quick GELU."""
@@ -44,14 +44,18 @@ def found(args: Mapping[str, Any], layers: Any, base: ModelSpec | None, where: s
         UnsupportedError: args say nothing of the windows of all layers.
     """
     limit = real(args.get("activation_func_clamp_value"), "activation_func_clamp_value", where)
-    kinds = [SLIDING if one else FULL for one in _windows(args, layers, where)]
+    kinds = [SLIDING if one else FULL for one in windows(args, layers, where)]
     own = {"layer_types": kinds, "swiglu_alpha": ALPHA, "swiglu_limit": limit}
     same = base and base.own.keys() == own.keys() and {**base.own, "layer_types": _kinds(base)} == own
     return base.own if base and same else own
 
 
-def _windows(args: Mapping[str, Any], layers: Any, where: str) -> list[bool]:
-    """Whether each layer has a window."""
+def windows(args: Mapping[str, Any], layers: Any, where: str) -> list[bool]:
+    """Whether each layer has a window, in any family.
+
+    Raises:
+        UnsupportedError: args say nothing of all layers.
+    """
     numbers = some_layers(layers)
     if args.get("window_size") is None:
         return [False for _ in numbers]
@@ -102,9 +106,8 @@ def flags(args: Mapping[str, Any]) -> list[str]:
     """The flags that Megatron does not take from a checkpoint."""
     if not here(args):
         return []
-    pattern = ",".join(map(str, args["window_attn_skip_freq"]))
     return [
-        f"--softmax-type {args['softmax_type']} --window-attn-skip-freq '[{pattern}]'",
+        f"--softmax-type {args['softmax_type']}",
         f"--quick-geglu --glu-linear-offset {args['glu_linear_offset']}",
         f"--activation-func-clamp-value {args['activation_func_clamp_value']}",
     ]

@@ -233,7 +233,8 @@ def lacks(family: Family) -> str:
             family.facts.qkv_bias
         ),
         "it has no norms on query and key": family.facts.qk_norm,
-        "its positions are rotary": family.rope_theta is None,
+        "its positions are rotary, in every layer": family.rope_theta is None or "nope_layers" in family.keys,
+        "its window holds for every layer": "full_layers" in family.keys,
         "its MLP has no experts": bool(family.facts.experts),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -33,7 +33,9 @@ EXPERTS: Mapping[str, Any] = {
 """The settings of a mixture of experts: what holds in a family that leaves no choice."""
 LATENT = ("query_rank", "latent_rank", "nope_dim", "rope_dim")
 """The settings of an attention with latents."""
-CHOICES = ("rotary_fraction", "parallel_residual", "activation", *EXPERTS, *LATENT)
+LISTS = ("dense_layers", "nope_layers", "full_layers")
+"""The settings that are some layers of the model."""
+CHOICES = ("rotary_fraction", "nope_layers", "full_layers", "parallel_residual", "activation", *EXPERTS, *LATENT)
 """The settings that only some families have."""
 
 
@@ -44,8 +46,9 @@ class ModelSpec:
     `vocab` is the true vocabulary, None while unknown; `rope_theta` is None where nothing rotates; `rope_scaling` is in
     Hugging Face's terms (`rope_type` and its parameters), None for plain rotary embeddings; `sliding_window` counts the
     tokens that a token sees, itself included. `own` are the config keys of the family that no other format has.
-    `rotary_fraction` (the part of a head that rotates), `parallel_residual` and `activation` are None where the family
-    leaves no choice. `notes` say which settings came from a documented default.
+    `rotary_fraction` (the part of a head that rotates), `nope_layers` (in which nothing does), `full_layers` (which no
+    sliding window holds for), `parallel_residual` and `activation` are None where the family leaves no choice. `notes`
+    say which settings came from a documented default.
 
     So are those of an attention with latents: `query_rank` (None where queries have none) and `latent_rank` are their
     widths, `nope_dim` and `rope_dim` the parts of a key that rotate not, and do; `head_dim` is then the value's.
@@ -72,6 +75,8 @@ class ModelSpec:
     tied: bool
     own: Mapping[str, Any] = field(default_factory=dict)
     rotary_fraction: float | None = None
+    nope_layers: tuple[int, ...] | None = None
+    full_layers: tuple[int, ...] | None = None
     parallel_residual: bool | None = None
     activation: str | None = None
     experts: int | None = None
@@ -143,7 +148,7 @@ class ModelSpec:
     def settings(self) -> dict[str, Any]:
         """The settings by name, without those in which the family leaves no choice."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
-        values["dense_layers"] = None if self.dense_layers is None else list(self.dense_layers)  # as JSON reads it back
+        values |= {name: list(values[name]) for name in LISTS if values[name] is not None}  # as JSON reads it back
         return {
             name: value for name, value in values.items() if value not in (None, {}) or name not in (*CHOICES, "own")
         }
@@ -245,7 +250,7 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     scaling: Any = values.get("rope_scaling")
     if scaling is not None and not _is_scaling(scaling):
         raise SourceError(f"{where} says rope_scaling = {short(scaling)}", "correct it with --set rope_scaling=none")
-    optional["dense_layers"] = _layers_of(optional["dense_layers"], sizes["layers"], where)
+    optional |= {name: _layers_of(optional[name], name, sizes["layers"], where) for name in LISTS}
     spec = ModelSpec(
         **sizes,
         **optional,
@@ -279,6 +284,8 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     foreign = [name for name in CHOICES if values.get(name) is not None and name not in family.keys]
     if foreign:
         raise UnsupportedError(f"{where}: a {spec.family} leaves no choice of {foreign[0]}")
+    if spec.full_layers is not None and spec.sliding_window is None and len(spec.full_layers) < spec.layers:
+        raise SourceError(f"{where} has layers with a sliding window, and does not say how wide it is")
     fraction = spec.rotary_fraction
     if fraction is not None and real(fraction, "rotary_fraction", where) > 1:
         raise SourceError(f"{where} says rotary_fraction = {fraction}", "correct it with --set rotary_fraction=VALUE")
@@ -296,12 +303,12 @@ def some_layers(count: Any) -> range:
     return range(count if type(count) is int and 0 < count <= MOST_LAYERS else 0)
 
 
-def _layers_of(value: Any, layers: int, where: str) -> tuple[int, ...] | None:
+def _layers_of(value: Any, name: str, layers: int, where: str) -> tuple[int, ...] | None:
     """Some layers of a model, in their order, each once."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not all(type(one) is int and 0 <= one < layers for one in value):
-        raise SourceError(f"{where} says dense_layers = {short(value)}, these are no layers of {layers}")
+        raise SourceError(f"{where} says {name} = {short(value)}, these are no layers of {layers}")
     return tuple(sorted(set(value)))
 
 

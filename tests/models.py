@@ -45,6 +45,7 @@ OSS = {"num_experts_per_tok": 2, "sliding_window": 8}
 MINIMAX = {"head_dim": 16, "rotary_dim": 8, "num_experts_per_tok": 2, **TOKENS}
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
 FOUR = {"num_experts_per_tok": 4}
+FIRST = ["full_attention", *["sliding_attention"] * 3]
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 SMALL: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -112,6 +113,22 @@ MODELS: dict[str, dict[str, Any]] = {
         **TOKENS,
     },
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": PLAIN_YARN},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16},
+    "seed_oss-tied": {"model_type": "seed_oss", "head_dim": 8, "tie_word_embeddings": True},
+    "smollm3": {"model_type": "smollm3", "tie_word_embeddings": False, **TOKENS},
+    "smollm3-tied": {"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0], **TOKENS},
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16, "tie_word_embeddings": False},
+    "ernie4_5-tied": {"model_type": "ernie4_5", "head_dim": 8, "rope_parameters": PLAIN_YARN},
+    "arcee": {"model_type": "arcee", "head_dim": 16, **TOKENS},
+    "arcee-tied": {"model_type": "arcee", "hidden_act": "gelu", "tie_word_embeddings": True, **TOKENS},
+    "nemotron": {"model_type": "nemotron", "head_dim": 16},
+    "nemotron-tied": {"model_type": "nemotron", "tie_word_embeddings": True, "rope_parameters": PARTIAL},
+    "jais2": {"model_type": "jais2", "head_dim": 16, **TOKENS},
+    "jais2-tied": {"model_type": "jais2", "hidden_act": "gelu", **TIED},
+    "ministral": {"model_type": "ministral", "head_dim": 16, "sliding_window": 8, "layer_types": ALTERNATING},
+    "ministral-tied": {"model_type": "ministral", "head_dim": 8, "sliding_window": 8, "layer_types": FIRST, **TIED},
+    "cwm": {"model_type": "cwm", "head_dim": 16, "sliding_window": 8, **TOKENS},
+    "cwm-tied": {"model_type": "cwm", "head_dim": 8, "sliding_window": 8, "rope_parameters": PLAIN_YARN, **TIED},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **TOKENS},
     "mixtral-tied": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8, **TIED},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "norm_topk_prob": True, **MOE},

@@ -24,17 +24,22 @@ FAMILY_FILE = "family.toml"
 class Facts(NamedTuple):
     """What arguments that name no family say of a model, and only some families have.
 
-    Biases on query, key and value; norms on each query and key head; a sliding window; heads that rotate in part;
-    LayerNorm, biases everywhere and an MLP without a gate; learned positions in place of rotary ones; sinks of
-    attention; latents of keys and values. Of a mixture of experts, the tensors of `EXPERTS` that it has and how its
-    router makes weights of scores.
+    Biases on query, key and value; norms on each query and key head; a sliding window, and layers without it; heads
+    that rotate in part, and layers that do not; an MLP without a gate; LayerNorm, biases everywhere, and norms whose
+    weights are stored less one; learned positions in place of rotary ones; sinks of attention; latents of keys and
+    values. Of a mixture of experts, the tensors of `EXPERTS` that it has and how its router makes weights of scores.
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
     window: bool = False
+    layered: bool = False
     partial: bool = False
+    nope: bool = False
     plain: bool = False
+    layer_norm: bool = False
+    biased: bool = False
+    centred: bool = False
     learned: bool = False
     sinks: bool = False
     latent: bool = False
@@ -62,6 +67,7 @@ class Family:
         head_dim: the same for the head dimension; None for hidden size / heads.
         ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
         mha: whether it assumes as many key/value heads as heads.
+        centred: whether the weights of its norms are stored less one; Megatron has such LayerNorms.
         window: the config key of its sliding window, if it has one, and what transformers assumes.
         keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
         defaults: setting: what transformers assumes of those, and the key/value heads of all its models, if not heads.
@@ -85,6 +91,7 @@ class Family:
     head_dim: int | None = None
     ffn_ratio: int = 0
     mha: bool = False
+    centred: bool = False
     window: str = ""
     window_default: int | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -108,8 +115,13 @@ class Family:
             qkv_bias="query_bias" in held,
             qk_norm="query_norm" in held,
             window=bool(self.window),
+            layered="full_layers" in self.keys,
             partial="rotary_fraction" in self.keys,
+            nope="nope_layers" in self.keys,
             plain=not {"gate", "expert_gate"} & held,
+            layer_norm="final_norm_bias" in held,
+            biased="output_bias" in held,
+            centred=self.centred,
             learned="positions" in held,
             sinks="sinks" in held,
             latent="latent_down" in held,
@@ -119,12 +131,12 @@ class Family:
 
     def fits(self, facts: Facts) -> bool:
         """Whether a model of Megatron with these facts can belong to the family. It need not use all that it may."""
-        own, biased = self.facts, facts.qkv_bias or facts.plain or facts.sinks
+        own, biased = self.facts, facts.qkv_bias or facts.biased
+        free = ("window", "layered", "partial", "nope")
         return (
             not self.only_here
-            and (own.window or not facts.window)
-            and (own.partial or not facts.partial)
-            and own == facts._replace(qkv_bias=biased, window=own.window, partial=own.partial)
+            and all(getattr(own, name) or not getattr(facts, name) for name in free)
+            and own == facts._replace(qkv_bias=biased, **{name: getattr(own, name) for name in free})
         )
 
 

@@ -50,7 +50,7 @@ EVERY = tuple(
     if name not in EXPERTS
 )
 
-TE = ("llama", "qwen2", "qwen3", "starcoder2", "gpt2", "mixtral", "qwen2_moe-tied")
+TE = ("llama", "qwen2", "qwen3", "starcoder2", "gpt2", "nemotron", "arcee-tied", "mixtral", "qwen2_moe-tied")
 
 TOPOLOGIES = {
     "tp1": Topology(1, 1, 1, "local", (*EVERY, Case("mixtral"), Case("dots1-tied"))),
@@ -62,9 +62,9 @@ TOPOLOGIES = {
         2,
         1,
         "local",
-        (Case("llama"), Case("qwen2-tied"), Case("qwen3-tied"), Case("mistral"), Case("phi3"), Case("gpt2")),
+        tuple(map(Case, ("llama", "qwen2-tied", "qwen3-tied", "mistral", "phi3", "gpt2", "smollm3-tied", "ernie4_5"))),
     ),
-    "pp2-vpp2": Topology(1, 2, 2, "local", (Case("llama-tied"), Case("qwen2"))),
+    "pp2-vpp2": Topology(1, 2, 2, "local", (Case("llama-tied"), Case("qwen2"), Case("smollm3"))),
     "pp2-first": Topology(1, 2, 1, "local", (Case("llama-tied"), Case("qwen3")), ("--first-stage-layers", "1")),
     "pp2-layout": Topology(1, 2, 1, "local", (Case("llama"), Case("qwen2-tied")), ("--pp-layout", "Et|tt||tL")),
     "pp3-empty": Topology(1, 3, 1, "local", (Case("llama"),), ("--pp-layout", "Etttt||L")),

@@ -31,18 +31,22 @@ warnings.filterwarnings("ignore")  # megatron-core announces every missing accel
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # fused activations need no compiler
 
+import megatron.core.fusions.fused_layer_norm as megatron_norm
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as megatron_moe
 import megatron.core.transformer.multi_latent_attention as megatron_mla
+import megatron.core.transformer.transformer_block as megatron_block
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -52,11 +56,14 @@ FILE = "model_optim_rng.pt"
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 SIGMOID = ("dots1", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "solar_open", "hy_v3")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", *SIGMOID)
-FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2", *EXPERTS)
+PLAIN = ("arcee", "gpt2", "jais2", "nemotron", "starcoder2")
+EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
+DENSE = ("cwm", "ernie4_5", "ministral", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", *PLAIN)
+FAMILIES = (*DENSE, *EXPERTS)
 for _family in FAMILIES:  # else each rank that is forked imports them anew
     import_module(f"transformers.models.{_family}.modeling_{_family}")
-GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
-"""Activation: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
+GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False, "relu2": False}
+"""Activation of an MLP without a gate: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 StateDict = dict[str, Any]
 
@@ -87,6 +94,24 @@ class WideAttention(DotProductAttention):
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
+class TorchKernel:
+    """torch's LayerNorm in the place of Apex's kernel, with its arguments (fusions/fused_layer_norm.py:160)."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, shape: Any, eps: float) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+
+    apply = forward
+
+
+class LocalNorm:
+    """The norm of the local layers: with Apex's class where weights are stored less one, which torch's refuses."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, **kwargs: Any) -> Any:
+        centred = config.layernorm_zero_centered_gamma
+        return (megatron_norm.FusedLayerNorm if centred else WrappedTorchNorm)(config, hidden_size, **kwargs)
+
+
 @functools.cache
 def gloo_device() -> Any:
     """A thread that listens to sockets: it wakes every 10 ms, and every group would have one of its own."""
@@ -112,9 +137,13 @@ def patch_for_cpu() -> None:
     fork, for dropout even when it is 0: tensor_parallel/random.py:243.
     cuda() of a tied head, while building: models/common/language_module/language_module.py:244.
     HAVE_TE, which is true without it: transformer/multi_latent_attention.py:185.
+    Apex, of norms whose weights are stored less one: fusions/fused_layer_norm.py:26.
     te_general_gemm, of a router where Transformer Engine can be imported: transformer/moe/moe_utils.py.
     """
     share_gloo_device()
+    megatron_norm.HAVE_FUSED_LAYER_NORM, megatron_norm.FusedLayerNormAffineFunction = True, TorchKernel
+    megatron_block.LayerNormImpl = LocalNorm
+    LocalSpecProvider.layer_norm = lambda self, rms_norm=False, for_qk=False: LocalNorm
     megatron_moe.te_general_gemm = None
     megatron_mla.HAVE_TE = False
     LocalSpecProvider.core_attention = lambda self: WideAttention
@@ -279,7 +308,7 @@ def rope_arguments(c: PreTrainedConfig) -> dict[str, Any]:
 
 def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
     """What describes the model under the same name in TransformerConfig and in a checkpoint's args."""
-    plain, tiny = c.model_type in ("starcoder2", "gpt2"), expert_fields(c)
+    plain, tiny, layer_norm = c.model_type in PLAIN, expert_fields(c), c.model_type in PLAIN[1:]
     if c.model_type not in FAMILIES or activation(c) not in (GELU if plain else ("silu",)):
         raise JudgementError(f"model_type {c.model_type!r} with {activation(c)!r} is beyond this judge")
     if c.model_type == "gpt2":
@@ -288,10 +317,12 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
     else:
         ffn, groups = c.intermediate_size, c.num_key_value_heads
         ffn = c.moe_intermediate_size if c.model_type == "solar_open" else ffn  # which is the width of nothing else
-        dropouts = getattr(c, "residual_dropout", 0.0), c.attention_dropout
-        epsilon = c.norm_epsilon if plain else c.rms_norm_eps
-    oss, biased = c.model_type == "gpt_oss", c.model_type in ("gpt_oss", "glm4_moe")
-    if getattr(c, "attention_bias", False) is not biased or getattr(c, "mlp_bias", False):
+        dropouts = getattr(c, "residual_dropout", 0.0), getattr(c, "attention_dropout", 0.0)
+        epsilon = next(getattr(c, name) for name in EPSILONS if hasattr(c, name))
+    oss, biased = c.model_type == "gpt_oss", c.model_type in ("gpt_oss", "seed_oss", "jais2", "glm4_moe")
+    rotates = getattr(c, "no_rope_layers", None)
+    said = getattr(c, "attention_bias", False), getattr(c, "mlp_bias", False)
+    if said != (biased, c.model_type == "jais2"):
         raise JudgementError("attention_bias and mlp_bias are beyond this judge")
     return {
         "num_layers": c.num_hidden_layers,
@@ -303,11 +334,14 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         or getattr(c, "head_dim", None)
         or c.hidden_size // c.num_attention_heads,
         "layernorm_epsilon": epsilon,
-        "normalization": "LayerNorm" if plain else "RMSNorm",
-        "add_bias_linear": plain or oss,
-        "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe") or biased,
+        "normalization": "LayerNorm" if layer_norm else "RMSNorm",
+        "layernorm_zero_centered_gamma": c.model_type == "nemotron",
+        "add_bias_linear": c.model_type in ("gpt2", "jais2", "starcoder2") or oss,
+        "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe", "gpt_oss", "seed_oss", "glm4_moe"),
         "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", "hy_v3", *LATENT)
         or getattr(c, "use_qk_norm", False),
+        "window_attn_skip_freq": window_fields(c).get("window_attn_skip_freq"),
+        "no_rope_freq": [1 - one for one in rotates[: c.num_hidden_layers]] if rotates else None,
         "hidden_dropout": dropouts[0],
         "attention_dropout": dropouts[1],
         **tiny,
@@ -341,7 +375,6 @@ def gpt_oss_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "softmax_type": "learnable",
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": c.swiglu_limit,
-        **{name: value for name, value in window_fields(c).items() if name == "window_attn_skip_freq"},
     }
 
 
@@ -390,10 +423,11 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
 def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dtype) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model, with all kernel fusions off (the default)."""
     silu = quick_gelu if c.model_type == "gpt_oss" else torch.nn.functional.silu
+    ungated = squared_relu if activation(c) == "relu2" else torch.nn.functional.gelu
     kind = MLATransformerConfig if c.model_type in LATENT else TransformerConfig
     config = kind(
         gated_linear_unit=activation(c) == "silu",
-        activation_func=silu if activation(c) == "silu" else torch.nn.functional.gelu,
+        activation_func=silu if activation(c) == "silu" else ungated,
         bias_activation_fusion=GELU.get(activation(c), False),
         use_cpu_initialization=True,
         params_dtype=dtype,
@@ -432,6 +466,7 @@ def expected_claims(
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
         "swiglu": activation(c) == "silu" and c.model_type != "gpt_oss",
         "quick_geglu": c.model_type == "gpt_oss",
+        "squared_relu": activation(c) == "relu2",
         **({"bias_gelu_fusion": GELU[activation(c)]} if activation(c) in GELU else {}),
         "padded_vocab_size": padded,
         "tensor_model_parallel_size": topology.tp,
@@ -442,8 +477,7 @@ def expected_claims(
         "add_bias_linear": required.pop("add_bias_linear"),
         "rotary_interleaved": False,
         "use_rope_scaling": "rope_scaling" in rope,
-        "apply_layernorm_1p": False,
-        "layernorm_zero_centered_gamma": False,
+        "apply_layernorm_1p": required["layernorm_zero_centered_gamma"],
         "window_size": window_fields(c).get("window_size"),
         "decoder_first_pipeline_num_layers": topology.uneven["num_layers_in_first_pipeline_stage"],
         "decoder_last_pipeline_num_layers": topology.uneven["num_layers_in_last_pipeline_stage"],

@@ -83,6 +83,23 @@ REFUSED = {
         for name in ("falcon", "falcon-40b", "falcon-11b")
         for head in ("", "-untied")
     },
+    "ernie4_5": {"megatron-llm": "a head of this model has 16", "neox": "heads of hidden / heads = 8"},
+    "ernie4_5-tied": {"megatron-llm": "an output head of their own", "neox": "rotary embedding of the kind yarn"},
+    "ernie4_5-8": {"neox": "has no ernie4_5"},
+    "smollm3": {"megatron-llm": "in every layer", "neox": "has no smollm3"},
+    "smollm3-tied": {"megatron-llm": "in every layer", "neox": "has no smollm3"},
+    "seed_oss": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
+    "seed_oss-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "has no seed_oss"},
+    "arcee": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "heads of hidden / heads = 8"},
+    "arcee-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no arcee"},
+    "ministral": {"megatron-llm": "its window holds for every layer", "neox": "heads of hidden / heads = 8"},
+    "ministral-tied": {"megatron-llm": "its window holds for every layer", "neox": "has no ministral"},
+    "cwm": {"megatron-llm": "its window holds for every layer", "neox": "heads of hidden / heads = 8"},
+    "cwm-tied": {"megatron-llm": "its window holds for every layer", "neox": "rotary embedding of the kind yarn"},
+    "jais2": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "heads of hidden / heads = 8"},
+    "jais2-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no jais2"},
+    "nemotron": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "heads of hidden / heads = 8"},
+    "nemotron-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no nemotron"},
     "gpt_oss": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     "gpt_oss-tied": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},
     **{
@@ -108,6 +125,7 @@ REFUSED = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in MODELS},
     "mistral-8": ("mistral", {"head_dim": 8}),
+    "ernie4_5-8": ("ernie4_5", {"head_dim": 8}),
     "phi3-whole": ("phi3-tied", {"tie_word_embeddings": False}),
 }
 """Name: tiny model, and what is changed of it."""

@@ -22,7 +22,7 @@ from formats.hf_config import from_huggingface, residue
 from formats.megatron_args import CORE, DIST, Options
 from formats.registry import open_checkpoint
 from formats.spec import differences
-from tests.models import LLAMA3, MODELS, PARTIAL, settings_of
+from tests.models import ALTERNATING, LLAMA3, MODELS, PARTIAL, settings_of
 
 LLM = megatron_llm.NAME
 FORMATS = {
@@ -69,6 +69,12 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "norms on heads": ("qwen3", {"rms_norm_eps": 1e-4}, MEGATRON, "no norms on|hidden / heads"),
     "gelu": ("starcoder2", {"hidden_act": "gelu", "norm_epsilon": 1e-3}, MEGATRON, "has a gate|no starcoder2"),
     "gelu with tanh": ("starcoder2", {"hidden_act": "gelu_pytorch_tanh"}, MEGATRON, "has a gate|no starcoder2"),
+    "relu2": ("arcee", {"rms_norm_eps": 1e-3}, MEGATRON, "has a gate|hidden / heads"),
+    "gelu without biases": ("arcee-tied", {"hidden_act": "gelu"}, MEGATRON, "has a gate|no arcee"),
+    "gelu_new without biases": ("arcee-tied", {"hidden_act": "gelu_new"}, (), "without biases|has a gate|no arcee"),
+    "norms less one": ("nemotron", {"norm_eps": 1e-3}, MEGATRON, "has a gate|hidden / heads"),
+    "layers that do not rotate": ("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, MEGATRON, "in every layer|no smollm3"),
+    "windows in some layers": ("cwm", {"layer_types": ALTERNATING}, MEGATRON, "holds for every layer|hidden / heads"),
     "relu": ("starcoder2", {"hidden_act": "relu"}, (), "activation relu|has a gate|no starcoder2"),
     "gelu_new": ("gpt2", {"layer_norm_epsilon": 1e-3, "n_positions": 99}, MEGATRON, "has a gate|learned"),
     "gelu of GPT-2": ("gpt2-untied", {"activation_function": "gelu"}, MEGATRON, "has a gate|learned"),

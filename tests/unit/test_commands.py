@@ -159,10 +159,11 @@ def test_formats_lists_formats_and_families(convert):
     facts = json.loads(convert("formats", "--json").out)
     assert set(facts["formats"]) == {"huggingface", "megatron_dist", "fsdp", "megatron", "neox", "zero"}
     assert set(facts["families"]) == {
-        "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "ernie4_5_moe_300b", "falcon", "falcon_11b",
-        "falcon_40b", "gemma2", "gemma3_text", "glm4_moe", "glm4_moe_air", "glm4_moe_lite", "gpt2", "gpt_neox",
-        "gpt_oss", "granite", "granitemoe", "hy_v3", "llama", "llama4_text", "minimax_m2", "mistral", "mixtral",
-        "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "solar_open", "starcoder2",
+        "arcee", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "ernie4_5_moe_300b",
+        "falcon", "falcon_11b", "falcon_40b", "gemma2", "gemma3_text", "glm4_moe", "glm4_moe_air",
+        "glm4_moe_lite", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoe", "hy_v3", "jais2", "llama",
+        "llama4_text", "minimax_m2", "ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmoe", "phi3",
+        "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2",
     }  # fmt: skip
 
 

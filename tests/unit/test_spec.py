@@ -241,13 +241,172 @@ def test_megatron_settings_without_counterpart_are_refused(changes, reason):
         ({"add_bias_linear": False}, "add_bias_linear = False"),
         ({"openai_gelu": True}, "openai_gelu = True"),
         ({"bias_gelu_fusion": 1}, "bias_gelu_fusion = 1"),
-        ({"squared_relu": True}, "squared_relu"),
+        ({"add_bias_linear": False, "disable_bias_linear": True}, "no known family has this combination of norms"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p = True and layernorm_zero_centered_gamma = False con"),
+        ({"normalization": "RMSNorm"}, "no known family has this combination of norms"),
     ],
 )
 def test_what_starcoder_2_does_not_compute_is_refused(changes, reason):
     args = to_megatron(from_huggingface(config("starcoder2"), {}, "config.json"))
     with pytest.raises(UnsupportedError, match=reason):
         from_megatron(args | changes, {}, None, "args")
+
+
+@pytest.mark.parametrize("name", ["arcee", "nemotron", "starcoder2"])
+def test_the_square_of_relu_is_an_activation_of_megatron(name):
+    spec = from_huggingface(config(name, hidden_act="relu2"), {}, "config.json")
+    args = to_megatron(spec)
+    assert (args["squared_relu"], args["bias_gelu_fusion"]) == (True, False)
+    assert from_megatron(args, {}, None, "args").activation == "relu2"
+    with pytest.raises(RefusedError, match=r"activation: gelu \| relu2"):
+        from_megatron(args | {"squared_relu": False}, {}, spec, "args")
+
+
+def test_without_biases_megatron_fuses_no_activation():
+    """`validate_args` switches the fusion off, whatever a checkpoint says."""
+    spec = from_huggingface(config("arcee", hidden_act="gelu"), {}, "config.json")
+    assert from_megatron(to_megatron(spec) | {"bias_gelu_fusion": True}, {}, None, "args").activation == "gelu"
+    with pytest.raises(RefusedError, match="no activation gelu_pytorch_tanh without biases, only gelu and relu2"):
+        to_megatron(from_huggingface(config("arcee", hidden_act="gelu_pytorch_tanh"), {}, "config.json"))
+
+
+def test_norms_that_are_stored_less_one_have_two_names_and_a_flag():
+    spec = from_huggingface(config("nemotron"), {}, "config.json")
+    args = to_megatron(spec)
+    for one in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):  # of which a tree has either
+        other = {name: value for name, value in args.items() if name != one}
+        assert from_megatron(other, {}, None, "args").family == "nemotron"
+    assert "\n--apply-layernorm-1p\n" in flags(namespace(spec, ["F32"], Options(), 256, {}, None))
+    for llama in ({"apply_layernorm_1p": True}, {"layernorm_zero_centered_gamma": True}):
+        with pytest.raises(UnsupportedError, match="= True is not supported"):
+            from_megatron(to_megatron(from_huggingface(config("llama"), {}, "config.json")) | llama, {}, None, "args")
+
+
+def test_layers_that_do_not_rotate_have_three_spellings():
+    spec = from_huggingface(config("smollm3"), {}, "config.json")
+    args = to_megatron(spec)
+    assert (spec.nope_layers, args["no_rope_freq"]) == ((3,), [0, 0, 0, 1])
+    assert from_megatron(args | {"no_rope_freq": 4}, {}, None, "args") == from_megatron(args, {}, None, "args") == spec
+    silent = config("smollm3") | {"no_rope_layers": None}
+    assert from_huggingface(silent, {}, "config.json") == spec
+    assert "--no-rope-freq '[0,0,0,1]'" in flags(namespace(spec, ["F32"], Options(), 256, {}, None))
+    every = from_huggingface(silent | {"no_rope_layer_interval": 5}, {}, "config.json")
+    assert (every.nope_layers, to_megatron(every)["no_rope_freq"]) == ((), None)
+    assert from_megatron(to_megatron(every), {}, every, "args") == every
+    assert from_megatron(to_megatron(every), {}, None, "args").family == "llama"
+    with pytest.raises(RefusedError, match=r"describes a model like smollm3, its config a llama"):
+        from_megatron(args, {}, from_huggingface(config("llama"), {}, "config.json"), "args")
+
+
+@pytest.mark.parametrize("value", [3, True, 0, [0, 1], [0, 0, 0, 2], "4", []])
+def test_a_pattern_of_rotation_that_does_not_fit_is_refused(value):
+    args = to_megatron(from_huggingface(config("smollm3"), {}, "config.json"))
+    with pytest.raises(UnsupportedError, match="says nothing about 4 layers"):
+        from_megatron(args | {"no_rope_freq": value}, {}, None, "args")
+
+
+def test_windows_in_some_layers_have_three_spellings():
+    spec = from_huggingface(config("ministral"), {}, "config.json")
+    args = to_megatron(spec)
+    assert (spec.full_layers, args["window_attn_skip_freq"], args["window_size"]) == ((1, 3), [1, 0, 1, 0], (7, 0))
+    assert from_megatron(args | {"window_attn_skip_freq": 2}, {}, spec, "args") == spec
+    assert "--window-attn-skip-freq '[1,0,1,0]'\n--window" in flags(namespace(spec, ["F32"], Options(), 256, {}, None))
+    every = from_huggingface(config("ministral") | {"layer_types": None}, {}, "config.json")
+    assert (every.full_layers, to_megatron(every)["window_attn_skip_freq"]) == ((), None)
+    assert from_megatron(to_megatron(every), {}, every, "args") == every
+    assert from_megatron(to_megatron(every), {}, None, "args").family == "mistral"
+    with pytest.raises(RefusedError, match=r"describes a model like cwm or ministral, its config a mistral"):
+        from_megatron(args, {}, from_huggingface(config("mistral"), {}, "config.json"), "args")
+    none = config("cwm") | {"layer_types": ["full_attention"] * 4, "sliding_window": None}
+    whole = from_huggingface(none, {}, "config.json")
+    assert to_megatron(whole)["window_size"] is None
+    assert from_megatron(to_megatron(whole), {}, whole, "args") == whole
+    assert from_megatron(to_megatron(whole), {}, None, "args").family == "llama"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["full_attention"] * 3},
+        {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]},
+        {"layer_types": "sliding_attention"},
+        {"layer_types": []},
+        {"sliding_window": None},
+        {"layer_types": None},
+    ],
+)
+def test_windows_of_which_a_config_says_too_little_are_refused(changes):
+    with pytest.raises(SourceError, match=r"layer_types|full_layers|does not say how wide"):
+        from_huggingface(config("cwm") | changes, {}, "config.json")
+
+
+@pytest.mark.parametrize("name", ["smollm3", "cwm"])
+def test_some_layers_can_be_set_by_hand(name):
+    setting = {"smollm3": "nope_layers", "cwm": "full_layers"}[name]
+    spec = from_huggingface(config(name), {setting: [0, 2]}, "config.json")
+    again = to_huggingface(spec, config(name))
+    assert from_huggingface(again, {}, "again") == spec
+    with pytest.raises(SourceError, match=f"{setting} = .*, these are no layers of 4"):
+        from_huggingface(config(name), {setting: [4]}, "config.json")
+    with pytest.raises(UnsupportedError, match=f"a llama leaves no choice of {setting}"):
+        from_huggingface(config("llama"), {setting: [0]}, "config.json")
+
+
+def test_the_scaling_that_transformers_assumes_of_cwm():
+    said = {key: value for key, value in config("cwm").items() if key != "rope_parameters"}
+    spec = from_huggingface(said, {}, "config.json")
+    assert differences(from_huggingface(AutoConfig.for_model(**said).to_dict(), {}, "one"), spec) == []
+    assert (spec.rope_theta, to_megatron(spec)["rope_scaling_factor"]) == (1e6, 16.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"no_rope_layers": [1, 1, 0]},
+        {"no_rope_layers": [1, 1, 0, 2]},
+        {"no_rope_layers": 4},
+        {"no_rope_layers": []},
+        {"no_rope_layers": None, "no_rope_layer_interval": 0},
+        {"no_rope_layers": None, "no_rope_layer_interval": "4"},
+    ],
+)
+def test_a_config_that_says_nothing_of_some_layers_is_refused(changes):
+    with pytest.raises(SourceError, match="no_rope_layer"):
+        from_huggingface(config("smollm3") | changes, {}, "config.json")
+
+
+@pytest.mark.parametrize(("name", "width"), [("seed_oss", 8), ("ernie4_5", 8), ("gpt_oss", 8), ("qwen3", 8)])
+def test_a_width_of_heads_that_is_null_is_that_of_all_others(name, width):
+    """What a family assumes without the key is another: Seed-OSS, ERNIE 4.5 and GPT-OSS compute it so."""
+    held = config(name)
+    assert from_huggingface(held | {"head_dim": None}, {}, "config.json").head_dim == width
+    assert from_huggingface({key: held[key] for key in held if key != "head_dim"}, {}, "one").head_dim in (64, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("seed_oss", {"attention_out_bias": True}),
+        ("seed_oss", {"attention_bias": False}),
+        ("seed_oss", {"mlp_bias": True}),
+        ("smollm3", {"attention_bias": True}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
+        ("smollm3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}),
+        ("smollm3", {"partial_rotary_factor": 0.5}),
+        ("ernie4_5", {"use_bias": True}),
+        ("ernie4_5", {"hidden_act": "gelu"}),
+        ("ernie4_5", {"partial_rotary_factor": 0.5}),
+        ("nemotron", {"attention_bias": True}),
+        ("nemotron", {"mlp_bias": True}),
+        ("arcee", {"mlp_bias": True}),
+        ("arcee", {"partial_rotary_factor": 0.5}),
+    ],
+)
+def test_a_config_of_another_computation_is_refused(name, changes):
+    held = config(name)
+    held |= {"rope_parameters": held["rope_parameters"] | changes} if "partial_rotary_factor" in changes else changes
+    with pytest.raises(UnsupportedError, match="not supported for"):
+        from_huggingface(held, {}, "config.json")
 
 
 def test_the_activation_of_starcoder_2_is_a_fusion_of_megatron():

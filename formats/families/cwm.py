@@ -1,0 +1,27 @@
+"""CWM: the tensors of Llama, and a sliding window in most layers (transformers models/cwm, 5.23.0)."""
+
+from formats.families import Family
+from formats.families.llama import TABLE
+from formats.layout import rules
+
+FAMILY = Family(
+    name="cwm",
+    architecture="CwmForCausalLM",
+    tensors=rules(TABLE),
+    requires={"hidden_act": "silu", "mlp_bias": False},
+    rope_theta=1000000.0,
+    head_dim=128,
+    window="sliding_window",
+    window_default=8192,
+    keys={"full_layers": "layer_types"},
+    defaults={
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        }
+    },
+)

@@ -1,0 +1,16 @@
+"""Ministral (2024): the tensors of Llama, and a sliding window in some layers (transformers models/ministral, 5.23.0)."""
+
+from formats.families import Family
+from formats.families.llama import TABLE
+from formats.layout import rules
+
+FAMILY = Family(
+    name="ministral",
+    architecture="MinistralForCausalLM",
+    tensors=rules(TABLE),
+    requires={"hidden_act": "silu"},
+    window="sliding_window",
+    window_default=4096,
+    keys={"full_layers": "layer_types"},
+    defaults={"full_layers": []},
+)

@@ -1,0 +1,36 @@
+"""Nemotron 3 (8B), 4 and Minitron: LayerNorm, the square of ReLU, half of a head rotates.
+
+Facts: transformers models/nemotron/modeling_nemotron.py, 5.23.0. The weights of its norms are stored less one, as they
+are in Megatron, where it comes from.
+"""
+
+from formats.families import Family
+from formats.layout import rules
+
+TABLE = """
+model.embed_tokens.weight                                embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
+model.layers.{layer}.self_attn.k_proj.weight             key: (group half pair) hidden
+model.layers.{layer}.self_attn.v_proj.weight             value: (group dim) hidden
+model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
+model.layers.{layer}.mlp.up_proj.weight                  up: ffn hidden
+model.layers.{layer}.mlp.down_proj.weight                down: hidden ffn
+model.layers.{layer}.input_layernorm.weight              input_norm: hidden
+model.layers.{layer}.input_layernorm.bias                input_norm_bias: hidden
+model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
+model.layers.{layer}.post_attention_layernorm.bias       post_norm_bias: hidden
+model.norm.weight                                        final_norm: hidden
+model.norm.bias                                          final_norm_bias: hidden
+lm_head.weight                                           head: vocab hidden          untied
+lm_head.weight                                           embedding: vocab hidden     tied optional
+"""
+
+FAMILY = Family(
+    name="nemotron",
+    architecture="NemotronForCausalLM",
+    tensors=rules(TABLE),
+    requires={"attention_bias": False, "mlp_bias": False},
+    centred=True,
+    keys={"norm_epsilon": "norm_eps", "activation": "hidden_act", "rotary_fraction": "partial_rotary_factor"},
+    defaults={"norm_epsilon": 1e-5, "activation": "relu2", "rotary_fraction": 0.5},
+)

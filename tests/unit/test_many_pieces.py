@@ -9,7 +9,7 @@ import tracemalloc
 from pathlib import Path
 
 from converters.blocks import Files, finish_files
-from formats import dcp, zero
+from formats import dcp, dcp_writer, zero
 from formats.checkpoint import OutputFile
 from formats.storage import Fragment
 
@@ -53,6 +53,15 @@ def test_metadata_of_a_model_alone_is_read_once(model, convert, tmp_path, monkey
     monkeypatch.setattr(dcp, "_metadata", lambda file: (seen.append(file), read(file))[1])
     assert convert("inspect", tmp_path / "out").code == 0
     assert len(seen) == 1
+
+
+def test_pieces_that_are_alike_are_laid_out_once(model, convert, tmp_path, monkeypatch):
+    """Half of the memory of a plan for many ranks were archives that say the same."""
+    plan, seen = dcp_writer.plan_archive, []
+    monkeypatch.setattr(dcp_writer, "plan_archive", lambda ref, sizes: (seen.append(ref), plan(ref, sizes))[1])
+    dcp_writer._archive.cache_clear()
+    assert convert("hf2fsdp", model("llama"), tmp_path / "out", "--ranks", 32, "-n").code == 0
+    assert 0 < len(seen) == len(set(seen)) < 20
 
 
 def test_the_model_files_of_stage_3_are_not_held_together(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from converters.edges import Array
 from converters.regions import Nearby, region, runs
 from formats.checkpoint import OutputFile
 from formats.errors import OutputError, SourceError
-from formats.storage import Fragment, read_into, write_from
+from formats.storage import Fragment, allow_files, read_into, write_from
 from formats.streams import Reader, Stream
 
 SPARSEST = 8
@@ -29,10 +28,11 @@ SPARSEST = 8
 
 @dataclass
 class Files:
-    """Open files, shared by all threads. `sums` keeps the checksums of what is written."""
+    """Open files, shared by all threads. `sums` has the checksums of what is written, `fresh` what is to be synced."""
 
     sums: Checksums | None = None
     descriptors: dict[tuple[Path, bool], int] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     loom: threading.Lock = field(default_factory=threading.Lock)
@@ -66,7 +66,9 @@ class Files:
 
     def write(self, fragment: Fragment, at: int, piece: memoryview) -> None:
         """Write a piece of a physical tensor, `at` bytes from its start."""
-        write_from(self.get(fragment.path, writable=True), piece, fragment.offset + at)
+        fd = self.get(fragment.path, writable=True)
+        write_from(fd, piece, fragment.offset + at)
+        self.wrote(fd)
         if self.sums:
             self.sums.add(fragment, at, piece)
 
@@ -78,17 +80,20 @@ class Files:
         with self.loom:
             yield
 
-    def sync(self) -> None:
-        """Force what was written to disk."""
+    def wrote(self, fd: int) -> None:
+        """Remember, after a write, that the file is to be synced."""
         with self.lock:
-            written = [fd for (_, writable), fd in self.descriptors.items() if writable]
-        for fd in written:
+            self.fresh.add(fd)
+
+    def sync(self) -> None:
+        """Force to disk what was written since the last time: of a thousand files, those few that are at work."""
+        with self.lock:
+            fresh, self.fresh = self.fresh, set()
+        for fd in fresh:
             os.fdatasync(fd)
 
     def __enter__(self) -> Files:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        allow_files()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,12 +105,13 @@ def finish_files(targets: Iterable[OutputFile], files: Files, threads: int) -> N
     """Write what is no tensor, with the checksums that a zip archive needs."""
 
     def finish(file: OutputFile) -> None:
-        fd, sums = files.get(file.path, writable=True), {}  # opened, if only to be synced
+        fd, sums = files.get(file.path, writable=True), {}
         for name, (offset, nbytes) in file.checksums.items():
             counted = files.sums.get(file.path, offset) if files.sums else None
             sums[name] = crc_of(files.get(file.path), offset, nbytes, file.path) if counted is None else counted
         for offset, content in file.headers(sums):
             write_from(fd, memoryview(content), offset)
+        files.wrote(fd)  # if only to be synced
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(finish, targets))

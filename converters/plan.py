@@ -27,7 +27,7 @@ SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """A leaf, and the physical tensor that holds it; `woven` if the elements of others lie between its own.
 

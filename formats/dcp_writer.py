@@ -6,6 +6,7 @@ Facts: torch 2.13.0, distributed/checkpoint/metadata.py and filesystem.py; `dcp.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -98,9 +99,14 @@ def layout(
 def _item(stored: Stored, dtype: str) -> _Item:
     if dtype not in STORAGE_OF:
         raise UnsupportedError(f"{stored.name} is {dtype}, for which torch.save has no storage")
-    shape = Cut(stored.box).shape
+    return _Item(stored, dtype, _archive(dtype, Cut(stored.box).shape))
+
+
+@lru_cache(maxsize=4096)
+def _archive(dtype: str, shape: tuple[int, ...]) -> Archive:
+    """The archive of one tensor: those of the pieces of one are alike."""
     ref = TensorRef(StorageRef(dtype, "0", prod(shape)), 0, shape, row_major(shape), dtype)
-    return _Item(stored, dtype, plan_archive(ref, {"0": prod(shape) * SIZES[dtype]}))
+    return plan_archive(ref, {"0": prod(shape) * SIZES[dtype]})
 
 
 def _boxes(shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:

@@ -75,7 +75,7 @@ def find(source: Checkpoint) -> Held | None:
     home = source.home
     outer = home.parent if home.name == fsdp.INSIDE[1] else home
     names = [path.name for path in outer.iterdir()]
-    if dcp.is_dcp(home):
+    if source.dropped and dcp.is_dcp(home):  # or all that it holds is the model
         found = _held(_dcp(home, {name.removeprefix(".") for name in source.dropped}))
         if found is not None:
             return found

@@ -235,7 +235,7 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Leaf:
     """An affine map from a box of a logical tensor to addresses of a physical one.
 

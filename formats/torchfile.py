@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -287,7 +287,7 @@ class Archive:
     """Name, offset of the local header, content (None for a storage), size."""
     directory: int
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of the whole file."""
         return self.directory + len(self._tail({}))

@@ -31,6 +31,8 @@ from formats.torchfile import TorchFile
 NAME = "zero"
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """What the user can ask for: its name in `optimizer.STATES`."""
+OF_RANK = ("global_steps", "mp_world_size", "frozen_param_fragments")
+"""What counts of the model files of stage 3 but the first, which says the rest: a thousand of them are a gigabyte."""
 OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
 """How the names of GPT-NeoX begin."""
 
@@ -111,11 +113,12 @@ def _models(tag: Path) -> list[TorchFile]:
         return [_require_alone(_file(files[0]))]
     if any(deepspeed.MODEL.fullmatch(path.name) for path in tag.iterdir()):
         raise SourceError(f"{tag} holds model files of stage 3 and of another stage", "remove those that are older")
-    opened = {rank: _file(path) for rank, path in sorted(shards.items())}
-    world = opened[min(opened)].value.get("dp_world_size")
+    first = min(shards)
+    opened = {rank: _file(path) if rank == first else _rank(path) for rank, path in sorted(shards.items())}
+    world = opened[first].value.get("dp_world_size")
     count = world if isinstance(world, int) else max(opened) + 1
     if count > deepspeed.MOST_RANKS:
-        raise SourceError(f"{opened[min(opened)].path} claims {count} data parallel ranks")
+        raise SourceError(f"{opened[first].path} claims {count} data parallel ranks")
     saves = {short(one.value.get("global_steps")) for one in opened.values()}
     if len(saves) > 1:
         raise SourceError(f"{tag} holds model files of the steps {', '.join(sorted(saves))}", "take those of one save")
@@ -145,6 +148,13 @@ def _file(path: Path) -> TorchFile:
     if not isinstance(file.value, Mapping):
         raise SourceError(f"{path} holds no model states of DeepSpeed")
     return file
+
+
+def _rank(path: Path) -> TorchFile:
+    """What a further rank of stage 3 says."""
+    file = _file(path)
+    kept = {name: file.value[name] for name in OF_RANK if name in file.value}
+    return replace(file, value=kept, storages=file.storages if kept.get("frozen_param_fragments") else {})
 
 
 def _module(file: TorchFile, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:

@@ -1,0 +1,84 @@
+"""Checkpoints of many ranks: how often files are read and synced, how many are open and held. No clock is asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+from converters.blocks import Files, finish_files
+from formats import dcp, dcp_writer, zero
+from formats.checkpoint import OutputFile
+from formats.storage import Fragment
+
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_only_what_was_written_is_synced(tmp_path, monkeypatch):
+    """Four times a second all is forced to disk; a thousand files, most of them finished, are not asked each time."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    paths = [tmp_path / str(number) for number in range(3)]
+    for path in paths:
+        path.write_bytes(bytes(4))
+    with Files() as files:
+        one, other, last = (files.get(path, writable=True) for path in paths)
+        for path, seen in ((paths[0], [one]), (None, []), (paths[1], [other]), (paths[0], [one]), (None, [])):
+            if path:
+                files.write(Fragment(path, 0, "U8", (4,), (1,)), 0, memoryview(b"abcd"))
+            files.sync()
+            assert synced == seen
+            synced.clear()
+        finish_files([OutputFile(path, 4, (), {}, lambda _: []) for path in paths], files, 1)
+        files.sync()
+        assert sorted(synced) == sorted([one, other, last]), "another process may have written what is in them"
+
+
+def test_more_ranks_than_the_usual_limit_of_open_files(model, convert, tmp_path):
+    """It is 1024 nearly everywhere, and may be raised."""
+    assert convert("hf2fsdp", model("llama"), tmp_path / "out", "--ranks", 60).code == 0
+    digest = [sys.executable, "-c", "from converters.cli import main; main()", "digest", str(tmp_path / "out")]
+    command = ["bash", "-c", 'ulimit -Sn 48; exec "$@"', "digest", *digest]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split()[0] == convert("digest", model("llama")).out.split()[0]
+
+
+def test_metadata_of_a_model_alone_is_read_once(model, convert, tmp_path, monkeypatch):
+    """Of a large run it is hundreds of megabytes: it is not parsed again to look for an optimizer."""
+    assert convert("hf2fsdp", model("llama"), tmp_path / "out", "--ranks", 2).code == 0
+    read, seen = dcp._metadata, []
+    monkeypatch.setattr(dcp, "_metadata", lambda file: (seen.append(file), read(file))[1])
+    assert convert("inspect", tmp_path / "out").code == 0
+    assert len(seen) == 1
+
+
+def test_pieces_that_are_alike_are_laid_out_once(model, convert, tmp_path, monkeypatch):
+    """Half of the memory of a plan for many ranks were archives that say the same."""
+    plan, seen = dcp_writer.plan_archive, []
+    monkeypatch.setattr(dcp_writer, "plan_archive", lambda ref, sizes: (seen.append(ref), plan(ref, sizes))[1])
+    dcp_writer._archive.cache_clear()
+    assert convert("hf2fsdp", model("llama"), tmp_path / "out", "--ranks", 32, "-n").code == 0
+    assert 0 < len(seen) == len(set(seen)) < 20
+
+
+def test_the_model_files_of_stage_3_are_not_held_together(tmp_path):
+    """Each rank has one, and all say the same of every parameter."""
+    import torch
+
+    names = [f"model.layers.{number}.weight" for number in range(400)]
+    said = {"param_shapes": [dict.fromkeys(names, (8, 8))], "dp_world_size": 12, "mp_world_size": 1, "global_steps": 1}
+    for rank in range(12):
+        module = {name: torch.empty(0) for name in names}
+        torch.save({"module": module, **said}, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    tracemalloc.start()
+    try:
+        held = zero._models(tmp_path)
+        twelve = tracemalloc.get_traced_memory()[0]
+        del held[1:]
+        one = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert twelve < 2 * one

@@ -42,8 +42,8 @@ class Case(NamedTuple):
 
 CASES = {
     "Phi3ForCausalLM": Case("phi3", SMALL, table=True),
-    "SmolLM3ForCausalLM": Case("smollm3", SMALL),
-    "SmolLM3ForCausalLM tied": Case("smollm3", SMALL | {"tie_word_embeddings": True}),
+    "Olmo3ForCausalLM": Case("olmo3", SMALL),
+    "Olmo3ForCausalLM tied": Case("olmo3", SMALL | {"tie_word_embeddings": True}),
     "FalconForCausalLM": Case("falcon", FALCON, table=True),
     "DeepseekV2ForCausalLM": Case("deepseek_v2", SMALL | DEEPSEEK, table=True),
     "DeepseekV3ForCausalLM": Case("deepseek_v3", SMALL | DEEPSEEK, table=True),
@@ -111,7 +111,7 @@ def test_it_arrives_under_its_own_names(convert, tmp_path, name):
 
 def test_it_goes_back_under_its_own_names(convert, tmp_path):
     """A folder without a table becomes a DCP folder, and comes back byte for byte."""
-    build(CASES["SmolLM3ForCausalLM"], tmp_path / "hf")
+    build(CASES["Olmo3ForCausalLM"], tmp_path / "hf")
     assert convert("hf2fsdp", tmp_path / "hf", tmp_path / "c", "--ranks", 3).code == 0
     assert convert("fsdp2hf", tmp_path / "c", tmp_path / "out").code == 0
     for name in ("model.safetensors", "config.json", "generation_config.json"):
@@ -119,16 +119,16 @@ def test_it_goes_back_under_its_own_names(convert, tmp_path):
 
 
 def test_it_goes_nowhere_that_needs_a_table(convert, tmp_path):
-    build(CASES["SmolLM3ForCausalLM"], tmp_path / "hf")
+    build(CASES["Olmo3ForCausalLM"], tmp_path / "hf")
     ran = convert("hf2megatron", tmp_path / "hf", tmp_path / "out", "--tp", 2)
     assert ran.code == 4
-    assert "smollm3" in ran.err
+    assert "olmo3" in ran.err
     assert not (tmp_path / "out").exists()
 
 
 def test_the_last_rows_that_are_missing_are_noticed(convert, tmp_path):
     """Nothing but the vocabulary tells, when the tensors themselves are shorter."""
-    model = build(CASES["SmolLM3ForCausalLM"], tmp_path / "hf")
+    model = build(CASES["Olmo3ForCausalLM"], tmp_path / "hf")
     state = {key: value[:-50] if "embed" in key else value for key, value in model.state_dict().items()}
     folder = save(tmp_path / "c", {"model": state})
     ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", tmp_path / "hf")

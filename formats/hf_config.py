@@ -32,7 +32,7 @@ LOCAL = "rope_local_base_freq"
 """The base of the layers with a sliding window, where a family has two."""
 ROTATING = "rotary_dim"
 """How many elements of a head rotate, where a family says that."""
-SCALING = "rope_scaling"
+PARTIAL, SCALING = "partial_rotary_factor", "rope_scaling"
 ROTARY = ("rope_theta", SCALING, "rotary_fraction")
 ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "longrope")
 """A key beside the rotary settings that goes before theirs, and the types that have it (transformers 5.23.0,
@@ -248,7 +248,10 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
         if inner != config[ORIGINAL]:
             said = f"{ORIGINAL} = {short(config[ORIGINAL])}, and {short(inner)} in its rotary settings"
             raise SourceError(f"{where} contradicts itself: {said}", "transformers takes the first; correct either")
-    fraction = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    fraction = parameters.pop(PARTIAL, config.get(PARTIAL))
+    whole_heads = PARTIAL in config and family.keys.get("rotary_fraction") == PARTIAL
+    if fraction is None and whole_heads:  # transformers takes null for all of a head, not for its default
+        fraction = 1.0
     if fraction is None and ROTATING in family.own and config.get(ROTATING) is not None:
         width = whole(config.get("head_dim") or family.head_dim, "head_dim", where)
         fraction = whole(config[ROTATING], ROTATING, where) / width

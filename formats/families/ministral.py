@@ -12,5 +12,5 @@ FAMILY = Family(
     window="sliding_window",
     window_default=4096,
     keys={"full_layers": "layer_types"},
-    defaults={"full_layers": []},
+    defaults={"full_layers": ()},
 )

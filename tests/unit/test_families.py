@@ -106,6 +106,26 @@ def test_a_config_of_the_hub_makes_a_model_of_its_size(name):
         assert from_megatron(to_megatron(spec), {}, spec, "args") == spec
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("said", [{}, {"partial_rotary_factor": None}, {"partial_rotary_factor": 0.25}])
+def test_the_part_of_a_head_that_rotates_is_that_of_transformers(name, said):
+    """Where the key is there, and says nothing, all of a head rotates, whatever the family assumes without it."""
+    from transformers import AutoConfig
+
+    old = {key: value for key, value in config(name).items() if key != "rope_parameters"} | {"rope_theta": 1e4, **said}
+    theirs = AutoConfig.for_model(**copy.deepcopy(old)).rope_parameters.get("partial_rotary_factor", 1.0)
+    spec = from_huggingface(old, {}, "config.json")
+    assert spec.rotary_fraction == theirs
+    assert to_huggingface(spec, old) == old
+
+
+def test_a_config_that_names_no_layers_with_a_window_stays_as_it_is():
+    said = {**config("ministral"), "layer_types": None}
+    spec = from_huggingface(said, {}, "config.json")
+    assert (spec.sliding_window, spec.full_layers) == (8, ())
+    assert to_huggingface(from_megatron(to_megatron(spec), {}, spec, "args"), said) == said
+
+
 DROPPED = ("glm4_moe", "glm4_moe_air", "glm4_moe_lite", "hy_v3", "deepseek_v3", "ernie4_5_moe")
 
 

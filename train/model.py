@@ -163,7 +163,25 @@ def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
             made, dtype=dtype, attn_implementation=named(backend)
         )
     model.config.use_cache = False
+    _keep_exact(model)
     return model
+
+
+def _keep_exact(model: Any) -> None:
+    """Make buffers of frozen parameters, and all that files have float32: nothing trains them, so nothing may round.
+
+    Such is the bias by which a router chooses: ERNIE's is a parameter (transformers 5.23.0), and in bf16 neighbours of
+    MiniMax-M2's are one number.
+    """
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False)]:
+            if not tensor.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, tensor.data)
+    for name, buffer in [*_stored_buffers(model)]:
+        if buffer.is_floating_point():
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, buffer.float())
 
 
 def recompute(held: Iterable[Any]) -> None:

@@ -83,6 +83,31 @@ def test_a_loss_of_the_router_is_refused(model):
         make(config, "sdpa")
 
 
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "minimax_m2", "hy_v3", "glm4_moe"])
+def test_what_nothing_trains_is_not_rounded(model, name):
+    """The bias by which a router chooses, in bf16 too, as frozen weights beside adapters are."""
+    made = make(open_config(model(name)), "eager", torch.bfloat16)
+    assert all(one.requires_grad for one in made.parameters())
+    assert {one.dtype for key, one in weights(made).items() if "correction_bias" in key} == {torch.float32}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "stage"), [("ernie4_5_moe", 3), ("minimax_m2", 1)])
+def test_zero_does_not_round_the_bias_of_a_router(run, settings, convert, model, tmp_path, name, stage):
+    from safetensors.torch import load_file
+
+    words = ["--engine", "deepspeed", "--parallel.zero_stage", stage, "--model.dtype", "bf16", "--steps.train_iters", 2]
+    ran = run(settings(name), *words, ranks=2)
+    assert ran.code == 0, ran.out
+    assert convert("zero2hf", ran.save / "global_step102", tmp_path / "hf").code == 0
+    before, behind = (load_file(one / "model.safetensors") for one in (model(name, vocab_size=253), tmp_path / "hf"))
+    assert before.keys() == behind.keys()
+    biases = [key for key in before if key.endswith("correction_bias")]
+    assert len(biases) > 1
+    for key in biases:
+        assert torch.equal(before[key], behind[key]), key
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_two_ranks_train_as_one(run, settings, convert, tmp_path, name):

@@ -67,6 +67,23 @@ def test_a_tensor_that_does_not_fit_is_named(model, tmp_path, key, tensor, messa
         fill(make(open_config(tmp_path), "sdpa").to_empty(device="cpu"), tmp_path)
 
 
+def test_a_layer_for_further_tokens_has_a_hint(model, tmp_path):
+    """As GLM-4.5-Air has one in the Hub's files."""
+    from safetensors.torch import load_file, save_file
+
+    from formats.errors import SourceError
+
+    folder = model("glm4_moe")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    held = load_file(folder / "model.safetensors")
+    for more, hint in (("model.layers.46.eh_proj.weight", "leaves them behind"), ("model.layers.46", "")):
+        save_file({**held, more: torch.ones(2)}, tmp_path / "model.safetensors")
+        with torch.no_grad(), pytest.raises(SourceError, match="has, and the model has not, 1 tensors") as failed:
+            fill(make(open_config(tmp_path), "sdpa").to_empty(device="cpu"), tmp_path)
+        assert hint in failed.value.hint
+        assert bool(hint) == bool(failed.value.hint)
+
+
 def test_a_buffer_that_no_file_has_is_refused(model):
     from formats.errors import UnsupportedError
 

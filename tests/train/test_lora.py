@@ -197,3 +197,6 @@ def test_adapters_of_experts_are_refused(small, tmp_path):
     with pytest.raises(UnsupportedError, match="peft would put adapters on the experts of mixtral"):
         lora.insert(small("mixtral"), Lora(), tmp_path)
     lora.insert(small("mixtral"), Lora(targets=["q_proj"]), tmp_path)
+    with pytest.raises(UnsupportedError) as failed:
+        lora.insert(small("glm4_moe_lite"), Lora(), tmp_path)
+    assert "[kv_a_proj_with_mqa, kv_b_proj, o_proj, q_a_proj, q_b_proj]" in failed.value.hint

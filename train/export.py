@@ -116,15 +116,18 @@ def _merged(base: Checkpoint, checkpoint: Path, said: dict[str, Any], scratch: P
     from safetensors.torch import save_file
 
     from formats.huggingface import read_json
+    from train.experts import keys_of
     from train.lora import ROOT
     from train.model import filed
 
     found = read_adapters(checkpoint)
     save_file(found, scratch / WEIGHTS, {"format": "pt"})
-    kind, scale = read_json(base.root / "config.json")["model_type"], said["lora_alpha"] / said["r"]
+    config, scale = read_json(base.root / "config.json"), said["lora_alpha"] / said["r"]
     tensors = {placed.key: placed for placed in base.tensors}
     for name in [name for name in found if ".lora_A." in name]:
-        key = filed(name.removeprefix(ROOT).replace(".lora_A.", "."), kind)
+        key = filed(name.removeprefix(ROOT).replace(".lora_A.", "."), config["model_type"])
+        if key not in tensors:
+            key = next((one for (one,) in keys_of(key, config, 1)), key)
         if key not in tensors:
             raise SourceError(f"{checkpoint} has an adapter of {key}, which {base.root} has not")
         lower, upper = found[name], found[name.replace(".lora_A.", ".lora_B.")]

@@ -184,7 +184,7 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
     config, rows = made.config, made.rows
     sets = open_sets(config, world)
     judge = open_judge(config.evaluate.metrics, config.evaluate.tokenizer or config.model.path, sets)
-    model, backend, apart = choose_attention(config, world)
+    model, backend, apart = choose_attention(config, world, made.sizes.micro)
     engine = open_engine(config, model, world, backend)
     if made.start is not None:
         engine.read(made.start)

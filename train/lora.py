@@ -56,10 +56,12 @@ def insert(model: Any, lora: Lora, base: Path) -> None:
         target_modules="all-linear" if lora.everywhere else lora.targets, base_model_name_or_path=str(base.resolve()),
     )  # fmt: skip
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
-    if any(".experts." in name for name in adapters(model)):
+    held = adapters(model)
+    if any(".experts." in name for name in held):
+        attention = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in held if "attn." in name})
         raise UnsupportedError(
             f"peft would put adapters on the experts of {model.config.model_type} too, which are not trained here",
-            "name layers of attention: --lora.targets '[q_proj, v_proj]'",
+            f"name layers of attention: --lora.targets '[{', '.join(attention)}]'",
         )
 
 

@@ -6,6 +6,7 @@ No rank ever holds a whole tensor that is sharded: a rank reads the rows of its 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from formats.errors import SourceError, UnsupportedError
+from formats.families import find_family
 from train.attention import forward_words, keep_apart, named
 from train.experts import Fused, keys_of
 from train.rows import CHUNK, IGNORED, Flat, Rows
@@ -163,7 +165,25 @@ def make(made: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
             made, dtype=dtype, attn_implementation=named(backend)
         )
     model.config.use_cache = False
+    _keep_exact(model)
     return model
+
+
+def _keep_exact(model: Any) -> None:
+    """Make buffers of frozen parameters, and all that files have float32: nothing trains them, so nothing may round.
+
+    Such is the bias by which a router chooses: ERNIE's is a parameter (transformers 5.23.0), and in bf16 neighbours of
+    MiniMax-M2's are one number.
+    """
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False)]:
+            if not tensor.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, tensor.data)
+    for name, buffer in [*_stored_buffers(model)]:
+        if buffer.is_floating_point():
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, buffer.float())
 
 
 def recompute(held: Iterable[Any]) -> None:
@@ -262,13 +282,25 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
         if lacking or over:
             what = "lacks" if lacking else "has, and the model has not,"
             names = ", ".join((lacking or over)[:3])
-            raise SourceError(f"{path} {what} {len(lacking or over)} tensors, such as {names}")
+            raise SourceError(
+                f"{path} {what} {len(lacking or over)} tensors, such as {names}",
+                "" if lacking else _left_behind(path, config, over),
+            )
         for name, tensor in wanted.items():
             parts = [[held[key].get_slice(key) for key in part] for part in apart.get(name, [[name]])]
             piece = Fused(parts) if len(parts) * len(parts[0]) > 1 else parts[0][0]
             if list(piece.get_shape()) != list(shape_of(tensor)):
                 raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {shape_of(tensor)}")
             yield tensor, piece
+
+
+def _left_behind(path: Path, config: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """A hint, if the converter drops all of these tensors: layers that predict further tokens, old frequencies."""
+    family = find_family(config)
+    drops = family.drops if family else ()
+    if all(any(re.fullmatch(drop, key) for drop in drops) for key in keys):
+        return f"they are no weights of it: convert hf2hf {path} FOLDER leaves them behind"
+    return ""
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:

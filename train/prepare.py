@@ -73,14 +73,19 @@ def prepare(config: Config, world: World) -> Prepared:
     return Prepared(config, rows, sizes, order, total, progress, start, note)
 
 
-def choose_attention(config: Config, world: World) -> tuple[Any, str, float]:
+def choose_attention(config: Config, world: World, rows: int = 1) -> tuple[Any, str, float]:
     """The model's configuration, the attention for it, and how far documents of a row are from documents alone.
+
+    Args:
+        config: the settings.
+        world: the ranks.
+        rows: that are computed as one sequence.
 
     Raises:
         VitruvianError: its layers cannot keep documents apart, or the attention does not.
     """
     made = open_config(config.model.path)
-    require_masks(made, config.data.seq_length)
+    require_masks(made, config.data.seq_length, rows)
     dtype = DTYPES[config.model.dtype]
     backend = resolve(config.model.attention, made, world.device, dtype)
     found = kernels.resolve(config.model.kernels, made, world.device) if config.engine == "fsdp" else "torch"

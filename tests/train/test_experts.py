@@ -67,6 +67,23 @@ def test_a_tensor_that_does_not_fit_is_named(model, tmp_path, key, tensor, messa
         fill(make(open_config(tmp_path), "sdpa").to_empty(device="cpu"), tmp_path)
 
 
+def test_a_layer_for_further_tokens_has_a_hint(model, tmp_path):
+    """As GLM-4.5-Air has one in the Hub's files."""
+    from safetensors.torch import load_file, save_file
+
+    from formats.errors import SourceError
+
+    folder = model("glm4_moe")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    held = load_file(folder / "model.safetensors")
+    for more, hint in (("model.layers.46.eh_proj.weight", "leaves them behind"), ("model.layers.46", "")):
+        save_file({**held, more: torch.ones(2)}, tmp_path / "model.safetensors")
+        with torch.no_grad(), pytest.raises(SourceError, match="has, and the model has not, 1 tensors") as failed:
+            fill(make(open_config(tmp_path), "sdpa").to_empty(device="cpu"), tmp_path)
+        assert hint in failed.value.hint
+        assert bool(hint) == bool(failed.value.hint)
+
+
 def test_a_buffer_that_no_file_has_is_refused(model):
     from formats.errors import UnsupportedError
 
@@ -81,6 +98,31 @@ def test_a_loss_of_the_router_is_refused(model):
     config.output_router_logits = True
     with pytest.raises(UnsupportedError, match="a loss of the router"):
         make(config, "sdpa")
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "minimax_m2", "hy_v3", "glm4_moe"])
+def test_what_nothing_trains_is_not_rounded(model, name):
+    """The bias by which a router chooses, in bf16 too, as frozen weights beside adapters are."""
+    made = make(open_config(model(name)), "eager", torch.bfloat16)
+    assert all(one.requires_grad for one in made.parameters())
+    assert {one.dtype for key, one in weights(made).items() if "correction_bias" in key} == {torch.float32}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "stage"), [("ernie4_5_moe", 3), ("minimax_m2", 1)])
+def test_zero_does_not_round_the_bias_of_a_router(run, settings, convert, model, tmp_path, name, stage):
+    from safetensors.torch import load_file
+
+    words = ["--engine", "deepspeed", "--parallel.zero_stage", stage, "--model.dtype", "bf16", "--steps.train_iters", 2]
+    ran = run(settings(name), *words, ranks=2)
+    assert ran.code == 0, ran.out
+    assert convert("zero2hf", ran.save / "global_step102", tmp_path / "hf").code == 0
+    before, behind = (load_file(one / "model.safetensors") for one in (model(name, vocab_size=253), tmp_path / "hf"))
+    assert before.keys() == behind.keys()
+    biases = [key for key in before if key.endswith("correction_bias")]
+    assert len(biases) > 1
+    for key in biases:
+        assert torch.equal(before[key], behind[key]), key
 
 
 @pytest.mark.distributed

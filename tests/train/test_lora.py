@@ -97,6 +97,23 @@ def test_names_dropout_noise_and_bf16(settings, run, model, tmp_path):
     require_as_peft(base, tmp_path / "out")
 
 
+@pytest.mark.distributed
+def test_layers_that_have_other_names_in_files(settings, run, model, tmp_path):
+    """Hunyuan's shared experts."""
+    config = settings("hy_v3", lora={"targets": ["q_proj", "down_proj"]}, optim=LR, steps={"train_iters": 2})
+    ran = run(config, "--export", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    from peft import PeftModel
+
+    base, exported = (base_of(one).state_dict() for one in (model("hy_v3", vocab_size=253), tmp_path / "out"))
+    adapted = base_of(model("hy_v3", vocab_size=253), dtype=torch.float32)
+    merged = PeftModel.from_pretrained(adapted, tmp_path / "out/adapter").merge_and_unload().state_dict()
+    assert all(torch.equal(exported[name].float(), one.bfloat16().float()) for name, one in merged.items()
+               if "correction_bias" not in name)  # fmt: skip
+    changed = {name.rpartition(".mlp.")[2] for name, one in merged.items() if not torch.equal(one, base[name])}
+    assert "shared_experts.down_proj.weight" in changed
+
+
 def test_the_plan_counts_them(settings, train):
     ran = train("plan", settings(lora={}), "--ranks", 2, "--json")
     assert ran.code == 0, ran.err
@@ -180,3 +197,6 @@ def test_adapters_of_experts_are_refused(small, tmp_path):
     with pytest.raises(UnsupportedError, match="peft would put adapters on the experts of mixtral"):
         lora.insert(small("mixtral"), Lora(), tmp_path)
     lora.insert(small("mixtral"), Lora(targets=["q_proj"]), tmp_path)
+    with pytest.raises(UnsupportedError) as failed:
+        lora.insert(small("glm4_moe_lite"), Lora(), tmp_path)
+    assert "[kv_a_proj_with_mqa, kv_b_proj, o_proj, q_a_proj, q_b_proj]" in failed.value.hint

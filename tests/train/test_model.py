@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from formats.errors import RefusedError, UsageError
-from tests.models import settings_of
+from formats.errors import RefusedError, UnsupportedError, UsageError
+from tests.models import SMALL, settings_of
 from train.attention import forward_words
 from train.config import Data
 from train.data.documents import open_documents
@@ -20,6 +20,7 @@ from train.rows import IGNORED, Flat, open_rows
 from train.selfcheck import require_masks, self_check
 
 CPU = torch.device("cpu")
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
 FAMILIES = ["llama", "mistral", "qwen3", "gpt_neox"]
 
 
@@ -85,6 +86,13 @@ def test_the_self_check_refuses_what_mixes_documents(model, monkeypatch):
     monkeypatch.setattr(selfcheck, "forward_words", lambda *_: forward_words(*_) | {"use_cache": True})
     with pytest.raises(VerificationError, match="documents of a row see each other"):
         self_check(config, CPU, "sdpa", torch.float32)
+
+
+def test_the_self_check_forgives_a_token_that_rounding_gives_to_another_expert():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**settings_of("mixtral", vocab_size=203, num_local_experts=64))
+    assert self_check(config, CPU, "sdpa", torch.bfloat16) < 2e-2
 
 
 def test_the_self_check_has_the_kernels_of_the_training(settings, monkeypatch):
@@ -172,6 +180,11 @@ def test_noise_is_scaled_for_each_document(model, documents):
         ("llama4_text", {}, 8192, "behind 8191 differ"),
         ("llama4_text", {"attention_chunk_size": 64}, 65, "behind 64 differ"),
         ("llama", {"layer_types": ["linear_attention"] * 4}, 64, "carry a state from token to token"),
+        ("phi3", {"rope_parameters": LONG}, 32, ""),
+        ("phi3", {"rope_parameters": LONG}, 33, "by the longest, if that has more than 32 tokens"),
+        ("gemma3", {"rope_parameters": {"full_attention": LONG}}, 33, "has more than 32 tokens"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 129, "has more than 128 tokens"),
+        ("llama", {"keep_window_size": 48}, 49, "behind 48 differ"),
     ],
 )
 def test_a_model_that_sees_more_than_a_document_is_refused(name, changes, length, reason):
@@ -185,3 +198,29 @@ def test_a_model_that_sees_more_than_a_document_is_refused(name, changes, length
             require_masks(config, length)
     else:
         require_masks(config, length)
+
+
+def test_rows_of_a_micro_batch_are_one_sequence():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**settings_of("llama4_text"))
+    require_masks(config, 4095, 2)
+    with pytest.raises(UsageError, match="behind 8191 differ"):
+        require_masks(config, 4096, 2)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen3_5"])
+def test_a_model_of_more_than_text_is_refused(kind):
+    """With one sentence: its text model's settings are not where the others have theirs."""
+    from transformers import AutoConfig
+
+    with pytest.raises(UnsupportedError, match=f"{kind} is a model of more than text"):
+        require_masks(AutoConfig.for_model(kind), 64)
+
+
+def test_a_decoder_that_is_none_is_refused():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("modernbert-decoder", **SMALL, pad_token_id=0)
+    with pytest.raises(UnsupportedError, match="does not tell its decoder from its head"):
+        self_check(config, CPU, "sdpa", torch.float32)

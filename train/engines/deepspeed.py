@@ -62,7 +62,9 @@ class Zero:
             raise UnsupportedError(f"DeepSpeed has no {packed[0]} on CPUs", "leave it out there; GPUs have it")
         deepspeed = _deepspeed(world)
         _require_known(self.settings)
-        self.model = make(made, backend).to(DTYPES[config.model.dtype])
+        self.model = make(made, backend)
+        for tensor in self.model.parameters():  # buffers stay as they are
+            tensor.data = tensor.data.to(DTYPES[config.model.dtype])
         if config.model.activation_checkpointing:
             recompute(layers(self.model))
         if config.parallel.zero_stage == 3:

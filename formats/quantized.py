@@ -69,10 +69,11 @@ def dequantized(found: Mapping[str, Fragment], config: Mapping[str, Any]) -> tup
             "times their scales, rounded once",
         )
     else:
-        for key in found:
-            if key.endswith((INVERSE, "_scales")):
-                reason = f"{found[key].path} holds {key}, and config.json beside it no quantization_config"
-                raise SourceError(reason, "take config.json from where the files come from")
+        for suffix, elements in ((INVERSE, ""), ("_scales", "_blocks")):
+            for key in found:
+                if key.endswith(suffix) and key.removesuffix(suffix) + elements in found:
+                    reason = f"{found[key].path} holds {key}, and config.json beside it no quantization_config"
+                    raise SourceError(reason, "take config.json from where the files come from")
         return dict(found), ""
     count = sum(fragment.scales is not None for fragment in held.values())
     left = sum(key.endswith(ACTIVATIONS) for key in found.keys() - held.keys())

@@ -3,7 +3,7 @@
     python killed_at.py N SRC OUT TP PP [DIALECT]
 
 N = 0: do not; print how many calls there were, and how many of them wrote weights. N < 0: at the -N-th such write.
-Writing weights is slowed down, so that the journal keeps pace with it on any machine.
+Writing weights is slowed down, and waits before such a write kills, so that the journal keeps pace on any machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def main() -> None:
             if function is pwrite:
                 writes += 1
                 time.sleep(0.001)
-            if calls == limit or (function is pwrite and writes == -limit):
+            last = function is pwrite and writes == -limit
+            if last:
+                time.sleep(0.2)
+            if calls == limit or last:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 

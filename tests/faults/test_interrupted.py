@@ -61,7 +61,8 @@ def test_finished_work_is_not_done_again(whole, tmp_path):
     done = (tmp_path / "out.partial/journal.jsonl").read_text().count("\n") - 1
     assert done > 5
     ran = run_killed(0, source, out)
-    assert int(ran.stdout.split()[1]) <= writes - done  # each has at least one; how many were done is a matter of luck
+    assert int(ran.stdout.split()[1]) < writes * 0.9
+    assert int(ran.stdout.split()[1]) <= writes - done  # each has at least one
     assert files(out) == expected
 
 

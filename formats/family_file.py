@@ -27,7 +27,7 @@ from formats.families import FAMILIES, Family
 from formats.hf_config import HUGGINGFACE, SCALING
 from formats.layout import CONDITIONS, Rule, model_tensors, rules
 from formats.pattern import PatternError, lower
-from formats.spec import CHOICES
+from formats.spec import CHOICES, LISTS
 from formats.tensors import TENSORS
 
 if sys.version_info >= (3, 11):
@@ -102,6 +102,8 @@ def load(path: Path) -> Family:
         raise UsageError(f"{path}: name = {short(values['name'])} {taken}", "name it apart, and say its model_type")
     for name in ("requires", "marks", "defaults", "own"):
         values[name] = {key: _plain(value, f"{path}: {name}.{key}") for key, value in values.get(name, {}).items()}
+    layers = {name: held for name, held in values["defaults"].items() if name in LISTS and isinstance(held, list)}
+    values["defaults"] |= {name: tuple(held) for name, held in layers.items()}
     family = Family(
         **{name: value for name, value in values.items() if name not in ("table", "rope_theta", "drops", "full_until")},
         tensors=tuple(_rules(values["table"], path)),

@@ -44,10 +44,10 @@ def written(value: object) -> str:
     return json.dumps(value)
 
 
-@settings(max_examples=40)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@settings(max_examples=5)
 @given(
-    st.sampled_from(sorted(FAMILIES)),
-    st.fixed_dictionaries({
+    changes=st.fixed_dictionaries({
         "drops": st.lists(st.sampled_from([r"h\.\d+\.bias", "rotary.*", 'quoted "\\\\']), max_size=2).map(tuple),
         "head_dim": st.none() | st.integers(1, 512),
         "mha": st.booleans(),

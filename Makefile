@@ -10,7 +10,7 @@ export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-hpc test-gpu test-torch image locks lint type bench clean
+.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch image locks lint type bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,10 +37,28 @@ demo: $(VENV)/.demo  ## on tiny real models: HF -> Megatron TP2xPP2 -> TP4 -> HF
 	$(BIN)/python -m tests.demo_train
 
 test: $(VENV)/.test  ## all tests, real megatron-core included
-	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal -m "not hpc"
+	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal -m "not hpc and not stock"
 
 test-fast: $(VENV)/.test  ## the tests that start no other framework
-	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) -m "not megatron and not distributed"
+	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) -m "not megatron and not distributed and not stock"
+
+MEGATRON ?= 0.19.2
+STOCK := build/megatron-$(MEGATRON)
+# The first of these that is Python 3.12 or newer, which megatron-core wants from 0.17 on.
+NEWER ?= $(shell for python in $(PYTHON) python3.12 python3.13 $(HOME)/.pyenv/versions/3.1[23]*/bin/python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
+
+$(STOCK)/.made: constraints.txt
+	@test -n "$(NEWER)" || { echo "megatron-core $(MEGATRON) needs Python 3.12 or newer: make test-stock NEWER=PATH"; exit 1; }
+	@echo "installing megatron-core $(MEGATRON), megatron.training included, into $(STOCK) (once) ..."
+	$(NEWER) -m venv $(STOCK)
+	grep -v '^megatron-core==' constraints.txt > $(STOCK)/constraints.txt
+	$(STOCK)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(STOCK)/constraints.txt \
+		torch==2.13.0 megatron-core==$(MEGATRON) einops numpy pyyaml
+	@touch $@
+
+test-stock: $(VENV)/.test $(STOCK)/.made  ## stock Megatron-LM, fed with our flags and checkpoints alone (needs Python 3.12)
+	VITRUVIAN_STOCK=$(abspath $(STOCK)/bin/python) $(BIN)/python -m pytest --quiet --numprocesses $(JOBS) -m stock
 
 test-hpc: $(VENV)/.test  ## jobs on a real Slurm, an image by a real Apptainer, on this machine (root; apt-get install slurm-wlm munge)
 	$(BIN)/python -m pytest --verbose -rs tests/hpc

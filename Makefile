@@ -10,7 +10,7 @@ export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch image locks lint type bench clean
+.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz image locks lint type bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,11 @@ $(OTHER)/.made: pyproject.toml constraints.txt
 test-torch: $(OTHER)/.made  ## what trains, saves and reads checkpoints, with the oldest torch (TORCH=2.10.0)
 	$(OTHER)/bin/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal tests/train tests/golden/test_fsdp.py \
 		tests/roundtrip/test_fsdp_roundtrip.py tests/unit/test_fsdp2hf.py
+
+MINUTES ?= 20
+
+fuzz: $(VENV)/.test  ## random cases, judged by other programs: MINUTES=20; what is found is printed with its seed
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --jobs $(JOBS)
 
 image:  ## an image for Apptainer or Singularity: VARIANT=cpu, cuda, rocm or rocm-laif (containers/IMAGES.md)
 	containers/build.sh $(VARIANT) $(BUILD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,3 +79,10 @@ def test_links_and_the_files_that_a_text_names(path):
     for one in code(path.read_text()):
         for named in re.findall(rf"^(?:{'|'.join(ROOMS)}|tests)/[\w./-]+$", one):
             assert (ROOT / named).exists(), f"{path}: {named}"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tests_that_a_text_names(path):
+    for file, name in re.findall(r"`(tests/[\w./-]+\.py)::(\w+)`", path.read_text()):
+        tree = ast.parse((ROOT / file).read_text())
+        assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, f"{path}: {file}"

@@ -37,7 +37,7 @@ FOREIGN = {
     "*.nemo": ("a model of NeMo", "llm.export_ckpt of nemo.collections exports it, with target='hf'"),
     "*.gguf": ("a model of llama.cpp", "take the Hugging Face folder that it was made of"),
 }
-"""File of what is not read, nor passes for what is, as `lookalikes` do: what it is, and how it is had for Hugging Face."""
+"""File of what is not read, nor passes for what is, as `lookalikes` do: what it is, and what to do about it."""
 ITERATION = re.compile(r"iter_\d+|release")
 """Folders of a run of Megatron, each a checkpoint."""
 MOST_FOLDERS = 64

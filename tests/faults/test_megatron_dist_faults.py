@@ -168,7 +168,9 @@ def test_damage_is_refused(run, convert, tmp_path, change, code, parts):
 def test_without_its_small_files_it_is_still_megatrons(run, convert, tmp_path, path):
     for name in ("common.pt", "metadata.json"):
         (run / "release" / name).unlink()
-    refused(convert("megatron2hf", tmp_path / path, tmp_path / "out"), 3, "no metadata.json", "not all of it was copied")
+    refused(
+        convert("megatron2hf", tmp_path / path, tmp_path / "out"), 3, "no metadata.json", "not all of it was copied"
+    )
 
 
 def test_the_metadata_of_older_megatron_core_is_read(run, convert, monkeypatch):

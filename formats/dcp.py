@@ -73,6 +73,12 @@ def metadata_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("__*.metadata") if re.fullmatch(r"__\d+\.metadata", path.name))
 
 
+def names(folder: Path, *wanted: str) -> bool:
+    """Whether the metadata, which is not parsed for it, spells all of these names."""
+    held = [file.read_bytes() for file in metadata_files(folder) if file_size(file) <= MAX_METADATA]
+    return bool(held) and all(any(name.encode() in content for content in held) for name in wanted)
+
+
 def entries(folder: Path) -> list[Entry]:
     """Every tensor of a checkpoint, in the order in which it was saved. Raises as `contents` does."""
     return contents(folder)[0]

@@ -3,10 +3,13 @@
     optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_{chunk}.dtype_(…).bucket_idx_{n}.{param|exp_avg|exp_avg_sq}
     optimizer.distributed.dp_group_idx_{rank}.{optimizer|grad_scaler}
 
-The buckets of a chunk are the buffer of `distrib_optim.pt`, cut to pieces. Ranks are those of the model: tensor ranks
-count first, then stages; of experts on ranks of their own it is those of each expert, then the experts, then stages.
+The buckets of a chunk are the buffer of `distrib_optim.pt`, cut to pieces. In each a parameter begins at a multiple of
+64 elements; it ends with its last parameter, or, where the embedding has a bucket of its own, with what would align
+that. Ranks are those of the model: tensor ranks count first, then stages; of experts on ranks of their own it is those
+of each expert, then the experts, then stages.
 
-Facts: megatron-core 0.16.1, optimizer/distrib_optimizer.py `sharded_param_state_dp_reshardable`.
+Facts: megatron-core 0.16.1 and 0.19.2, which write the same: optimizer/distrib_optimizer.py
+`sharded_param_state_dp_reshardable`, distributed/param_and_grad_buffer.py `_does_param_require_new_bucket`.
 """
 
 from __future__ import annotations
@@ -25,9 +28,8 @@ from formats.layout import Cut, Placed, Slot
 from formats.megatron import MCORE, parameters_of, pipeline_of, slots_of
 from formats.megatron_args import Options
 from formats.megatron_chained import CHAINED, Parameter, joined, same_scaler
-from formats.megatron_dist import COMMON
 from formats.megatron_experts import Mesh
-from formats.megatron_optim import starts, stored_name
+from formats.megatron_optim import ALIGNMENT, stored_name
 from formats.megatron_shards import folder_of
 from formats.optimizer import STATES
 from formats.spec import ModelSpec, whole
@@ -78,7 +80,7 @@ def read(source: Checkpoint) -> tuple[dict[str, Checkpoint], Settings]:
 
 def _trained(source: Checkpoint) -> list[list[list[Parameter]]]:
     """What each rank of each optimizer trains, in the order of its model."""
-    spec, args, path = cast(ModelSpec, source.spec), source.extra["args"], source.home / COMMON
+    spec, args, path = cast(ModelSpec, source.spec), source.extra["args"], source.home
     tp, pp, virtual = (
         whole(args.get(f"{axis}_model_parallel_size") or 1, axis, str(path))
         for axis in ("tensor", "pipeline", "virtual_pipeline")
@@ -131,20 +133,42 @@ def _settings(source: Checkpoint, ranks: Sequence[int]) -> Settings:
     return found[0]
 
 
+def _places(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Number and first element of each parameter in all buckets end to end; None if these are not of the parameters.
+
+    Args:
+        sizes: elements of each parameter, in the order of the model.
+        buckets: elements of each bucket.
+    """
+    found, base, number, at = list[tuple[int, int]](), 0, len(sizes), 0
+    for bucket in buckets:
+        at = 0
+        while number and (begin := -(-at // ALIGNMENT) * ALIGNMENT) + sizes[number - 1] <= bucket:
+            number -= 1
+            found.append((number, base + begin))
+            at = begin + sizes[number]
+        if bucket not in (at, -(-at // ALIGNMENT) * ALIGNMENT):
+            return None
+        base += bucket
+    return None if number else found
+
+
 def _cut(source: Checkpoint, parameters: Sequence[Parameter], buckets: Sequence[dcp.Entry]) -> Iterator[Placed]:
     """Where each parameter of a chunk lies in its buckets, which together are the buffer."""
-    sizes = [(one.key, one.slot.shape) for one in parameters]
-    total, held = sum(prod(shape) for _, shape in sizes), sum(prod(one.shape) for one in buckets)
-    places = list(starts(sizes))
-    if total != held:
-        raise SourceError(f"{source.home}: buckets of the optimizer hold {held} elements, the model has {total} there")
+    sizes = [prod(one.slot.shape) for one in parameters]
+    places = _places(sizes, [prod(one.shape) for one in buckets])
+    if places is None:
+        held = sum(prod(one.shape) for one in buckets)
+        raise SourceError(
+            f"{source.home}: buckets of the optimizer hold {held} elements, the model has {sum(sizes)} there"
+        )
     pieces, first = list[tuple[int, Fragment]](), 0
     for tensor in dcp.load(buckets):
         pieces += [(first + piece.part.ranges[0][0], piece.fragment) for piece in tensor.copies[0]]
         first += tensor.shape[0]
     pieces.sort(key=lambda piece: piece[0])
     for number, at in places:
-        one, end = parameters[number], at + prod(sizes[number][1])
+        one, end = parameters[number], at + sizes[number]
         for begin, flat in pieces[bisect(pieces, at, key=lambda piece: piece[0]) - 1 :]:
             low, high = max(at, begin), min(end, begin + flat.shape[0])
             if begin >= end:

@@ -1,8 +1,9 @@
 """Megatron's distributed checkpoints (`--ckpt-format torch_dist`): torch DCP, whose tensors are those of one rank.
 
     ROOT/latest_checkpointed_iteration.txt     an iteration, or `release`
-    ROOT/iter_0000100/common.pt                args, iteration and all else that no rank shares with another
-    ROOT/iter_0000100/.metadata                what lies where in the files (formats/dcp.py)
+    ROOT/iter_0000100/common.pt                args, iteration and all else that is no tensor, up to 0.18;
+                                               from 0.19 on in the DCP (formats/megatron_common.py)
+    ROOT/iter_0000100/.metadata                what is where in the files (formats/dcp.py)
     ROOT/iter_0000100/__{rank}_{writer}.distcp
     ROOT/iter_0000100/metadata.json            the backend; written last
 
@@ -10,7 +11,8 @@ Layers are stacked, `decoder.layers.mlp.linear_fc2.weight` [layers, hidden, ffn]
 layers, numbered as in a classic checkpoint. Names are those of Transformer Engine, whatever the layers were.
 
 Facts: megatron-core 0.16.1, dist_checkpointing/ and transformer/transformer_block.py; real saves and loads are in
-tests/golden/test_megatron_dist.py. megatron/training/checkpointing.py at 0032978f for what training reads of common.pt.
+tests/golden/test_megatron_dist.py, of 0.19.2 in tests/golden/test_stock_dist.py. megatron/training/checkpointing.py at
+0032978f for what training reads of common.pt.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from formats import dcp, dcp_writer, megatron_mla, megatron_optim
+from formats import dcp, dcp_writer, megatron_common, megatron_mla, megatron_optim
 from formats.archived import packed_plain
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
@@ -41,17 +43,17 @@ from formats.pipeline import Chunk, chunks
 from formats.scattered import Scattered, unstacked
 from formats.scattered import spread as pieces
 from formats.spec import MOST_LAYERS, ModelSpec
-from formats.torchfile import TorchFile, packed, read_torch
+from formats.torchfile import packed
 
 NAME = "megatron_dist"
-COMMON, BACKEND = "common.pt", "metadata.json"
+BACKEND = "metadata.json"
 ABOUT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What `metadata.json` says."""
+"""What `metadata.json` says. From 0.19 on there is no `common_*`, and what is there is left alone (core.py, 0.19.2)."""
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
@@ -98,16 +100,19 @@ TE_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 def detect(path: Path) -> bool:
     """Whether a folder looks like this format."""
     try:
-        _, folder = locate(path)
+        run, folder = locate(path)
     except SourceError:
         return False
-    return (folder / COMMON).is_file() or ((folder / BACKEND).is_file() and dcp.is_dcp(folder))
+    if megatron_common.is_held(folder):
+        return True
+    return dcp.is_dcp(folder) and any(file.is_file() for file in (folder / BACKEND, run / TRACKER))
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a checkpoint: its metadata, `common.pt`, and the heads of the model's tensors."""
+    """Open a checkpoint: its metadata, its arguments, and the heads of the model's tensors."""
     run, folder = locate(path)
-    common = _common(folder)
+    _require_whole(folder)
+    common = megatron_common.read(folder)
     args = args_of(common)
     entries, objects = dcp.contents(folder)
     tensors = tensors_in(folder, [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)])
@@ -140,15 +145,20 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         spec,
         tuple(piece for one in placed for piece in pieces(one, tensors[one.key])),
         (*dropped, *(name for name in names if OPTIMIZER.fullmatch(name)), *objects),
-        (common.path, *dcp.metadata_files(folder), *sorted(files)),
+        tuple(dict.fromkeys([common.path, *dcp.metadata_files(folder), *sorted(files)])),
         {"ranks": len(writers)},
         assets,
         extra,
     )
 
 
-def _common(folder: Path) -> TorchFile:
-    """`common.pt`, in a folder that was saved to its end by a backend that is known."""
+def _require_whole(folder: Path) -> None:
+    """The folder was saved to its end by a backend that is known.
+
+    Raises:
+        SourceError: the save was interrupted, or not all files were copied.
+        UnsupportedError: it is of another backend.
+    """
     path = folder / BACKEND
     if not path.is_file():
         raise SourceError(
@@ -159,10 +169,6 @@ def _common(folder: Path) -> TorchFile:
     backend = read_json(path).get("sharded_backend")
     if backend != ABOUT["sharded_backend"]:
         raise UnsupportedError(f"{path}: the backend {short(backend)} is not supported, only torch_dist")
-    common = read_torch(folder / COMMON)
-    if not isinstance(common.value, dict):
-        raise SourceError(f"{common.path} holds no map of names")
-    return common
 
 
 def tensors_in(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]:
@@ -262,7 +268,7 @@ def write(
     }
     texts = {
         f"{folder}/{dcp.METADATA}": metadata,
-        f"{folder}/{COMMON}": packed_plain(common),
+        f"{folder}/{megatron_common.FILE}": packed_plain(common),
         f"{folder}/{BACKEND}": json.dumps(ABOUT).encode(),
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
         FLAGS: flags(merged).encode(),

@@ -12,7 +12,7 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from formats import dcp, megatron_buckets, megatron_dist
+from formats import dcp, megatron_buckets, megatron_common, megatron_dist
 from formats.archived import Small, plain
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
@@ -56,6 +56,11 @@ def read(source: Checkpoint) -> Optimizer:
     if "optimizer" not in source.extra["state"] or source.extra["folder"] == "release":
         what = "is a release, of which Megatron loads" if source.extra["folder"] == "release" else "holds"
         raise SourceError(f"{source.home} {what} no optimizer", "reshard the weights without --with-optimizer")
+    if (kind := args.get("optimizer")) not in (None, "adam"):
+        raise UnsupportedError(
+            f"{source.home}: its optimizer is {short(kind)} (args say so), only that of Adam is read",
+            "reshard the weights without --with-optimizer",
+        )
     if args.get("apply_wd_to_qk_layernorm"):
         raise UnsupportedError(f"{source.home}: weight decay of query and key norms (apply_wd_to_qk_layernorm)")
     optimizer = (_dist if source.format == megatron_dist.NAME else _classic)(source)
@@ -110,7 +115,7 @@ def _grads(args: Mapping[str, Any], dtype: str) -> str:
 
 
 def _dist(source: Checkpoint) -> Optimizer:
-    file = read_torch(source.home / megatron_dist.COMMON)
+    file = megatron_common.read(source.home)
     outers = entries(file, source.extra["args"])
     about = held if isinstance(held := file.value.get("content_metadata"), Mapping) else {}
     kind = about.get("distrib_optim_sharding_type") or outers[0].get("param_state_sharding_type")

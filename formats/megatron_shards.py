@@ -94,14 +94,8 @@ def read_shards(iteration: Path) -> list[Shard]:
 
     Raises:
         SourceError: a folder holds none, or one without a model.
-        UnsupportedError: the iteration is in another of Megatron's formats, or a folder is not named after a tensor
-            and pipeline rank.
+        UnsupportedError: a folder is not named after a tensor and pipeline rank.
     """
-    if (iteration / ".metadata").is_file():
-        raise UnsupportedError(
-            f"{iteration} is a distributed checkpoint without common.pt (torch_dcp or fsdp_dtensor)",
-            "of distributed checkpoints torch_dist is read",
-        )
     shards = []
     for folder in sorted(iteration.glob("mp_rank_*")):
         names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]

@@ -11,13 +11,14 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
+from formats import lookalikes
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families import FAMILIES, FAMILY_FILE
 
 FORMATS = {
     "huggingface": "safetensors files with a config.json",
-    "megatron_dist": "common.pt with torch DCP (.metadata, .distcp), --ckpt-format torch_dist",
+    "megatron_dist": "Megatron-LM's --ckpt-format torch_dist: torch DCP (.metadata, .distcp) with metadata.json",
     "fsdp": "torch DCP (.metadata, .distcp), FSDP state dicts of accelerate, torchtitan, verl and others",
     "neox": "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions",
     "zero": "DeepSpeed ZeRO stages 0 to 3 (DeepSpeed, HF Trainer, accelerate); written as universal checkpoints",
@@ -36,7 +37,7 @@ FOREIGN = {
     "*.nemo": ("a model of NeMo", "llm.export_ckpt of nemo.collections exports it, with target='hf'"),
     "*.gguf": ("a model of llama.cpp", "take the Hugging Face folder that it was made of"),
 }
-"""File of what is not read: what it is, and how a Hugging Face folder is had of it."""
+"""File of what is not read, nor passes for what is, as `lookalikes` do: what it is, and what to do about it."""
 ITERATION = re.compile(r"iter_\d+|release")
 """Folders of a run of Megatron, each a checkpoint."""
 MOST_FOLDERS = 64
@@ -67,6 +68,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
             raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
         tag = settings.tag if settings else None
         place = path / tag if tag and Path(tag).name == tag and (path / tag).is_dir() else path
+        lookalikes.check(place)
         for name in [*first, *FORMATS]:
             if module(name).detect(place) or (place != path and module(name).detect(path)):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())

@@ -164,10 +164,13 @@ def test_damage_is_refused(run, convert, tmp_path, change, code, parts):
     assert not (tmp_path / "out").exists()
 
 
-def test_other_distributed_checkpoints_are_named(run, convert, tmp_path):
+@pytest.mark.parametrize("path", ["run", "run/release"])
+def test_without_its_small_files_it_is_still_megatrons(run, convert, tmp_path, path):
     for name in ("common.pt", "metadata.json"):
         (run / "release" / name).unlink()
-    refused(convert("megatron2hf", run, tmp_path / "out"), 4, "torch_dcp or fsdp_dtensor")
+    refused(
+        convert("megatron2hf", tmp_path / path, tmp_path / "out"), 3, "no metadata.json", "not all of it was copied"
+    )
 
 
 def test_the_metadata_of_older_megatron_core_is_read(run, convert, monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters import assets
+from converters import agreement, assets
 from converters.convert import Request
 from converters.plan import Plan, cast_dtype, cast_dtypes, make_plan
 from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, neox, neox_args, neox_writer, optimizer
@@ -53,7 +53,9 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         names = ", ".join(source.extra["added_tokens"])
         notes.append(f"the training added {names} to its tokenizer; --chat-template adds them to the one that travels")
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
-    texts |= {**target.texts, "config.json": assets.config_text(source, _cast_to(request), spec)}
+    config = assets.config_text(source, _cast_to(request), spec)
+    notes += agreement.notes(source, spec, config)
+    texts |= {**target.texts, "config.json": config}
     copies = {name: path for name, path in held.items() if name not in texts} | assets.own_family(spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast, spec)
     return replace(plan, notes=tuple(notes))
@@ -143,17 +145,21 @@ def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimiz
     require_vocab(source)
     dtypes = cast_dtypes(source, request.cast)
     target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)
-    texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
+    config = assets.config_text(source, _cast_to(request))
+    compared = agreement.notes(source, source.spec, config)
+    texts = {**target.texts, "config.json": config}
     copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
     copies |= assets.own_family(source.spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
     untold = isinstance(source.spec, Verbatim) and source.format == huggingface.NAME
-    return replace(plan, notes=(*plan.notes, UNTOLD)) if untold else plan
+    return replace(plan, notes=(*plan.notes, *compared, *([UNTOLD] if untold else ())))
 
 
 def plan_reading(source: Checkpoint) -> Plan:
     """A plan that reads every logical tensor once and writes nothing."""
     require_vocab(source)
+    if source.extra.get("unbounded"):
+        agreement.notes(source, source.spec, assets.config_text(source, None))
     return make_plan(source)
 
 

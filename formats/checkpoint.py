@@ -24,6 +24,7 @@ class Settings:
         container: which part of a checkpoint with several holds the model.
         tag: which of the checkpoints in a run of DeepSpeed.
         weights: `module`, or what the optimizer keeps of each parameter: `fp32-master`, `exp_avg` or `exp_avg_sq`.
+        allow_missing: names, or patterns of them, in which a model without a table may differ from its config's.
         gqa_layout: the order of query, key and value in a checkpoint of GPT-NeoX: `auto`, `blocked` or `grouped`.
     """
 
@@ -35,6 +36,7 @@ class Settings:
     tag: str | None = None
     weights: str | None = None
     gqa_layout: str = "auto"
+    allow_missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

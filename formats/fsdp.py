@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +30,7 @@ from formats.scattered import Piece, Scattered, in_one, scattered, spread
 from formats.spec import ModelSpec, Spec, Verbatim
 from formats.storage import Fragment, read_safetensors
 from formats.torchfile import TorchFile, packed, read_torch
+from formats.wrappers import require_plain
 
 NAME = "fsdp"
 INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy")
@@ -55,12 +55,16 @@ ADAMW = {
 
 
 class Listing(NamedTuple):
-    """What a checkpoint holds: the path of each tensor in the saved dictionary, and how their bytes are found."""
+    """What a checkpoint holds: the path of each tensor in the saved dictionary, and how their bytes are found.
+
+    It is `unbounded` where the files do not tell how many there were: a shape is then as far as the pieces reach.
+    """
 
     paths: Sequence[tuple[str, ...]]
     load: Callable[[Sequence[int]], Iterable[Scattered]]
     files: tuple[Path, ...]
     flat: Mapping[int, TorchFile] | None = None
+    unbounded: bool = False
 
 
 # --- what lies where -------------------------------------------------------------------------------------------------
@@ -151,7 +155,7 @@ def _shards(folder: Path, _: Settings) -> Listing:
             ]
             yield scattered(key, shape, parts[0].fragment.dtype, parts)
 
-    return Listing([(key,) for key in keys], load, tuple(files))
+    return Listing([(key,) for key in keys], load, tuple(files), unbounded=True)
 
 
 def _dumps(folder: Path, _: Settings) -> Listing:
@@ -198,7 +202,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         _require_rows(tensors, spec, path)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
     ranks = {"ranks": len({piece.fragment.path for piece in pieces})}
-    return Checkpoint(path, folder, NAME, spec, pieces, (*dropped, *more), listing.files, ranks, config)
+    extra = {"unbounded": True} if listing.unbounded and isinstance(spec, Verbatim) else {}
+    return Checkpoint(path, folder, NAME, spec, pieces, (*dropped, *more), listing.files, ranks, config, extra)
 
 
 def _config_folder(path: Path, folder: Path, settings: Settings) -> Path:
@@ -264,19 +269,14 @@ def _read_tensors(
             if key in keys:
                 raise SourceError(f"{path} holds {key} twice: {last} and {'.'.join(listing.paths[keys[key]])}")
             keys[key] = number
-    adapter = next((key for key in keys if ".lora_A." in key), None)
-    if adapter:
-        hint = "merge it into the model first; one of `train run` is merged by: train run CONFIG.yml --export OUT"
-        raise UnsupportedError(f"{path} holds a PEFT adapter ({adapter})", hint)
+    require_plain(keys, path)
     wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in titan.DROPS)]
     tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
     dropped = [".".join(one) for number, one in enumerate(listing.paths) if number not in set(map(keys.get, wanted))]
     if titan.FIRST in tensors:
         return huggingface.read_spec(config, settings), tensors, dropped
     spec = huggingface.spec_of({key: one.shape for key, one in tensors.items()}, config, settings)
-    if isinstance(spec, Verbatim):
-        spec = replace(spec, remarks=(*spec.remarks, *_compared(spec, config)))
-    else:
+    if not isinstance(spec, Verbatim):
         outer = _outer(tensors, spec)
         tensors = {key.removeprefix(outer): one for key, one in tensors.items()}
     return spec, tensors, dropped
@@ -293,16 +293,6 @@ def _outer(keys: Mapping[str, object], spec: Spec) -> str:
 def unwrapped(key: str) -> str:
     """A key of the model itself, whatever the training wrapped its modules in."""
     return re.sub(r"^(?:module\.)+", "", WRAPPERS.sub("", key))
-
-
-def _compared(spec: Verbatim, config: Path) -> Iterator[str]:
-    """Without a table, the base model's own files are what names can be compared with."""
-    if not huggingface.has_weights(config):
-        return
-    base, own = set(huggingface.read_files(config)), {*spec.shapes, *spec.copies}
-    for names, text in ((base - own, f"of {config} are not in the checkpoint"), (own - base, f"are not in {config}")):
-        if names:
-            yield f"{len(names)} tensors {text}, such as {min(names)}"
 
 
 def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path) -> tuple[str, ...]:

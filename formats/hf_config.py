@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from copy import deepcopy
 from typing import Any
 
 from formats import hf_experts
@@ -14,6 +15,7 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, Family, family_named, family_of, find_family
 from formats.quantized import method_of
 from formats.spec import LISTS, ModelSpec, Spec, Verbatim, checked, some_layers, whole
+from formats.verbatim import language
 
 HUGGINGFACE = {
     "layers": "num_hidden_layers",
@@ -327,11 +329,13 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     With an empty base the spelling is that of transformers 4, which version 5 reads too.
     """
     if isinstance(spec, Verbatim):
-        config = _unwrapped(base)
+        config = deepcopy(_unwrapped(base))
         if bool(config.get("tie_word_embeddings")) != spec.tied:
             config["tie_word_embeddings"] = spec.tied
-        if spec.vocab not in (None, config.get("vocab_size")):
-            config["vocab_size"] = spec.vocab
+        inner = language(config)
+        if spec.vocab not in (None, inner.get("vocab_size")):
+            for held in (inner, *([config] if "vocab_size" in config else [])):
+                held["vocab_size"] = spec.vocab
         return config
     family = family_named(spec.family)
     config = _unwrapped(base)

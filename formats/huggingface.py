@@ -26,6 +26,7 @@ from formats.quantized import dequantized
 from formats.spec import ModelSpec, Spec, Verbatim
 from formats.storage import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 from formats.torchfile import read_torch
+from formats.wrappers import require_plain
 
 NAME = "huggingface"
 SINGLE = "model.safetensors"
@@ -92,6 +93,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             f"{path} holds a PEFT adapter, which transformers would add to the weights", "merge it first"
         )
     found, note = read_files(path), ""
+    require_plain(found, path)
     files = tuple(sorted({fragment.path for fragment in found.values()}))
     spec = spec_of({key: fragment.shape for key, fragment in found.items()}, settings.config or path, settings)
     if isinstance(spec, ModelSpec):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from formats.spec import Spec, Verbatim
 
-EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|tok_embeddings|wte|embed_in|word_embeddings)\.weight")
+EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|tok_embeddings|wte|embed_in|word_embeddings|embeddings)\.weight")
 """The key of an input embedding, which only a model has."""
 HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\.(?:weight|bias)")
 

@@ -16,6 +16,8 @@ from formats.pattern import Axis, Pattern
 from formats.spec import Verbatim
 from formats.tensors import TENSORS
 
+TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where a config of several modalities has that of its language model."""
 HEAD = "lm_head.weight"
 EMBEDDINGS = (
     "model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "transformer.wte.weight",
@@ -34,7 +36,7 @@ FUSED_NOTE = "its experts are fused, as transformers 5 holds them in memory: oth
 
 
 def describe(
-    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any], why: str
+    config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any], why: str
 ) -> Verbatim:
     """The spec of a model that consists of given tensors.
 
@@ -62,7 +64,7 @@ def describe(
     copies = {HEAD: embedding} if tied and same else {}
     fused = any(map(FUSED.search, shapes)) and config["model_type"] not in FUSED_ON_HUB
     notes = [TIED_NOTE.format(embedding)] * headless + [FUSED_NOTE] * fused
-    vocab = settings.get("vocab", config.get("vocab_size"))
+    vocab = settings.get("vocab", language(config).get("vocab_size"))
     return Verbatim(
         config["model_type"],
         {key: shape for key, shape in shapes.items() if key not in copies},
@@ -72,6 +74,12 @@ def describe(
         copies,
         tuple(notes),
     )
+
+
+def language(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the language model: of several modalities, each has its own inside."""
+    inner = next((config[name] for name in TEXT if isinstance(config.get(name), dict)), None)
+    return config if inner is None else language(inner)
 
 
 def slots(spec: Verbatim) -> Iterator[Slot]:

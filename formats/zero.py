@@ -27,6 +27,7 @@ from formats.scattered import Piece, Scattered, in_one, scattered, spread, whole
 from formats.spec import ModelSpec
 from formats.storage import Fragment
 from formats.torchfile import TorchFile
+from formats.wrappers import require_plain
 
 NAME = "zero"
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -343,9 +344,7 @@ def _aliases(model: Mapping[str, Any], tensors: Mapping[str, Scattered]) -> dict
 
 def _keys(tensors: Mapping[str, Scattered], tag: Path) -> dict[str, str]:
     """The name of each tensor by its Hugging Face key, without what wrappers put before it."""
-    adapter = next((name for name in tensors if ".lora_A." in name), None)
-    if adapter:
-        raise UnsupportedError(f"{tag} holds a PEFT adapter ({adapter})", "merge it into the model first")
+    require_plain(map(unwrapped, tensors), tag)
     keys: dict[str, str] = {}
     for name in tensors:
         key = unwrapped(name)

@@ -76,3 +76,20 @@ def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 def train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """`train("count", prefix)`: likewise."""
     return _command("train", capsys, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _transformers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are checked by transformers in this process, which has it loaded: each process of its own costs seconds."""
+    if "own_process" in request.fixturenames:
+        return
+    import json
+
+    from converters import agreement, meta_model
+
+    monkeypatch.setattr(agreement, "_asked", lambda text: json.dumps(meta_model.report(json.loads(text))))
+
+
+@pytest.fixture
+def own_process() -> None:
+    """Names are checked by transformers in a process of its own, as users have it."""

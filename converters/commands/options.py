@@ -87,6 +87,7 @@ own_family = click.option(
 )  # fmt: skip
 READERS = {
     "verbatim": ("huggingface", "fsdp", "zero"),
+    "allow_missing": ("huggingface", "fsdp", "zero"),
     "container": ("fsdp",),
     "tag": ("neox", "zero"),
     "weights": ("neox", "zero"),
@@ -105,6 +106,9 @@ def reading_of(*formats: str) -> Callable[[Command], Command]:
                      help="Hugging Face folder whose settings and tokenizer belong to the weights."),
         click.option("--verbatim", is_flag=True, hidden=hidden["verbatim"],
                      help="Carry every tensor under its own name, without checking names against the family's table."),
+        click.option("--allow-missing", multiple=True, metavar="NAME", hidden=hidden["allow_missing"],
+                     help="A tensor that may be missing, or be none of the config's, in a model without a table; "
+                          "patterns such as 'visual.*' too."),
         click.option("--container", metavar="NAME", hidden=hidden["container"],
                      help="The part of an FSDP checkpoint that is the model, such as model or ema.  [default: found]"),
         click.option("--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto",
@@ -334,4 +338,5 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options.get("tag"),
         options.get("weights"),
         options["gqa_layout"],
+        options["allow_missing"],
     )

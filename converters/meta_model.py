@@ -1,0 +1,75 @@
+"""What `from_pretrained` would say of tensors, by transformers itself, on the meta device: no weight is in memory.
+
+A program of its own, so that no conversion imports torch: a request as JSON on its input, the answer on its output. No
+code of a model repository is run, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+CONVERSION = "conversion of the weights"
+"""In the error of transformers 5 when tensors that are to be fused do not fit together (utils/loading_report.py)."""
+
+
+def report(request: dict[str, Any]) -> dict[str, Any]:
+    """What is missing, unknown or of another shape.
+
+    Args:
+        request: `config`, a config.json; and `shapes`, by the names of the tensors.
+
+    Returns:
+        `missing` and `unexpected` names, and `mismatched` with the shape that is there and that of the model; or `why`
+        transformers cannot say.
+    """
+    try:
+        import torch
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except Exception as error:  # noqa: BLE001  # a broken installation is as good as none
+        return {"why": f"transformers cannot be imported ({_line(error)})"}
+    config = request["config"]
+    try:
+        kind = config["model_type"]
+        if kind not in CONFIG_MAPPING:
+            return {"why": f"transformers {transformers.__version__} does not know {kind}"}
+        parsed = CONFIG_MAPPING[kind].from_dict(config)
+        names = config.get("architectures") or ["AutoModelForCausalLM"]
+        model = getattr(transformers, str(names[0]), None)
+        if model is None:
+            return {"why": f"transformers {transformers.__version__} does not know {names[0]}"}
+        state = {
+            key: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
+            for key, shape in request["shapes"].items()
+        }
+        _, said = model.from_pretrained(
+            None,
+            config=parsed,
+            state_dict=state,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # noqa: BLE001  # whatever a model's own code raises: it cannot be asked
+        if CONVERSION in str(error):
+            return {"missing": [], "unexpected": [], "mismatched": [], "errors": [_line(error)]}
+        return {"why": f"transformers cannot be asked ({_line(error)})"}
+    mismatched = [[key, list(here), list(wanted)] for key, here, wanted in said["mismatched_keys"]]
+    apart = {key for key, _, _ in mismatched}
+    return {
+        "missing": sorted(set(said["missing_keys"]) - apart),
+        "unexpected": sorted(set(said["unexpected_keys"]) - apart),
+        "mismatched": sorted(mismatched),
+        "errors": list(map(str, said["error_msgs"])),
+    }
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+if __name__ == "__main__":
+    answer = report(json.load(sys.stdin))
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")

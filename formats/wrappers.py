@@ -1,0 +1,88 @@
+"""Signs in the names of tensors that they are no model by themselves: adapters, value heads, several models at once.
+
+Facts: peft 0.21 (`tuners/*/layer.py`, what each layer keeps beside its `base_layer`; `peft_model.py`, the
+`prompt_encoder` and the `base_model` of every wrapper), trl 0.29 `modeling_value_head.py` and `modeling_base.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.errors import UnsupportedError
+
+MERGE = (
+    "merge it first: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(OUT); one of "
+    "`train run` is merged by: train run CONFIG.yml --export OUT"
+)
+KEEP = "no weights can hold it: publish the adapter beside its base model, as PEFT saves it"
+VALUE_HEAD = "save the model inside it: model.pretrained_model.save_pretrained(OUT)"
+APART = "save the model alone: the policy's own save_pretrained(OUT)"
+
+
+class Sign(NamedTuple):
+    """What a name says.
+
+    Attributes:
+        pattern: what is found in the name of a tensor.
+        what: what that is.
+        hint: how a model is had of it.
+        beside: what another name has to begin with as well, if one sign does not tell.
+    """
+
+    pattern: str
+    what: str
+    hint: str
+    beside: str = ""
+
+
+SIGNS = (
+    Sign(r"(?:^|\.)lora_embedding_[AB]\b", "a PEFT adapter: LoRA of an embedding", MERGE),
+    Sign(r"(?:^|\.)lora_E\b|\.ranknum\b", "a PEFT adapter: AdaLoRA", MERGE),
+    Sign(r"(?:^|\.)lora_magnitude_vector\b", "a PEFT adapter: DoRA", MERGE),
+    Sign(r"(?:^|\.)lora_[AB]\b", "a PEFT adapter: LoRA", MERGE),
+    Sign(r"(?:^|\.)ia3_l\b", "a PEFT adapter: IA3", MERGE),
+    Sign(r"(?:^|\.)ln_tuning_layers\b", "a PEFT adapter: LN tuning", MERGE),
+    Sign(r"(?:^|\.)vera_(?:lambda_[bd]|[AB])\b", "a PEFT adapter: VeRA", MERGE),
+    Sign(r"(?:^|\.)boft_[RPs]\b", "a PEFT adapter: BOFT", MERGE),
+    Sign(r"(?:^|\.)oft_[rRs]\b", "a PEFT adapter: OFT", MERGE),
+    Sign(r"(?:^|\.)hada_[wt]\d(?:_[ab])?\b", "a PEFT adapter: LoHa", MERGE),
+    Sign(r"(?:^|\.)lokr_(?:w\d(?:_[ab])?|t\d)\b", "a PEFT adapter: LoKr", MERGE),
+    Sign(r"(?:^|\.)fourierft_spectrum\b", "a PEFT adapter: FourierFT", MERGE),
+    Sign(r"(?:^|\.)hra_u\b", "a PEFT adapter: HRA", MERGE),
+    Sign(r"(?:^|\.)shira_(?:weight|indices)\b", "a PEFT adapter: SHiRA", MERGE),
+    Sign(r"(?:^|\.)trainable_tokens_(?:delta|original)\b", "a PEFT adapter: trainable tokens", MERGE),
+    Sign(r"(?:^|\.)(?:adaption_(?:prompt|gate))\b", "a PEFT adapter: an adaption prompt", KEEP),
+    Sign(r"^(?:prompt_encoder\.|prompt_embeddings$)", "a PEFT adapter: a prompt, prefix or p-tuning", KEEP),
+    Sign(r"(?:^|\.)modules_to_save\.", "a model with PEFT's modules_to_save", MERGE),
+    Sign(r"\.base_layer\.", "a PEFT adapter of a method that is not known here", MERGE),
+    Sign(r"^base_model\.", "a model inside PEFT's wrapper", MERGE),
+    Sign(r"^(?:v_head|value_head)\.", "a model with TRL's value head", VALUE_HEAD),
+    Sign(r"^pretrained_model\.", "a model inside TRL's wrapper", VALUE_HEAD),
+    Sign(
+        r"^(?:policy|actor)(?:_model)?\.",
+        "a policy beside other models",
+        APART,
+        r"(?:ref|reference|critic|value|reward)(?:_model)?\.",
+    ),
+)
+"""The first that is found in any name counts: a method before the wrapper that every method has."""
+
+
+def require_plain(keys: Iterable[str], where: Path) -> None:
+    """Names are those of one model, with nothing around it.
+
+    Args:
+        keys: the names of all tensors.
+        where: the checkpoint.
+
+    Raises:
+        UnsupportedError: one belongs to an adapter, a value head or a second model.
+    """
+    names = {re.sub(r"\.\d+(?=\.)", ".0", key): key for key in keys}  # the layers of a large model have the same names
+    for sign in SIGNS:
+        found = next((key for name, key in names.items() if re.search(sign.pattern, name)), None)
+        if found and (not sign.beside or any(re.match(sign.beside, name) for name in names)):
+            raise UnsupportedError(f"{where} holds {sign.what} ({found})", sign.hint)

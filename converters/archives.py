@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.checksums import crc_of
+from formats.crc32 import crc_of
 from formats.errors import SourceError
 from formats.torchfile import stored
 

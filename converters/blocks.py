@@ -13,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from converters.checksums import Checksums, crc_of
+from converters.checksums import Checksums
 from converters.dequantize import read_bf16
 from converters.edges import Array
 from converters.regions import Nearby, region, runs
+from converters.source_checks import SourceChecks
 from formats.checkpoint import OutputFile
+from formats.crc32 import crc_of
 from formats.errors import OutputError, SourceError
 from formats.storage import Fragment, allow_files, read_into, write_from
 from formats.streams import Reader, Stream
@@ -28,9 +30,16 @@ SPARSEST = 8
 
 @dataclass
 class Files:
-    """Open files, shared by all threads. `sums` has the checksums of what is written, `fresh` what is to be synced."""
+    """Open files, shared by all threads.
+
+    Attributes:
+        sums: the checksums of what is written.
+        checks: those of what is read.
+        fresh: what is to be synced.
+    """
 
     sums: Checksums | None = None
+    checks: SourceChecks | None = None
     descriptors: dict[tuple[Path, bool], int] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
@@ -54,6 +63,12 @@ class Files:
         if fragment.scales is not None:
             read_bf16(self.get, fragment, fragment.scales, at, buffer)
             return
+        self.read_stored(fragment, at, buffer)
+        if self.checks is not None:
+            self.checks.passed(fragment, at, buffer)
+
+    def read_stored(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
+        """Fill a buffer with bytes as they are stored, which are not counted."""
         fd, offset = self.get(fragment.path), fragment.offset + at
         if fragment.stream is None:
             read_into(fd, buffer, offset, fragment.path)

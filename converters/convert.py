@@ -21,8 +21,17 @@ from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, Share, fingerprint, open_journal
 from converters.plan import Job, Plan, make_plan
 from converters.report import Progress, size
+from converters.source_checks import SourceChecks, Verdict
 from formats.checkpoint import Checkpoint, Settings, Target
-from formats.errors import Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError, some
+from formats.errors import (
+    DamagedError,
+    Interrupted,
+    OutputError,
+    RefusedError,
+    UnsupportedError,
+    VerificationError,
+    some,
+)
 from formats.registry import FORMATS, module, open_checkpoint, steps
 from formats.spec import Verbatim, differences
 
@@ -85,19 +94,26 @@ Drifted = Callable[[Job, float], object]
 """Called with each job whose copies had to be averaged, and how far apart they were."""
 
 
-def run(plan: Plan, request: Request, drifted: Drifted = lambda *_: None) -> dict[str, str]:
+def run(
+    plan: Plan,
+    request: Request,
+    drifted: Drifted = lambda *_: None,
+    checked: Callable[[Verdict], object] = lambda _: None,
+) -> dict[str, str]:
     """Execute what is left of a plan, verify the output and publish it.
 
     Args:
         plan: what to do.
         request: what the user asked for.
         drifted: told of averaged copies.
+        checked: told which checksums of the source were compared.
 
     Returns:
         The digest of each tensor of the output.
 
     Raises:
         OutputError: OUT exists, or there is no room.
+        DamagedError: what was read has not the checksum that the source keeps of it.
         VerificationError: the source contradicts its manifest; or what was written does not read back as planned.
         Interrupted: a signal came; the same call goes on later.
     """
@@ -107,14 +123,16 @@ def run(plan: Plan, request: Request, drifted: Drifted = lambda *_: None) -> dic
     with stoppable() as stopped, opened as journal:
         try:
             sums = None if journal.digests else Checksums(target.files)  # runs before this one counted for themselves
-            with _disk(request), Files(sums) as files, journal.kept(files):  # reading back begins while the disk writes
+            checks = SourceChecks(plan.jobs, request.limits.replicas, journal.sound)
+            with _disk(request), Files(sums, checks) as files, journal.kept(files):  # reading back begins meanwhile
                 _execute(plan.jobs, target, request, journal, files, stopped, drifted)
+                checked(checks.complete(files.read_stored, request.limits.threads, stopped))
                 _finish(plan, target, request, journal.digests, files)
                 if stopped():
                     raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
                 if request.verify:
                     _verify_output(plan, request, journal.digests, stopped)
-        except (RefusedError, UnsupportedError, VerificationError):
+        except (DamagedError, RefusedError, UnsupportedError, VerificationError):
             shutil.rmtree(request.staging)  # nothing of it can be used: the same command starts over
             raise
         try:
@@ -132,13 +150,21 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
 
     Raises:
         OutputError: OUT exists, there is no room, or another process works on the share or on all of it.
+        DamagedError: what was read has not the checksum that the source keeps of it. `run` compares the entries of
+            which each process has read a part.
         VerificationError: copies of a tensor differ.
         Interrupted: a signal came; the same call goes on later.
     """
     target, opened = _begin(plan, request, share)
     jobs = share.jobs(plan.jobs)
-    with stoppable() as stopped, opened as journal, _disk(request), Files() as files, journal.kept(files):
-        _execute(jobs, target, request, journal, files, stopped, drifted)
+    with stoppable() as stopped, opened as journal:
+        checks = SourceChecks(jobs, request.limits.replicas, journal.sound)
+        try:
+            with _disk(request), Files(checks=checks) as files, journal.kept(files):
+                _execute(jobs, target, request, journal, files, stopped, drifted)
+        except DamagedError:
+            journal.spoil()
+            raise
     return jobs
 
 
@@ -277,7 +303,8 @@ def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], sto
     again = plan.again(plan) if plan.again else _reopened(plan, request)
     with Progress("verifying", again.nbytes, request.quiet) as progress:
         try:
-            found = digest_of(again.jobs, replace(request.limits, replicas="verify"), progress.advance, stopped)
+            limits = replace(request.limits, replicas="verify")
+            found = digest_of(again.jobs, limits, progress.advance, stopped, checked=False)
         except VerificationError as error:
             raise VerificationError(f"what was written does not read back: {error}", ANEW) from None
     wrong = sorted(name for name in {*found, *digests} if found.get(name) != digests.get(name))

@@ -15,6 +15,7 @@ from converters.edges import WORDS, Array, to_float
 from converters.engine import Limits
 from converters.plan import Job, Plan
 from converters.regions import Nearby, tiles
+from converters.source_checks import SourceChecks
 from formats.storage import DTYPES, FLOATS
 
 
@@ -35,6 +36,7 @@ def compare(one: Plan, two: Plan, limits: Limits, advance: Callable[[int], None]
     these are equal.
 
     Raises:
+        DamagedError: an archive in one of them has not the checksum that it keeps of it.
         VerificationError: copies of a tensor in one of them differ, and nothing said which one counts.
     """
     left, right = {job.name: job for job in one.jobs}, {job.name: job for job in two.jobs}
@@ -42,7 +44,8 @@ def compare(one: Plan, two: Plan, limits: Limits, advance: Callable[[int], None]
     found += [Difference(name, "only in the second") for name in right if name not in left]
     limit = max(64 << 10, limits.memory // 4) // 64 * 64
     buffers = [np.empty(limit, np.uint8) for _ in range(4)]
-    with Files() as files:
+    checks = SourceChecks([*one.jobs, *two.jobs], limits.replicas)
+    with Files(checks=checks) as files:
         for name, job in left.items():
             if name in right:
                 left_side, right_side = (
@@ -52,6 +55,7 @@ def compare(one: Plan, two: Plan, limits: Limits, advance: Callable[[int], None]
                 difference = _compare(left_side, right_side, files, buffers)
                 found += [difference] if difference else []
                 advance(job.nbytes)
+        checks.complete(files.read_stored, limits.threads)
     return found
 
 

@@ -25,6 +25,7 @@ from converters.digest import hasher
 from converters.edges import WORDS, Array
 from converters.plan import Job
 from converters.regions import Nearby, tiles
+from converters.source_checks import SourceChecks
 from formats.errors import Interrupted, RefusedError, UsageError, VerificationError
 from formats.storage import DTYPES, FLOATS
 
@@ -196,13 +197,30 @@ def digest_of(
     limits: Limits,
     advance: Callable[[int], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
+    checked: bool = True,
 ) -> dict[str, str]:
-    """The digest of each tensor, by name."""
+    """The digest of each tensor, by name.
+
+    Args:
+        jobs: what to read.
+        limits: how much of the machine to use.
+        advance: called with the bytes of each tile.
+        stop: asked at every tile; when true, nothing further is done.
+        checked: compare the checksums of the archives that the tensors are in. The digests of what was just written
+            are compared with those of what was read, which says more.
+
+    Raises:
+        DamagedError: a checksum differs.
+    """
     found: dict[str, str] = {}
+    every = list(jobs)
+    checks = SourceChecks(every, limits.replicas) if checked else None
 
     def done(job: Job, digest: str) -> None:
         found[job.name] = digest
 
-    with Files() as files:
-        execute(jobs, files, limits, done=done, advance=advance, stop=stop)
+    with Files(checks=checks) as files:
+        execute(every, files, limits, done=done, advance=advance, stop=stop)
+        if checks is not None:
+            checks.complete(files.read_stored, limits.threads, stop)
     return found

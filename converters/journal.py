@@ -29,6 +29,18 @@ from formats.checkpoint import OutputFile
 from formats.errors import OutputError
 
 JOURNAL = "journal.jsonl"
+SOUND = "sound"
+SPOILED = "the source is damaged"
+"""Stands for the fingerprint in the journal of a share that read something damaged."""
+
+
+class Done(NamedTuple):
+    """What a journal says: its fingerprint, finished jobs and sound entries; and how many of its bytes are whole."""
+
+    head: str
+    digests: dict[str, str]
+    sound: set[str]
+    length: int
 
 
 class Share(NamedTuple):
@@ -62,10 +74,15 @@ class Share(NamedTuple):
 
 
 class Journal:
-    """The finished jobs of a conversion, on disk. `digests` has those of a run before this one too."""
+    """The finished jobs of a conversion, on disk.
 
-    def __init__(self, handle: int, digests: dict[str, str], every: float) -> None:
-        self.handle, self.digests, self.every = handle, digests, every
+    Attributes:
+        digests: that of each finished job, those of runs before this one too.
+        sound: the entries of the source's archives that runs before this one have found sound.
+    """
+
+    def __init__(self, handle: int, done: Done, every: float) -> None:
+        self.handle, self.digests, self.sound, self.every = handle, done.digests, done.sound, every
         self.fresh: list[tuple[str, str]] = []
         self.lock = threading.Lock()
 
@@ -80,9 +97,16 @@ class Journal:
         with self.lock:
             fresh, self.fresh = self.fresh, []
         files.sync()
-        if fresh:
-            write_all(self.handle, "".join(json.dumps(pair) + "\n" for pair in fresh).encode())
+        sound = files.checks.noted() if files.checks else []
+        lines = [*fresh, *([{SOUND: sound}] if sound else [])]
+        if lines:
+            write_all(self.handle, "".join(json.dumps(line) + "\n" for line in lines).encode())
             os.fsync(self.handle)
+
+    def spoil(self) -> None:
+        """Say that what was read for the finished jobs is damaged: nobody resumes them."""
+        os.ftruncate(self.handle, 0)
+        _begin(self.handle, SPOILED)
 
     @contextmanager
     def kept(self, files: Files) -> Iterator[None]:
@@ -170,28 +194,27 @@ def _open(held: ExitStack, path: Path) -> int:
 
 def _resume(
     handle: int, staging: Path, fingerprint: str, files: Iterable[OutputFile], share: Share | None, force: bool
-) -> dict[str, str]:
+) -> Done:
     """Make the journal ready to be appended to. Returns what is finished, of all journals."""
     own = staging / (share.journal if share else JOURNAL)
-    before, finished, length = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
-    os.ftruncate(handle, length)
-    new = share is not None and not length
+    found = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
+    os.ftruncate(handle, found.length)
+    new = share is not None and not found.length
     if new:
         _begin(handle, fingerprint)  # before the others are read: of two conversions at a time one sees the other
     others = [path for path in staging.glob("journal*.jsonl") if path != own]
-    heads = {before}
-    for path in others:
-        head, done, _ = _entries(path.read_bytes())
-        heads.add(head)
-        finished |= done
-    heads.discard("")
+    every = [found, *(_entries(path.read_bytes()) for path in others)]
+    finished = {name: digest for one in every for name, digest in one.digests.items()}
+    sound = {name for one in every for name in one.sound}
+    heads = {one.head for one in every if one.head}
     if heads - {fingerprint} and (share or not force):
         if new:
             os.ftruncate(handle, 0)
         hint = f"remove {staging}" + (", or start over with --force" if share is None else "")
-        raise OutputError(
-            f"{staging} holds the beginnings of another conversion (or its source has changed since)", hint
-        )
+        what = "of another conversion (or its source has changed since)"
+        if SPOILED in heads:
+            what = "of a conversion whose source is damaged"
+        raise OutputError(f"{staging} holds the beginnings {what}", hint)
     whole = not finished or all(file.path.is_file() and file.path.stat().st_size == file.size for file in files)
     if share is not None:
         if not whole:
@@ -204,10 +227,11 @@ def _resume(
         for path in others:
             path.unlink()
         os.ftruncate(handle, 0)
-        finished, length = {}, 0
-    if share is None and not length:
         _begin(handle, fingerprint)
-    return finished
+        return Done(fingerprint, {}, set(), 0)
+    if share is None and not found.length:
+        _begin(handle, fingerprint)
+    return Done(fingerprint, finished, sound, found.length)
 
 
 def _begin(handle: int, fingerprint: str) -> None:
@@ -215,22 +239,25 @@ def _begin(handle: int, fingerprint: str) -> None:
     os.fsync(handle)
 
 
-def _entries(content: bytes) -> tuple[str, dict[str, str], int]:
-    """Fingerprint, finished jobs and their digests, and how many bytes of the journal are whole."""
+def _entries(content: bytes) -> Done:
     head, *lines = content.splitlines(keepends=True) or [b""]
     if not head.endswith(b"\n"):
-        return "", {}, 0
-    finished, length = {}, len(head)
+        return Done("", {}, set(), 0)
+    finished, sound, length = dict[str, str](), set[str](), len(head)
     for line in lines:
         try:
-            pair = json.loads(line)
+            said = json.loads(line)
         except ValueError:
             break
-        if not isinstance(pair, list) or [type(part) for part in pair] != [str, str]:
-            break
-        finished[pair[0]] = pair[1]
+        match said:
+            case [str(name), str(digest)]:
+                finished[name] = digest
+            case {"sound": [*names]} if all(isinstance(name, str) for name in names):
+                sound.update(names)
+            case _:
+                break
         length += len(line)
-    return head.decode(errors="replace").strip(), finished, length
+    return Done(head.decode(errors="replace").strip(), finished, sound, length)
 
 
 def fingerprint(plan: Plan, replicas: str) -> str:

@@ -22,6 +22,7 @@ from converters.durable import sync_folder
 from converters.engine import Limits, digest_of, execute
 from converters.journal import open_journal
 from converters.plan import Job, Part, Plan, make_plan
+from converters.source_checks import SourceChecks
 from formats import deepspeed, neox
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import OutputError, UnsupportedError
@@ -122,7 +123,8 @@ def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float
         for folder in (path for path in work.source.home.iterdir() if path.is_dir()):
             shutil.copytree(folder, work.out / folder.name)
         (request.root / deepspeed.LATEST).write_text(work.source.home.name)
-        with Files() as files:
+        checks = SourceChecks(work.jobs)
+        with Files(checks=checks) as files:
             execute(
                 work.jobs,
                 files,
@@ -130,6 +132,7 @@ def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float
                 done=lambda *_: None,
                 drifted=lambda job, distance: drifted.update({job.name: distance}),
             )
+            checks.complete(files.read_stored, limits.threads)
         for path, ranges in _changed(work.jobs).items():
             amend(path, ranges)
             sync_folder(path.parent)
@@ -149,7 +152,7 @@ def _verify(work: Averaging, limits: Limits) -> None:
     """
     for weights in ("module", *(["fp32-master"] if work.masters else [])):
         written = neox.read(work.out, replace(work.settings, tag=None, weights=weights))
-        digest_of(_norms(make_plan(written)).values(), replace(limits, replicas="verify"))
+        digest_of(_norms(make_plan(written)).values(), replace(limits, replicas="verify"), checked=False)
 
 
 def _link(path: Path, place: Path) -> None:

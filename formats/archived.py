@@ -13,8 +13,8 @@ from formats.checkpoint import OutputFile
 from formats.errors import UnsupportedError, short
 from formats.layout import Placed, Slot
 from formats.pickles import STORAGE_OF, StorageRef, TensorRef, keeps
-from formats.storage import DTYPES, Fragment, read_bytes, row_major
-from formats.torchfile import STREAM, TorchFile, packed, plan_archive
+from formats.storage import DTYPES, Fragment, row_major
+from formats.torchfile import STREAM, TorchFile, packed, plan_archive, read_small
 
 NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 
@@ -115,7 +115,7 @@ def plain(file: TorchFile, value: Any, name: str, depth: int = 8) -> Any:
             fragment = file.fragment(value, name)
             if fragment.nbytes > MOST_BYTES or not fragment.row_major:
                 raise UnsupportedError(f"{file.path}: {name} holds a tensor {list(value.shape)}, which is not known")
-            return Small(value.dtype, value.shape, read_bytes(file.path, fragment.offset, fragment.nbytes))
+            return Small(value.dtype, value.shape, read_small(fragment))
         case dict() if depth and keeps([*value]):
             return {key: plain(file, one, name, depth - 1) for key, one in value.items()}
         case list() if depth:

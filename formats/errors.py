@@ -28,6 +28,10 @@ class SourceError(VitruvianError):
     exit_code = 3
 
 
+class DamagedError(SourceError):
+    """What was read of the source is not what was written: its checksum differs."""
+
+
 class UnsupportedError(VitruvianError):
     """The source is sound, but holds something that has no layout here."""
 

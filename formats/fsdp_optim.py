@@ -31,9 +31,7 @@ from formats.layout import Placed, match
 from formats.optimizer import Group, Optimizer
 from formats.pickles import Opaque, TensorRef
 from formats.scattered import Scattered, spread
-from formats.storage import Fragment, read_bytes
-from formats.streams import Reader
-from formats.torchfile import TorchFile, read_torch
+from formats.torchfile import TorchFile, read_small, read_torch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = re.compile(r"(?:(?P<container>.*?)\.)?state\.(?P<key>.+)\.(?P<state>\w+)")
@@ -269,19 +267,10 @@ def _small(tensor: Scattered) -> Small:
     if prod(tensor.shape) != 1 or tensor.dtype not in NUMBERS:
         where = tensor.whole.path
         raise UnsupportedError(f"{where} holds {tensor.dtype}{list(tensor.shape)} where a number should be")
-    first, *others = (_bytes(piece.fragment) for copy in tensor.copies for piece in copy)
+    first, *others = (read_small(piece.fragment) for copy in tensor.copies for piece in copy)
     if any(one != first for one in others):
         raise SourceError(f"{tensor.whole.path} and the files of other ranks hold optimizers of different steps")
     return Small(tensor.dtype, tensor.shape, first)
-
-
-def _bytes(fragment: Fragment) -> bytes:
-    if fragment.stream is None:
-        return read_bytes(fragment.path, fragment.offset, fragment.nbytes)
-    raw = bytearray(fragment.nbytes)
-    with fragment.path.open("rb") as file:
-        Reader(file.fileno(), fragment.path, fragment.stream).read_into(memoryview(raw), fragment.offset)
-    return bytes(raw)
 
 
 def _number(value: Any, what: str) -> float:

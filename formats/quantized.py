@@ -99,7 +99,7 @@ def _mxfp4(found: Mapping[str, Fragment]) -> dict[str, Fragment]:
         wide = groups * GROUP
         held[name] = Fragment(
             blocks.path, blocks.offset, "BF16", (experts, wide, rows), (rows * wide, 1, wide),
-            scales=Scales("MXFP4", scales, (1, GROUP), 1, experts * rows * wide),
+            scales=Scales("MXFP4", scales, (1, GROUP), 1, experts * rows * wide), member=blocks.member,
         )  # fmt: skip
     return held
 

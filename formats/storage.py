@@ -33,10 +33,19 @@ MAX_HEADER = 100_000_000
 MAX_DIMENSIONS = 64
 
 
+class Member(NamedTuple):
+    """An entry of a zip archive: byte offset and size of its data, and its CRC-32, 0 when that was not recorded."""
+
+    start: int
+    size: int
+    crc: int
+
+
 class Fragment(NamedTuple):
     """A physical tensor on disk: `offset` in bytes (of the file, or of a stream in it), the others in elements.
 
-    With `scales` the elements on disk are quantized ones, and `dtype` is what they are read as.
+    With `scales` the elements on disk are quantized ones, and `dtype` is what they are read as. `member` is the entry
+    of a zip archive that holds the bytes.
     """
 
     path: Path
@@ -46,6 +55,7 @@ class Fragment(NamedTuple):
     strides: tuple[int, ...]
     stream: Stream | None = None
     scales: Scales | None = None
+    member: Member | None = None
 
     @property
     def nbytes(self) -> int:

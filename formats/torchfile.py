@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,12 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats import pickles
-from formats.errors import SourceError, UnsupportedError, short
-from formats.storage import DTYPES, Fragment, file_size
+from formats.crc32 import crc32
+from formats.errors import DamagedError, SourceError, UnsupportedError, short
+from formats.storage import DTYPES, Fragment, Member, file_size, read_into
+from formats.streams import Reader
 from formats.unpickle import loads
 
 MAX_PICKLE = 1 << 30
 MAX_DIRECTORY = 1 << 28
+MAX_SMALL = 1 << 24
+"""A storage of more bytes is not read whole for a small tensor in it."""
 ALIGNMENT = 64
 STREAM = "archive"
 NEWEST = 63
@@ -42,7 +45,7 @@ Read = Callable[[int, int], bytes]
 
 @dataclass(frozen=True)
 class TorchFile:
-    """An opened archive: the inert object, and where each storage lies (byte offset in the archive, and size).
+    """An opened archive: the inert object, and where each storage is (byte offset in the archive, size, CRC-32).
 
     `name` is what its folder is called: the file's name without ending at the time when torch.save wrote it, `archive`
     (STREAM) when it wrote to a stream (`PyTorchStreamWriter` in caffe2/serialize/inline_container.cc, torch 2.13).
@@ -50,7 +53,7 @@ class TorchFile:
 
     path: Path
     value: Any
-    storages: Mapping[str, tuple[int, int]]
+    storages: Mapping[str, Member]
     start: int = 0
     name: str = ""
 
@@ -62,14 +65,16 @@ class TorchFile:
         """
         if ref.storage.key not in self.storages:
             raise SourceError(f"{self.path}: {name} lies in the storage {ref.storage.key!r}, which the archive lacks")
-        start, size = self.storages[ref.storage.key]
+        start, size, crc = self.storages[ref.storage.key]
         item = DTYPES[ref.dtype]
         last = sum((n - 1) * stride for n, stride in zip(ref.shape, ref.strides, strict=True))
         if prod(ref.shape) and (ref.offset + last + 1) * item > size:
             raise SourceError(
                 f"{self.path}: {name} reaches to byte {(ref.offset + last + 1) * item} of a storage of {size} bytes"
             )
-        return Fragment(self.path, self.start + start + ref.offset * item, ref.dtype, ref.shape, ref.strides)
+        member = Member(self.start + start, size, crc)
+        offset = member.start + ref.offset * item
+        return Fragment(self.path, offset, ref.dtype, ref.shape, ref.strides, member=member)
 
 
 def read_torch(path: Path) -> TorchFile:
@@ -110,8 +115,8 @@ def read_archive(fd: int, path: Path, start: int, size: int, name: str = "") -> 
     return TorchFile(path, value, storages, start, folder)
 
 
-def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, tuple[int, int]], str]:
-    """The object of an archive, offset and size of each of its storages, and the name of its folder."""
+def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, Member], str]:
+    """The object of an archive, where each of its storages is, and the name of its folder. What is read is checked."""
     try:
         members, directory = _directory(read, size)
         extents = dict(_extents(read, members, directory))
@@ -124,16 +129,60 @@ def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, tup
     if len(pickled) != 1:
         raise SourceError(f"{where}: a torch.save archive has one data.pkl, this one has {len(pickled)}")
     prefix = pickled[0].removesuffix("data.pkl")
-    if prefix + "byteorder" in extents and read(*extents[prefix + "byteorder"]) != b"little":
+    if prefix + "byteorder" in extents and _checked(read, extents, prefix + "byteorder", where) != b"little":
         raise UnsupportedError(f"{where}: written on a big-endian machine")
-    if extents[pickled[0]][1] > MAX_PICKLE:
-        raise SourceError(f"{where}: its pickle claims {extents[pickled[0]][1]} bytes")
-    raw = read(*extents[pickled[0]])
+    if extents[pickled[0]].size > MAX_PICKLE:
+        raise SourceError(f"{where}: its pickle claims {extents[pickled[0]].size} bytes")
+    raw = _checked(read, extents, pickled[0], where)
     value = _tensor_of(raw) if len(raw) < _HEAD else None
     value = loads(raw, where) if value is None else value
     folder = prefix + "data/"
     storages = {name.removeprefix(folder): extent for name, extent in extents.items() if name.startswith(folder)}
     return value, storages, prefix.removesuffix("/")
+
+
+def _checked(read: Read, extents: Mapping[str, Member], name: str, where: str) -> bytes:
+    """The content of a small entry of an archive.
+
+    Raises:
+        SourceError: it has not the CRC-32 that the archive keeps of it.
+    """
+    start, size, crc = extents[name]
+    raw = read(start, size)
+    require_crc(crc32(raw), crc, f"{where}: {name}")
+    return raw
+
+
+def require_crc(found: int, recorded: int, what: str) -> None:
+    """Compare a CRC-32 with the recorded one, which may be none.
+
+    Raises:
+        DamagedError: they differ.
+    """
+    if recorded and found != recorded:
+        raise DamagedError(
+            f"{what} is damaged: its bytes have the CRC-32 {found:08x}, the file says {recorded:08x}", AGAIN
+        )
+
+
+def read_small(fragment: Fragment) -> bytes:
+    """The bytes of a small tensor; its storage is read with it and checked.
+
+    Raises:
+        DamagedError: the storage has not the CRC-32 that its archive keeps of it.
+        SourceError: the file is cut off.
+    """
+    extent = fragment.member
+    if extent is None or extent.size > MAX_SMALL:
+        extent = Member(fragment.offset, fragment.nbytes, 0)
+    raw = bytearray(extent.size)
+    with fragment.path.open("rb") as file:
+        if fragment.stream is None:
+            read_into(file.fileno(), memoryview(raw), extent.start, fragment.path)
+        else:
+            Reader(file.fileno(), fragment.path, fragment.stream).read_into(memoryview(raw), extent.start)
+    require_crc(crc32(raw), extent.crc, f"{fragment.path}: the {extent.size} bytes at byte {extent.start}")
+    return bytes(raw[fragment.offset - extent.start :][: fragment.nbytes])
 
 
 @lru_cache(maxsize=1024)
@@ -146,7 +195,7 @@ def _tensor_of(raw: bytes) -> pickles.TensorRef | None:
     return value if isinstance(value, pickles.TensorRef) else None
 
 
-class _Member(NamedTuple):
+class _Entry(NamedTuple):
     """An entry of a zip directory."""
 
     name: str
@@ -157,7 +206,7 @@ class _Member(NamedTuple):
     entry: int
 
 
-def _directory(read: Read, size: int) -> tuple[list[_Member], int]:
+def _directory(read: Read, size: int) -> tuple[list[_Entry], int]:
     """The members of a zip in the order in which they lie, and the offset of its directory (APPNOTE 6.3, 4.3.12-16)."""
     end = read(size - 22, 22) if size >= 22 else b""
     if end[:4] != b"PK\x05\x06":
@@ -186,7 +235,7 @@ def _directory(read: Read, size: int) -> tuple[list[_Member], int]:
             raise UnsupportedError(f"the member {short(name)} is compressed or encrypted")
         if packed != unpacked:
             raise SourceError(f"the member {short(name)} has two sizes")
-        members.append(_Member(name, encoded, offset, unpacked, crc, start + at))
+        members.append(_Entry(name, encoded, offset, unpacked, crc, start + at))
         at += 46 + names + extras + comments
     return sorted(members, key=lambda member: member.start), start
 
@@ -203,8 +252,8 @@ def _large(extra: bytes, *small: int) -> list[int]:
     return list(small)
 
 
-def _extents(read: Read, members: list[_Member], directory: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name, byte offset and size of each member; none may be doubled or overlap another."""
+def _extents(read: Read, members: list[_Entry], directory: int) -> Iterator[tuple[str, Member]]:
+    """Name and place of each member; none may be doubled or overlap another."""
     position, seen = 0, set()
     for member in members:
         if not position <= member.start < directory:
@@ -218,7 +267,7 @@ def _extents(read: Read, members: list[_Member], directory: int) -> Iterator[tup
         if member.name in seen or position > directory:
             raise SourceError(f"the member {short(member.name)} is doubled or cut off")
         seen.add(member.name)
-        yield member.name, (start, member.size)
+        yield member.name, Member(start, member.size, member.crc)
 
 
 # --- checking --------------------------------------------------------------------------------------------------------
@@ -257,9 +306,9 @@ def stored(fd: int, path: Path) -> Iterator[Stored]:
             extents = list(_extents(read, members, directory))
         except (SourceError, UnsupportedError, struct.error) as error:
             raise SourceError(f"{path}: the archive at byte {start} is damaged: {error}") from None
-        for member, (name, (offset, size)) in zip(members, extents, strict=True):
+        for member, (name, (offset, size, crc)) in zip(members, extents, strict=True):
             noted = (start + member.start + 14, start + member.entry + 16, start + offset + size + 4)
-            yield Stored(name, start + offset, size, member.crc, noted)
+            yield Stored(name, start + offset, size, crc, noted)
         end = start
 
 
@@ -302,7 +351,7 @@ class Archive:
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         """(offset, bytes) of everything but the storages, given the CRC-32 of each storage by member name."""
-        crcs = {name: zlib.crc32(content) for name, _, content, _ in self.members if content is not None}
+        crcs = {name: crc32(content) for name, _, content, _ in self.members if content is not None}
         crcs.update(checksums)
         for name, start, content, size in self.members:
             yield start, _local_header(name, start, crcs[name], size) + (content or b"")
@@ -348,7 +397,7 @@ def packed(value: Any, storages: Mapping[str, bytes] | None = None) -> bytes:
     content, sums = bytearray(archive.size), {}
     for (name, (start, size)), raw in zip(archive.storages().items(), held.values(), strict=True):
         content[start : start + size] = raw
-        sums[name] = zlib.crc32(raw)
+        sums[name] = crc32(raw)
     for offset, part in archive.headers(sums):
         content[offset : offset + len(part)] = part
     return bytes(content)

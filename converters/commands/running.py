@@ -14,6 +14,7 @@ import click
 if TYPE_CHECKING:
     from converters.convert import Request
     from converters.plan import Job, Plan
+    from converters.source_checks import Verdict
     from formats.checkpoint import Checkpoint
 
 
@@ -72,6 +73,7 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
         click.echo(f"note: {note}", err=True)
     began = time.monotonic()
     averaged: dict[str, float] = {}
+    verdicts: list[Verdict] = []
 
     def drifted(job: Job, distance: float) -> None:
         averaged[job.name] = distance
@@ -82,15 +84,17 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
         facts: dict[str, Any] = {"part": str(share)}
         told = "the same command without --part finishes"
     else:
-        digests = run(plan, request, drifted)
+        digests = run(plan, request, drifted, verdicts.append)
         name, tensors, nbytes, total = (
             str(request.out),
             len(digests),
             plan.nbytes,
             digest.total(digest.of_weights(plan, digests)),
         )
-        facts = {"digest": total, "verified": request.verify}
-        told = f"{'read back and equal' if request.verify else 'not read back'}\ndigest {total}"
+        (checked,) = verdicts
+        facts = {"digest": total, "verified": request.verify, "source_checksums": checked.record()}
+        told = f"{'read back and equal' if request.verify else 'not read back'}\n"
+        told += f"source checksums: {checked}\ndigest {total}"
     seconds = time.monotonic() - began
     if options["as_json"]:
         facts |= {"out": str(request.out), "tensors": tensors, "bytes": nbytes, "seconds": round(seconds, 3)}

@@ -12,8 +12,8 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters import checksums
-from converters.checksums import MANY, SMALL, Checksums, crc_of, shift
+from converters.checksums import MANY, SMALL, Checksums
+from formats import crc32
 from formats.checkpoint import OutputFile
 from formats.storage import Fragment
 
@@ -37,7 +37,7 @@ def test_pieces_in_any_order_with_holes_of_zeros(content, zeros, data):
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 5000))
 def test_shift_is_what_zero_bytes_do(register, count):
-    assert shift(register, count) == zlib.crc32(bytes(count), register ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
+    assert crc32.shift(register, count) == zlib.crc32(bytes(count), register ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
 
 
 def test_many_small_pieces_are_left_to_a_second_reading():
@@ -54,10 +54,10 @@ def test_an_empty_storage_has_the_sum_of_nothing():
 
 @given(st.binary(min_size=60, max_size=60), st.integers(0, 9), st.integers(0, 50), st.integers(1, 60))
 def test_a_second_reading_ends_where_the_storage_does(content, offset, nbytes, step):
-    with TemporaryFile() as file, patch.object(checksums, "STEP", step):
+    with TemporaryFile() as file, patch.object(crc32, "STEP", step):
         file.write(content)
         file.flush()
-        assert crc_of(file.fileno(), offset, nbytes, Path("f")) == zlib.crc32(content[offset : offset + nbytes])
+        assert crc32.crc_of(file.fileno(), offset, nbytes, Path("f")) == zlib.crc32(content[offset : offset + nbytes])
 
 
 def test_what_is_written_twice_is_left_to_a_second_reading():

@@ -15,6 +15,7 @@ from formats import lookalikes
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families import FAMILIES, FAMILY_FILE
+from formats.rivals import require_one
 
 FORMATS = {
     "huggingface": "safetensors files with a config.json",
@@ -60,6 +61,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
     Raises:
         SourceError: there is nothing, or nothing known, at the path; or what is there is damaged.
         UnsupportedError: it is sound, but of a kind that has no layout here.
+        RefusedError: it holds two models, and nobody said which.
     """
     try:
         if not path.exists():
@@ -69,6 +71,8 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
         tag = settings.tag if settings else None
         place = path / tag if tag and Path(tag).name == tag and (path / tag).is_dir() else path
         lookalikes.check(place)
+        if place == path and not first:
+            require_one(path, _known)
         for name in [*first, *FORMATS]:
             if module(name).detect(place) or (place != path and module(name).detect(path)):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())

@@ -15,6 +15,7 @@ import torch
 
 from formats.errors import UnsupportedError
 from formats.hf_config import DROPOUTS
+from train.parts import layers
 from train.rows import Flat
 
 BACKENDS = {
@@ -25,6 +26,10 @@ BACKENDS = {
     "eager": "eager",
 }
 """Our names, and those of transformers."""
+UNPLACED = ("falcon", "gpt_oss")
+"""Model types whose decoder makes masks and hands no positions to what makes them (transformers 5.23.0)."""
+OWN_KERNELS = ("falcon",)
+"""Model types that have a class for each attention instead of the interface (transformers 5.23.0): sdpa and eager."""
 WIDEST = 256
 """Elements of the widest head of flash-attn 2, and of torch's varlen kernel, which takes multiples of 8 alone."""
 
@@ -45,13 +50,14 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
     half = device.type == "cuda" and dtype != torch.float32
     # sdpa and varlen know no cap and no sinks; transformers 5.23.0 has no sdpa for these, with a cap or not
     capped = config.model_type in ("gemma2", "gpt_oss") or getattr(config, "attn_logit_softcapping", None) is not None
-    fits = half and _width(config) <= WIDEST
+    common = config.model_type not in OWN_KERNELS
+    fits = half and common and _width(config) <= WIDEST
     # varlen drops nothing out
     dropped = any(getattr(config, name, 0) for name in DROPOUTS["attention_dropout"])
     has = {
         "flash": fits and config.model_type != "gpt_oss" and _has_flash(),
         "varlen": fits and not capped and not dropped and _width(config) % 8 == 0 and _has_varlen(),
-        "flex": device.type == "cuda" and not rocm,
+        "flex": device.type == "cuda" and common and not rocm,
         "sdpa": not capped,
         "eager": True,
     }
@@ -135,8 +141,8 @@ def named(backend: str) -> str:
 
 
 def keep_apart(model: Any) -> None:
-    """Give layers of GPT-OSS masks that see where documents begin: those of transformers 5.23.0 get no positions."""
-    if model.config.model_type != "gpt_oss":
+    """Give layers masks that see where documents begin, where the model makes masks without positions."""
+    if model.config.model_type not in UNPLACED:
         return
     from transformers import masking_utils
 
@@ -153,7 +159,9 @@ def keep_apart(model: Any) -> None:
 
         return hook
 
-    for layer, kind in zip(model.get_decoder().layers, model.config.layer_types, strict=True):
+    found = layers(model)
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(found)
+    for layer, kind in zip(found, kinds, strict=True):
         layer.register_forward_pre_hook(masked(kind), with_kwargs=True)
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from converters.durable import sync_folder, write_file
 from formats.errors import OutputError, RefusedError, SourceError
+from formats.rivals import shards, weights
 from train.config import Save
 from train.distributed import World
 from train.engines import Engine
@@ -97,11 +98,18 @@ def ours(save: Path) -> list[Path]:
 
 
 def require_places(save: Path, progress: Progress, total: int) -> None:
-    """See that no checkpoint that is to come would replace what this run has not made.
+    """See that no checkpoint that is to come would replace what this run has not made, or make two models of a folder.
 
     Raises:
         OutputError: one would.
     """
+    found = weights(save) or shards(save)
+    if found is not None and not progress.step:  # what a run of before has begun there may come to its end
+        raise OutputError(
+            f"save.path {save} holds the weights of a model, {found.name}: with checkpoints in it, one folder would be "
+            "two models",
+            f"--save.path {save}-run",
+        )
     for path in save.glob(f"{PREFIX}*"):
         number = re.fullmatch(rf"{PREFIX}(\d+)", path.name)
         taken = number and progress.step < int(number[1]) - progress.offset <= total

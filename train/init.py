@@ -22,6 +22,7 @@ from pydantic_core import PydanticUndefined
 
 from converters.durable import write_file
 from formats.errors import OutputError, SourceError, UsageError
+from formats.rivals import require_one
 from train.batching import make_order, one_pass
 from train.config import Config, load_config
 from train.data.indexed import idx_path, prefix_of
@@ -131,7 +132,12 @@ def _require_empty(folder: Path) -> None:
 
 
 def _tag(start: Path) -> Path:
-    """The checkpoint that `latest` in a folder names, so that its step is known; the path itself without that."""
+    """The checkpoint that `latest` in a folder names, so that its step is known; the path itself without that.
+
+    Raises:
+        RefusedError: the folder holds a model of Hugging Face too.
+    """
+    require_one(start, Path.is_dir)
     name = (start / LATEST).read_text().strip() if (start / LATEST).is_file() else ""
     return start / name if name and Path(name).name == name and (start / name).is_dir() else start
 

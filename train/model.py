@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from formats.errors import SourceError, UnsupportedError
 from formats.families import find_family
 from train.attention import forward_words, keep_apart, named
 from train.experts import Fused, keys_of
+from train.parts import decoder_of
 from train.rows import CHUNK, IGNORED, Flat, Rows
 from train.source import MAKE
 
@@ -61,7 +63,7 @@ class Trainee(nn.Module):
         if noise is not None:
             embedded = self.model.get_input_embeddings()(words.pop("input_ids"))
             words["inputs_embeds"] = embedded + noise.to(embedded.dtype)
-        hidden = self.model.get_decoder()(**words).last_hidden_state[0]
+        hidden = decoder_of(self.model)(**words).last_hidden_state[0]
         labels = torch.from_numpy(flat.labels).to(device)
         loss: torch.Tensor = self.model.get_output_embeddings()(hidden, labels, predicted)
         return loss
@@ -192,15 +194,6 @@ def recompute(held: Iterable[Any]) -> None:
         layer.forward = _twice(layer.forward)
 
 
-def layers(model: Any) -> list[Any]:
-    """The decoder's layers."""
-    decoder = model.get_decoder()
-    for name in ("layers", "h", "blocks"):
-        if isinstance(getattr(decoder, name, None), nn.ModuleList):
-            return list(getattr(decoder, name))
-    raise UnsupportedError(f"{model.config.model_type} has no list of layers where others have it")
-
-
 def _twice(forward: Any) -> Any:
     def again(*args: Any, **words: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **words)
@@ -209,16 +202,37 @@ def _twice(forward: Any) -> Any:
 
 
 def fill_buffers(model: Any, device: torch.device) -> None:
-    """Compute what no checkpoint has: the frequencies of rotary positions. Nothing else may be left without a value."""
+    """Give buffers that no checkpoint has the values that their class computes: frequencies, scales of embeddings.
+
+    Raises:
+        UnsupportedError: the class computes none, and what it computes with them would be chance.
+    """
     stored = model.state_dict().keys()
-    for name, module in list(model.named_modules()):
-        lacking = [key for key, _ in module.named_buffers(recurse=False) if f"{name}.{key}".lstrip(".") not in stored]
-        if not lacking:
-            continue
-        if "rotary" not in type(module).__name__.lower():
-            raise UnsupportedError(f"{name} of {model.config.model_type} has a buffer {lacking[0]} that nothing fills")
-        with torch.device(device):
-            model.set_submodule(name, type(module)(model.config))
+    lacking = [name for name, _ in model.named_buffers() if name not in stored]
+    if not lacking:
+        return
+    computed = dict(_computed(model.config).named_buffers())
+    for name in lacking:
+        value = computed.get(name)
+        if value is None or value.is_meta:
+            raise UnsupportedError(f"{model.config.model_type} has a buffer {name} that nothing fills")
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, value.to(device))
+
+
+def _computed(config: Any) -> Any:
+    """A model whose parameters have no memory and whose buffers are real, as its class makes them."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, tensor: nn.Parameter | None) -> None:
+        if tensor is not None:
+            tensor = nn.Parameter(tensor.to("meta"), tensor.requires_grad)
+        register(module, name, tensor)
+
+    from transformers import AutoModelForCausalLM
+
+    with mock.patch.object(nn.Module, "register_parameter", without_memory), torch.random.fork_rng(devices=[]):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

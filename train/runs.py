@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import SourceError
+from formats.rivals import require_one
 from train.config import Config, load_config
 
 CONFIG, LOG, EVALUATIONS = "config.yml", "log.jsonl", "evaluations.jsonl"
@@ -48,7 +49,12 @@ def open_run(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[st
 
 
 def started(path: Path) -> Path:
-    """The checkpoint that `latest` in the folder of a run of this trainer names; the path itself if it is none."""
+    """The checkpoint that `latest` in the folder of a run of this trainer names; the path itself if it is none.
+
+    Raises:
+        RefusedError: the folder holds a model of Hugging Face too.
+    """
+    require_one(path, is_ours)
     name = (path / LATEST).read_text().strip() if (path / LATEST).is_file() else ""
     return path / name if name and is_ours(path / name) else path
 

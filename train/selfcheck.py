@@ -16,6 +16,7 @@ from formats.hf_config import ORIGINAL
 from train import kernels
 from train.attention import BACKENDS, forward_words, keep_apart, named
 from train.model import adjusted
+from train.parts import decoder_of
 from train.rows import Flat
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -75,8 +76,8 @@ def _apart(config: Any, device: torch.device, backend: str, dtype: torch.dtype, 
     model, words = _small(config, device, backend, dtype, seed)
     if kernel == "liger":
         kernels.replace(model)
-    decoder = model.get_decoder()
-    if decoder is model or decoder is model.get_output_embeddings():  # Llama 4 and ModernBERT of transformers 5.23.0
+    decoder = decoder_of(model)
+    if decoder is model or decoder is model.get_output_embeddings():  # ModernBERT of transformers 5.23.0
         raise UnsupportedError(f"{type(model).__name__} does not tell its decoder from its head: it cannot be trained")
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
@@ -134,7 +135,7 @@ def _require_logits(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> 
         out.last_hidden_state = loud[None]
         return out
 
-    hook = model.get_decoder().register_forward_hook(louder)
+    hook = decoder_of(model).register_forward_hook(louder)
     theirs = model(**given).logits[0].float()
     hook.remove()
     ours = adjusted(head(loud).float(), model.config)
@@ -174,6 +175,11 @@ def require_masks(config: Any, length: int, rows: int = 1) -> None:
         raise UsageError(
             f"{config.model_type} has layers that carry a state from token to token ({what})",
             "documents of a row would see each other: such a model cannot be trained packed",
+        )
+    if getattr(config, "alibi", False):
+        raise UsageError(
+            f"{config.model_type} with alibi counts the tokens of a row, not of a document",
+            "documents of a row would see each other's length: such a model cannot be trained packed",
         )
     most = _turned_alike(config)
     if length > most:

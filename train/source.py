@@ -52,6 +52,8 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
     Raises:
         VitruvianError: it cannot be converted; or the Hugging Face folder or tokenizer that it needs is not given.
     """
+    if resumed and is_folder(config.model.path):
+        return config.model.path  # a run of before that saves into its start: its own checkpoint has the weights
     path, out = started(config.model.path), config.save.path / CONVERTED
     if is_folder(path):
         return path

@@ -84,11 +84,14 @@ def test_a_layer_for_further_tokens_has_a_hint(model, tmp_path):
         assert bool(hint) == bool(failed.value.hint)
 
 
-def test_a_buffer_that_no_file_has_is_refused(model):
+def test_a_buffer_that_nothing_computes_is_refused(model, monkeypatch):
+    """One whose class makes it without a value."""
     from formats.errors import UnsupportedError
 
-    with pytest.raises(UnsupportedError, match="gemma3_text has a buffer embed_scale that nothing fills"):
-        fill_buffers(make(open_config(model("gemma3")), "eager"), torch.device("cpu"))
+    ours = make(open_config(model("gemma3")), "eager").to_empty(device="cpu")
+    ours.get_decoder().register_buffer("chance", torch.empty(2), persistent=False)
+    with pytest.raises(UnsupportedError, match="gemma3_text has a buffer model[.]chance that nothing fills"):
+        fill_buffers(ours, torch.device("cpu"))
 
 
 def test_a_loss_of_the_router_is_refused(model):

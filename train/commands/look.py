@@ -77,6 +77,7 @@ def lint(**options: Any) -> None:
 
     roles = list(ROLES)
     encode: Encoder | None = None
+    template: str | None = None
     if options["seq_length"] and not options["tokenizer"]:
         raise UsageError("--seq-length counts tokens, and needs --tokenizer")
     if options["tokenizer"]:
@@ -90,8 +91,9 @@ def lint(**options: Any) -> None:
             encode = control_encoder(vocabulary, control, None)
     longest = options["seq_length"] and options["seq_length"] + 1
     found = check(
-        options["files"], form=options["form"], roles=roles, key=options["key"], encode=encode, longest=longest
-    )
+        options["files"], form=options["form"], roles=roles, key=options["key"], encode=encode, longest=longest,
+        template=template,
+    )  # fmt: skip
     bad = sum(number for finding, number in found.counts.items() if finding not in NOTES)
     if options["as_json"]:
         record = {"records": found.records, "malformed": bad, "format": found.form}

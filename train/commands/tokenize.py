@@ -242,11 +242,18 @@ def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str
 def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
     """Tell what became of the records."""
     from train.data.records import REASONS
+    from train.data.workers import UNTRAINED
 
     if as_json:
         click.echo(json.dumps({"output": str(out)} | dict(counts)))
         return
     dropped = {reason: number for reason, number in counts.items() if reason in REASONS}
+    if left := counts.get(UNTRAINED):
+        click.echo(
+            f"note: {left} replies are not trained, as their records say; {out.name}.mask tells train run, and no "
+            "other program",
+            err=True,
+        )
     click.echo(f"{out}: {counts['documents']} documents, {counts['tokens']} tokens, {sum(dropped.values())} dropped")
     for reason, number in sorted(dropped.items(), key=lambda pair: -pair[1]):
         click.echo(f"  {number} dropped: {REASONS[reason]}", err=True)

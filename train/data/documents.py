@@ -101,7 +101,7 @@ def open_documents(
         stored = np.memmap(mask_path(prefix), np.uint8, "r")
         if len(stored) != indexed.total:
             raise SourceError(f"{mask_path(prefix)} has {len(stored)} bytes for {indexed.total} tokens")
-    elif facts is not None and facts.template is not None:
+    elif facts is not None and (facts.template is not None or facts.masked):
         raise SourceError(
             f"{mask_path(prefix)} is not there: it tells which tokens of {prefix} are trained", "tokenize again"
         )

@@ -17,7 +17,7 @@ megatron/data/instruction_dataset.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,7 +50,7 @@ class Encoded(NamedTuple):
         ids: the tokens of all documents, int32.
         sizes: tokens of each document.
         mask: bits `REPLY` and `LAST_REPLY` of each token, uint8; in role bins the number of its role, uint16; None
-            where the tokens tell it themselves.
+            where the tokens tell it themselves, whatever the records say.
         refused: place and reason of records that became no document.
     """
 
@@ -63,13 +63,16 @@ class Encoded(NamedTuple):
 Encoder = Callable[[Sequence[Record]], Encoded]
 
 
-def control_encoder(vocabulary: Vocabulary, control: Mapping[str, int], eod: int | None) -> Encoder:
+def control_encoder(
+    vocabulary: Vocabulary, control: Mapping[str, int], eod: int | None, masked: bool = False
+) -> Encoder:
     """The function that encodes dialogues with control tokens.
 
     Args:
         vocabulary: the tokenizer.
         control: role to the id of its token.
         eod: what ends a document, None for nothing.
+        masked: whether to give the mask too, for records may leave replies out of the training.
     """
     marks = {role: np.array([number], np.int32) for role, number in control.items()}
     end = np.array([] if eod is None else [eod], np.int32)
@@ -78,6 +81,8 @@ def control_encoder(vocabulary: Vocabulary, control: Mapping[str, int], eod: int
     def encode(records: Sequence[Record]) -> Encoded:
         encoded = iter(vocabulary.encode([text for record in records for text in record.contents]))
         pieces: list[NDArray[np.int32]] = [end[:0]]
+        bits: list[int] = []
+        runs: list[int] = []
         sizes, refused = [], []
         for place, record in enumerate(records):
             found = [next(encoded) for _ in record.contents]
@@ -93,9 +98,44 @@ def control_encoder(vocabulary: Vocabulary, control: Mapping[str, int], eod: int
                 pieces += found
             pieces.append(end)
             sizes.append(size + len(end))
-        return Encoded(np.concatenate(pieces), sizes, None, refused)
+            if masked:
+                for bit, run in _runs_of(record, [len(ids) for ids in found], len(end)):
+                    bits.append(bit)
+                    runs.append(run)
+        mask = np.repeat(np.array(bits, np.uint8), runs) if masked else None
+        return Encoded(np.concatenate(pieces), sizes, mask, refused)
 
     return encode
+
+
+def _runs_of(record: Record, lengths: Sequence[int], ending: int) -> Iterator[tuple[int, int]]:
+    """Bits of the mask of a record with control tokens, and for how many tokens: as `masks.label_mask` would say.
+
+    Args:
+        record: what it says.
+        lengths: tokens of each content.
+        ending: tokens that end the document.
+    """
+    if not record.roles:
+        yield REPLY | LAST_REPLY, sum(lengths) + ending
+        return
+    bits = reply_bits(record)
+    for number, length in enumerate(lengths):
+        yield 0, 1
+        yield bits.get(number, 0), length + 1
+    yield end_bits(record), ending
+
+
+def reply_bits(record: Record) -> dict[int, int]:
+    """The bits of each reply by the number of its turn: none of one that is not trained, also if it is the last."""
+    replies = [number for number, role in enumerate(record.roles) if role == "assistant"]
+    bits = dict.fromkeys(replies, REPLY) | dict.fromkeys(replies[-1:], REPLY | LAST_REPLY)
+    return bits | dict.fromkeys(record.left_out, 0)
+
+
+def end_bits(record: Record) -> int:
+    """The bits of the token that ends a document: those of the last reply."""
+    return list(reply_bits(record).values() or [0])[-1] if record.left_out else REPLY | LAST_REPLY
 
 
 def role_encoder(vocabulary: Vocabulary, opener: int, closer: int) -> Encoder:
@@ -161,7 +201,7 @@ class TemplateEncoder:
                 refused.append((place, "nothing"))
                 continue
             if self.eod is not None and found[-1] != self.eod:
-                found, mask = [*found, self.eod], np.append(mask, np.uint8(REPLY | LAST_REPLY))
+                found, mask = [*found, self.eod], np.append(mask, np.uint8(end_bits(record)))
             ids.append(found)
             masks.append(mask)
         sizes = [len(mask) for mask in masks]
@@ -187,7 +227,7 @@ class TemplateEncoder:
             found = self.vocabulary.marking.encode(text, add_special_tokens=False)
             if int(self.vocabulary.special[found.ids].sum()) != len(self.special.findall(text)):
                 raise Malformed("literal")  # the tokenizer's normalizer, or its model, makes one of other text
-            return found.ids, _masked(np.array(found.offsets).reshape(-1, 2), spans)
+            return found.ids, _masked(np.array(found.offsets).reshape(-1, 2), _marked(record, text, spans))
         if not self.separable:
             raise Malformed("literal")
         return self._apart(record, asking)
@@ -216,7 +256,8 @@ class TemplateEncoder:
                 ids += found.ids
                 offsets += [(position + low, position + high) for low, high in found.offsets]
             position += len(part)
-        return ids, _masked(np.array(offsets).reshape(-1, 2), spans)
+        marked = _marked(record._replace(contents=disguised), text, spans)
+        return ids, _masked(np.array(offsets).reshape(-1, 2), marked)
 
     def _plain(self, text: str) -> Any:
         """The encoding of a text in which no control token may come to be."""
@@ -258,18 +299,40 @@ def _unused(text: str, number: int) -> str:
     raise Malformed("literal")
 
 
-def _masked(offsets: NDArray[Any], spans: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:
-    """The mask of tokens: which overlap a span, which the last one.
+def _marked(record: Record, text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], int]]:
+    """Generation blocks, each with the bits of its tokens.
+
+    Args:
+        record: what it says.
+        text: what the template made of it.
+        spans: generation blocks, in characters.
+
+    Raises:
+        Malformed: a reply is left out of the training, and blocks are not replies one by one.
+    """
+    if not record.left_out:
+        return [(span, REPLY | (LAST_REPLY if number == len(spans) else 0)) for number, span in enumerate(spans, 1)]
+    replies = reply_bits(record)
+    said = [record.contents[number].strip() for number in replies]
+    if len(spans) != len(said) or any(one not in text[slice(*span)] for one, span in zip(said, spans, strict=True)):
+        raise Malformed("blocks")
+    return list(zip(spans, replies.values(), strict=True))
+
+
+def _masked(offsets: NDArray[Any], marked: Sequence[tuple[tuple[int, int], int]]) -> NDArray[np.uint8]:
+    """The mask of tokens: bits of the blocks that they overlap, none where one of these is not trained.
 
     Args:
         offsets: first and last character of each token, int[n, 2].
-        spans: generation blocks, in characters.
+        marked: generation blocks, in characters, and their bits.
     """
     mask = np.zeros(len(offsets), np.uint8)
     low, high = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
-    for number, (begin, stop) in enumerate(spans, 1):
-        if begin < stop:
-            mask[(low < stop) & (high > begin)] |= REPLY | (LAST_REPLY if number == len(spans) else 0)
+    for bits in (True, False):
+        for (begin, stop), found in marked:
+            if begin < stop and bool(found) is bits:
+                inside = (low < stop) & (high > begin)
+                mask[inside] = mask[inside] | found if found else 0
     return mask
 
 

@@ -1,4 +1,4 @@
-"""What token files do not tell of themselves: `PREFIX.json`, and `PREFIX.mask`, the loss mask of a chat template.
+"""What token files do not tell of themselves: `PREFIX.json`, and `PREFIX.mask`, the loss mask.
 
 Both are ours and optional: files of other programs have neither, other programs do not look for them.
 The mask has one byte for each token of the `.bin`: 1 where the token, as a label, belongs to a reply.
@@ -27,6 +27,7 @@ class Facts:
         template: BLAKE3 of the chat template, None if none was used.
         counts: documents, tokens, and what was dropped for which reason.
         names: BLAKE3 of the names of its tokens in the order of their ids; None in files of before.
+        masked: whether `PREFIX.mask` is needed although there are control tokens: records leave replies out.
     """
 
     tokenizer: str
@@ -36,6 +37,7 @@ class Facts:
     template: str | None = None
     counts: Mapping[str, Any] = field(default_factory=dict)
     names: str | None = None
+    masked: bool = False
 
     @property
     def encoding(self) -> tuple[Any, ...]:
@@ -83,6 +85,7 @@ def _sound(facts: Facts) -> Facts:
         "template": not isinstance(facts.template, str | None),
         "names": not isinstance(facts.names, str | None),
         "counts": not isinstance(facts.counts, dict),
+        "masked": not isinstance(facts.masked, bool),
     }
     wrong = next((name for name, is_odd in odd.items() if is_odd), None)
     if wrong is not None:
@@ -113,4 +116,4 @@ def common_facts(prefixes: Sequence[Path], counts: Mapping[str, Any]) -> Facts |
             )
     if len(known) < len(prefixes) or not known:
         return None
-    return replace(known[0][1], counts=counts)
+    return replace(known[0][1], counts=counts, masked=any(facts.masked for _, facts in known))

@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple
 from converters.durable import lock, sync_folder
 from formats.errors import OutputError, SourceError, UsageError
 from train.data.files import Row
+from train.data.flags import FLAGS
 from train.data.recipe import Recipe, nearest
 from train.data.records import MARKER, REASONS, Malformed, Record, reader
 from train.data.sample import Sample
@@ -151,7 +152,9 @@ def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
 
     def spoken(record: Mapping[str, Any]) -> tuple[dict[str, Any], Record]:
         turns = [
-            (role, one.fill(record)) for role, one in recipe.speakers if role != "system" or _said(one.fields, record)
+            {"role": role, "content": one.fill(record)}
+            for role, one in recipe.speakers
+            if role != "system" or _said(one.fields, record)
         ]
         return _written(turns, recipe.form)
 
@@ -220,16 +223,16 @@ def _said(fields: tuple[str, ...], record: Mapping[str, Any]) -> bool:
     return not all(value is None or (isinstance(value, str) and not value.strip()) for value in values)
 
 
-def _turns(value: Any, keys: tuple[str, str], roles: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Roles and contents of a field that holds turns."""
+def _turns(value: Any, keys: tuple[str, str], roles: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Roles and contents of a field that holds turns, and what turns say of being trained."""
     if value is None:
         raise Malformed("field")
     speaker, content = keys
     if isinstance(value, dict) and isinstance(value.get(speaker), list) and isinstance(value.get(content), list):
-        columns = value[speaker], value[content]  # how the library gives a Sequence of dicts
-        if len(columns[0]) != len(columns[1]):
+        columns = {name: value[name] for name in (*keys, *FLAGS) if isinstance(value.get(name), list)}
+        if len(set(map(len, columns.values()))) > 1:  # how the library gives a Sequence of dicts
             raise Malformed("type")
-        value = [{speaker: one, content: said} for one, said in zip(*columns, strict=True)]
+        value = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise Malformed("type")
     if not value:
@@ -243,18 +246,22 @@ def _turns(value: Any, keys: tuple[str, str], roles: Mapping[str, str]) -> list[
             raise Malformed("type")
         if who not in roles:
             raise Malformed("role")
-        found.append((roles[who], said))
+        flags = {name: turn[name] for name in FLAGS if turn.get(name) is not None and name not in keys}
+        found.append({"role": roles[who], "content": said, **flags})
     return found
 
 
-def _written(turns: list[tuple[str, str]], form: str) -> tuple[dict[str, Any], Record]:
+def _written(turns: list[dict[str, Any]], form: str) -> tuple[dict[str, Any], Record]:
     """Turns in the form of the output."""
-    record = Record([role for role, _ in turns], [said for _, said in turns])
+    record = Record([turn["role"] for turn in turns], [turn["content"] for turn in turns])
     if form == "conversations":
-        return {"conversations": [{"role": role, "content": said} for role, said in turns]}, record
+        return {"conversations": turns}, record
+    if reader("conversations", ())({"conversations": turns}).left_out:
+        raise Malformed("bins")
     if any(MARKER.search(said) for said in record.contents):
         raise Malformed("marker")
-    return {"text": "".join(f"<<<|{role}|>>>{said}<<<|{role}|>>>" for role, said in turns)}, record
+    marked = (f"<<<|{role}|>>>{said}<<<|{role}|>>>" for role, said in zip(record.roles, record.contents, strict=True))
+    return {"text": "".join(marked)}, record
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
+import re
 import zlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from formats.errors import SourceError, UnsupportedError, UsageError, short
+from train.data.flags import ALLOWED, MORE, SYSTEM
 from train.data.records import FIELDS, Malformed
 
 RANGE = 1 << 20
@@ -24,6 +28,10 @@ PACKED = (".gz", ".zst")
 LONGEST = 16 << 20
 """Bytes of the longest line that is read; a longer one is a file of another kind."""
 BOM = b"\xef\xbb\xbf"
+WIDE = {"UTF-32": (b"\xff\xfe\0\0", b"\0\0\xfe\xff"), "UTF-16": (b"\xff\xfe", b"\xfe\xff")}
+"""Encodings that are not read, and the marks that files of them begin with."""
+KEY = re.compile(rb'(?<!\\)"[ \t\r]*:')
+"""What follows each key of an object."""
 BEGINS = {
     ".gz": (b"\x1f\x8b",),
     ".zst": (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + i]) + b"\x2a\x4d\x18" for i in range(16))),
@@ -114,8 +122,11 @@ def ranges(paths: Iterable[Path]) -> Ranges:
             _require_packed(path)
             found[path] = 1
         else:
+            with path.open("rb") as file:
+                head = file.read(4096)
+            _require_utf8(path, head)
             if kind == "json":
-                _require_lines(path)
+                _require_lines(path, head)
             found[path] = -(-nbytes // RANGE)
     if not sum(found.values()):
         raise UsageError("there is nothing to read: no input was named, or only parquet files without rows")
@@ -149,9 +160,17 @@ def _kind(path: Path) -> str:
     return "json"
 
 
-def _require_lines(path: Path) -> None:
-    with path.open("rb") as file:
-        head = file.read(4096).removeprefix(BOM).lstrip()
+def _require_utf8(path: Path, head: bytes) -> None:
+    """Refuse a text whose characters have two or four bytes, by its mark or by its zeros."""
+    found = next((name for name, marks in WIDE.items() if head.startswith(marks)), "")
+    if not found and len(head) > 3 and any(head[:64:2]) != any(head[1:64:2]):
+        found = "UTF-16"
+    if found:
+        raise SourceError(f"{path} is {found}, not UTF-8", f"iconv -f {found} -t UTF-8 {path} > utf8{path.suffix}")
+
+
+def _require_lines(path: Path, head: bytes) -> None:
+    head = head.removeprefix(BOM).lstrip()
     if head.startswith(b"["):
         raise SourceError(f"{path} is one JSON array, not a record on each line", f"jq -c '.[]' {path} > lines.jsonl")
     if head.startswith((b"{\n", b"{\r\n")):
@@ -174,7 +193,7 @@ def values(part: Range, key: str) -> Iterator[Any]:
     """The JSON value of each line or row of a range, in order: None for a blank one, Malformed for what is none."""
     kind = _kind(part.path)
     if kind == "parquet":
-        yield from _rows(part, {key: None} | dict.fromkeys(FIELDS))
+        yield from _rows(part, dict.fromkeys((key, *FIELDS, *MORE, *ALLOWED, *SYSTEM, "label")))
         return
     load = _loader(kind, key)
     for line in _lines(part):
@@ -208,7 +227,13 @@ def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
             found = loads(line)
         except JSONDecodeError:
             return Malformed("json")
-        return Malformed("object") if found is None else found  # None is a blank line
+        if found is None:  # None is a blank line
+            return Malformed("object")
+        try:
+            twice = _key_twice(line, found)
+        except RecursionError:  # orjson goes deeper
+            return Malformed("json")
+        return found if twice is None else Malformed("key", repr(twice))
 
     def text(line: bytes) -> Any:
         try:
@@ -219,10 +244,37 @@ def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
     return value if kind == "json" else text
 
 
+def _key_twice(line: bytes, found: Any) -> str | None:
+    """A key that stands twice in an object of a line; orjson takes the last one without a word.
+
+    Keys are counted first, where that tells: quotation marks in texts have a backslash before them, those of keys have
+    none but after a key that ends in backslashes.
+    """
+    if len(KEY.findall(line)) == _keys(found) and b'\\\\"' not in line:
+        return None
+    seen: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        counted = Counter(name for name, _ in items)
+        seen.extend(name for name, number in counted.items() if number > 1)
+        return dict(items)
+
+    json.loads(line, object_pairs_hook=pairs, parse_int=str)
+    return seen[0] if seen else None
+
+
+def _keys(value: Any) -> int:
+    """How many keys a JSON value has, those of all its objects."""
+    if isinstance(value, dict):
+        return len(value) + sum(map(_keys, value.values()))
+    return sum(map(_keys, value)) if isinstance(value, list) else 0
+
+
 def _lines(part: Range) -> Iterator[bytes]:
     """The lines that begin in a range, without their ends. One that is too long comes cut."""
     if part.stop < 0:
         with _decompressed(part.path) as file:
+            _require_utf8(part.path, file.peek(64)[:64])
             yield from _streamed(file)
         return
     with part.path.open("rb") as file:

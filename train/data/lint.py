@@ -16,6 +16,7 @@ from train.data.records import Malformed, Reader, Record, form_of, reader
 NOTES = {
     "token": "contents that spell a control token; they stay text",
     "twice": "records that stand there twice",
+    "left out": "records with a reply that they leave out of the training",
 }
 """Findings that drop nothing."""
 OVER = "documents longer than a row"
@@ -57,6 +58,7 @@ def lint(
     key: str = "text",
     encode: Encoder | None = None,
     longest: int | None = None,
+    template: str | None = None,
 ) -> Findings:
     """Read files and tell what tokenization would drop, and what else is strange.
 
@@ -67,6 +69,7 @@ def lint(
         key: the field that holds text.
         encode: tokenization, to count tokens.
         longest: tokens of the longest document that fits a row.
+        template: the chat template that they are for.
     """
     found = Findings()
     seen: set[int] = set()
@@ -85,10 +88,10 @@ def lint(
                     raise value
                 if read is None:
                     found.form = form_of(value, key) if form == "auto" else form
-                    read = reader(found.form, roles, key)
+                    read = reader(found.form, roles, key, template=template)
                 record = read(value)
             except Malformed as error:
-                found.note(error.reason, place)
+                found.note(error.reason, place + (f", {error.detail}" if error.detail else ""))
                 continue
             for note in _notes(record, roles, seen, encode, longest):
                 found.note(note, place)
@@ -110,7 +113,9 @@ def _notes(
 ) -> Iterator[str]:
     if any(f"<|{role}|>" in text for role in roles for text in record.contents):
         yield "token"
-    known = hash((tuple(record.roles), tuple(record.contents)))
+    if record.left_out:
+        yield "left out"
+    known = hash((tuple(record.roles), tuple(record.contents), record.left_out))
     if known in seen:
         yield "twice"
     seen.add(known)

@@ -14,13 +14,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from train.data.flags import Unclear, check_record, told
+
 MARKER = re.compile(r"<<<\|([^|<>]*)\|>>>")
+READ = re.compile(r"""(\w+)(?:\.|\[["'])(\w+)""")
+NO_TURN = re.compile("loop|ns$|namespace|tool|function|param")
+"""What a chat template reads of something, and the names of what is no turn."""
 FIELDS = ("conversations", "messages")
-MORE = (
-    "tools", "functions", "documents", "tool_calls", "tool_call_id", "function_call", "thinking", "reasoning",
-    "reasoning_content", "images", "audio", "videos",
-)  # fmt: skip
-"""What a record or a turn may hold beside role and content that no model would be trained on here."""
 SPELLED = ("from", "value")
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 REASONS: Mapping[str, str] = {
@@ -40,6 +40,15 @@ REASONS: Mapping[str, str] = {
     "no reply": "no turn of the assistant",
     "keys": "turns with from and value: --format sharegpt reads them",
     "more": "a turn with calls of tools, thoughts or media, which would be lost",
+    "unknown": "a turn has a key that is not known, and may say what is trained",
+    "weight": "a turn says that it is trained with neither 0 nor 1, neither false nor true, or says both",
+    "asked": "a turn of another role than the assistant's says that it is trained",
+    "record": "the record says of all its turns what is trained or how they are written, which is not known here",
+    "blocks": "a reply that is not trained, and the chat template does not mark each reply by itself",
+    "bins": "a reply that is not trained, which neither role bins nor markers can tell",
+    "untrained": "no reply that is trained",
+    "both": "the record has conversations and messages, and they differ",
+    "key": "a key stands twice in the record",
     "template": "the chat template refuses the turns",
     "literal": "the text holds a control token, and the tokenizer cannot keep the two apart",
     "nothing": "nothing is left after tokenization",
@@ -52,24 +61,32 @@ class Record(NamedTuple):
     Attributes:
         roles: who speaks, for each turn; empty for plain text.
         contents: what is said, for each turn; one text if there are no roles.
+        left_out: numbers of the replies that are not trained because the record says so.
     """
 
     roles: Sequence[str]
     contents: Sequence[str]
+    left_out: frozenset[int] = frozenset()
 
 
 class Malformed(Exception):
-    """A record that cannot be used; `reason` is a key of `REASONS`."""
+    """A record that cannot be used; `reason` is a key of `REASONS`, `detail` says what of the record it is."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(REASONS[reason])
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 Reader = Callable[[Any], Record]
 
 
-def reader(form: str, roles: Sequence[str], key: str = "text", any_turns: bool = False) -> Reader:
+GRAVE = ("unknown", "weight", "asked", "record", "both", "key")
+"""Reasons that end the work: what the data says of the training is not understood, so no other record is trusted."""
+
+
+def reader(
+    form: str, roles: Sequence[str], key: str = "text", any_turns: bool = False, template: str | None = None
+) -> Reader:
     """The function that reads records of a format.
 
     Args:
@@ -78,13 +95,15 @@ def reader(form: str, roles: Sequence[str], key: str = "text", any_turns: bool =
         key: the field that holds text.
         any_turns: whether turns may have no text and conversations no reply, as role bins have them; plain text is
             no record then.
+        template: the chat template, which may read more of a turn than its role and its content.
 
     Returns:
         A function that takes a JSON value and gives its record, or raises Malformed.
     """
     known = frozenset(roles)
-    turns = _conversation(known, any_turns, ("role", "content"), {})
-    shared = _conversation(known, any_turns, SPELLED, SHAREGPT)
+    read = frozenset(key for base, key in READ.findall(template or "") if not NO_TURN.search(base))
+    turns = _conversation(known, any_turns, ("role", "content"), {}, read)
+    shared = _conversation(known, any_turns, SPELLED, SHAREGPT, read)
 
     def control_text(value: Any) -> Record:
         return _dialogue(_field(value, key, str), known)
@@ -188,12 +207,14 @@ def _turns(value: Any) -> list[dict[str, Any]]:
         raise Malformed("type")
     if not turns:
         raise Malformed("empty")
-    if any(held.get(more) for held in (value, *turns) for more in MORE):
-        raise Malformed("more")
+    if any(value.get(other) not in (None, turns) for other in FIELDS):
+        raise Malformed("both", " and ".join(FIELDS))
     return turns
 
 
-def _conversation(known: frozenset[str], any_turns: bool, keys: tuple[str, str], names: Mapping[str, str]) -> Reader:
+def _conversation(
+    known: frozenset[str], any_turns: bool, keys: tuple[str, str], names: Mapping[str, str], template: frozenset[str]
+) -> Reader:
     """The reader of turns whose speaker and text have these keys; `names` has their roles, if not the same."""
 
     def read(value: Any) -> Record:
@@ -206,6 +227,33 @@ def _conversation(known: frozenset[str], any_turns: bool, keys: tuple[str, str],
             raise Malformed("type")
         if names and not names.keys() >= set(roles):
             raise Malformed("role")
-        return _checked([names.get(role, role) for role in roles], contents, known, any_turns)
+        roles = [names.get(role, role) for role in roles]
+        try:
+            check_record(value, [text for role, text in zip(roles, contents, strict=True) if role == "system"])
+            flags = [told(turn, number, keys, template) for number, turn in enumerate(turns, 1)]
+        except Unclear as error:
+            raise Malformed(error.reason, error.detail) from None
+        record = _checked(roles, contents, known, any_turns)
+        if all(flag is None for flag in flags):
+            return record
+        return record._replace(left_out=_left_out(roles, flags, any_turns))
 
     return read
+
+
+def _left_out(roles: Sequence[str], flags: Sequence[bool | None], any_turns: bool) -> frozenset[int]:
+    """The replies that their record leaves out of the training.
+
+    Raises:
+        Malformed: something else than a reply is to be trained, no reply is, or role bins cannot tell.
+    """
+    for number, (role, flag) in enumerate(zip(roles, flags, strict=True), 1):
+        if flag and role != "assistant":
+            raise Malformed("asked", f"turn {number}, of the role {role!r}")
+    replies = [number for number, role in enumerate(roles) if role == "assistant"]
+    found = frozenset(number for number in replies if flags[number] is False)
+    if found and any_turns:
+        raise Malformed("bins")
+    if replies and len(found) == len(replies):
+        raise Malformed("untrained")
+    return found

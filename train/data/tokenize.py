@@ -29,8 +29,8 @@ from formats.errors import Interrupted, OutputError, RefusedError, SourceError
 from train.data.facts import Facts, facts_path, facts_text, mask_path
 from train.data.indexed import best_dtype, bin_path, idx_path, write_index
 from train.data.inputs import Ranges
-from train.data.records import REASONS
-from train.data.workers import EXAMPLES, Job, Part, Workers
+from train.data.records import GRAVE, REASONS
+from train.data.workers import EXAMPLES, UNTRAINED, Job, Part, Workers
 
 STREAMS = ("bin", "sizes", "mask")
 """What is appended to: tokens, int32 sizes of documents, and the loss mask of a chat template, or the roles of bins."""
@@ -144,6 +144,7 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
         done = _resumed(request)
         stopped = stack.enter_context(stoppable())
         done = _append_all(request, done, stopped)
+        _require_clear(request, done)
         if request.fingerprint != done.fingerprint:
             shutil.rmtree(staging)
             raise SourceError("an input file changed while it was read", "run again when nothing writes to it")
@@ -197,7 +198,7 @@ def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Do
         files = {stream: stack.enter_context((staging / stream).open("ab")) for stream in STREAMS}
         waiting: deque[Future[Part]] = deque()
         asked, noted = done.ranges, monotonic()
-        while done.ranges < len(parts):
+        while done.ranges < len(parts) and _grave(done) is None:
             while asked < len(parts) and len(waiting) < AHEAD * request.workers:
                 waiting.append(workers.submit(parts[asked], staging / "parts" / str(asked)))
                 asked += 1
@@ -245,14 +246,35 @@ def _counted(done: Done, part: Part, parts: Ranges) -> Done:
     lines = 0 if done.ranges and parts[done.ranges - 1].path != place.path else done.lines
     counts = Counter(done.counts) + Counter(part.counts)
     examples = {reason: list(found) for reason, found in done.examples.items()}
-    for number, reason in part.examples:
+    for number, reason, detail in part.examples:
         shown = examples.setdefault(reason, [])
         if len(shown) < EXAMPLES:
-            shown.append(f"{place.path}:{lines + number + 1}")
+            shown.append(f"{place.path}:{lines + number + 1}" + (f", {detail}" if detail else ""))
     lengths = {stream: done.lengths[stream] + part.lengths[stream] for stream in STREAMS}
     return replace(
         done, ranges=done.ranges + 1, lengths=lengths, lines=lines + part.lines, counts=dict(counts), examples=examples
     )
+
+
+def _grave(done: Done) -> str | None:
+    """The reason that ends the work, if there is one."""
+    return next((reason for reason in GRAVE if done.counts.get(reason)), None)
+
+
+def _require_clear(request: Request, done: Done) -> None:
+    """Refuse data that says something of the training that is not understood, however few records do.
+
+    Raises:
+        RefusedError: a record does.
+    """
+    grave = _grave(done)
+    if grave is not None:
+        shutil.rmtree(request.staging)
+        raise RefusedError(
+            f"{done.examples[grave][0]}: {REASONS[grave]}",
+            "train lint names each record; a key that says nothing of the training can go: "
+            "jq -c '.messages |= map(del(.KEY))'",
+        )
 
 
 def _note(request: Request, done: Done, files: dict[str, Any]) -> None:
@@ -290,7 +312,7 @@ def _publish(request: Request, done: Done, finals: dict[str, Path]) -> Facts:
     sizes = np.memmap(staging / "sizes", "<i4", "r")
     write_index(staging / "idx", best_dtype(job.vocabulary), sizes)
     facts = write_facts(request, done, {"documents": len(sizes), "tokens": done.counts["tokens"]})
-    old_mask = finals.pop("mask") if job.template is None else None
+    old_mask = finals.pop("mask") if job.template is None and not facts.masked else None
     put_in_place(staging, finals, [old_mask] if old_mask else [])
     return facts
 
@@ -298,8 +320,12 @@ def _publish(request: Request, done: Done, finals: dict[str, Path]) -> Facts:
 def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Facts:
     """Leave the facts in the staging folder, with these counts and those of dropped records."""
     job = request.job
-    counts = dict(counts) | {reason: number for reason, number in done.counts.items() if reason in REASONS}
-    facts = Facts(job.digest, job.vocabulary, dict(job.control), job.eod, job.template_digest, counts, job.names)
+    told = (UNTRAINED, *REASONS)
+    counts = dict(counts) | {name: number for name, number in done.counts.items() if name in told}
+    masked = job.template is None and UNTRAINED in counts
+    facts = Facts(
+        job.digest, job.vocabulary, dict(job.control), job.eod, job.template_digest, counts, job.names, masked
+    )
     write_file(request.staging / "json", facts_text(facts).encode())
     return facts
 

@@ -29,13 +29,19 @@ from formats.errors import SourceError
 from train.data.encode import CHATML, ROLE_NUMBERS, Encoder, TemplateEncoder, control_encoder, role_encoder
 from train.data.indexed import best_dtype
 from train.data.inputs import Range, values
-from train.data.records import FIELDS, Malformed, Record, reader
+from train.data.records import FIELDS, GRAVE, Malformed, Record, reader
 from train.data.vocabulary import Fast, open_vocabulary
 
 BATCH = 1 << 20
 """Characters that are encoded at a time."""
 EXAMPLES = 5
 """Dropped records of a batch whose lines are told."""
+
+
+UNTRAINED = "untrained_replies"
+"""In the counts: replies that their records leave out of the training."""
+Dropped = tuple[int, str, str]
+"""Line of a dropped record, the reason, and what of the record it is."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,12 @@ class Job:
     @property
     def identity(self) -> dict[str, Any]:
         """What makes it the same job, whatever the tokenizer's file is called."""
-        return asdict(self) | {"tokenizer": ""}
+        return asdict(self) | {"tokenizer": "", "masked": self.masked}
+
+    @property
+    def masked(self) -> bool:
+        """Whether control tokens alone may not tell what is trained: a turn can say of itself that it is not."""
+        return self.template is None and self.special is None and self.form in ("conversations", "sharegpt", "mixed")
 
     @property
     def template_digest(self) -> str | None:
@@ -95,13 +106,13 @@ class Part(NamedTuple):
         lines: how many it has.
         counts: documents, tokens, and dropped records by reason.
         lengths: bytes of each file that was written.
-        examples: (line in the range from 0, reason) of the first dropped records.
+        examples: (line in the range from 0, reason, what of the record it is) of the first dropped records.
     """
 
     lines: int
     counts: dict[str, int]
     lengths: dict[str, int]
-    examples: list[tuple[int, str]]
+    examples: list[Dropped]
 
 
 def encoder(job: Job) -> Encoder:
@@ -110,7 +121,7 @@ def encoder(job: Job) -> Encoder:
     if job.special is not None:
         return role_encoder(vocabulary, *(job.special[token] for token in CHATML))
     if job.template is None:
-        return control_encoder(vocabulary, job.control, job.eod)
+        return control_encoder(vocabulary, job.control, job.eod, job.masked)
     assert isinstance(vocabulary, Fast)  # the command has seen to it
     return TemplateEncoder(vocabulary, job.template, job.eod)
 
@@ -119,22 +130,32 @@ def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
     """Encode a range and leave its tokens in `OUT.bin`, `OUT.sizes` and, where there is a mask, `OUT.mask`."""
     dtype, lines = best_dtype(job.vocabulary), 0
     counts, lengths = Counter[str](), Counter[str](bin=0, sizes=0, mask=0)
-    examples: list[tuple[int, str]] = []
+    examples: list[Dropped] = []
     with ExitStack() as stack:
         tokens, sizes, masks = (stack.enter_context(Path(f"{out}.{name}").open("wb")) for name in lengths)
         for batch in _batches(job, part):
             _require_parent()
             encoded = encode(batch.records)
-            dropped = batch.dropped + [(batch.numbers[place], reason) for place, reason in encoded.refused]
-            examples += sorted(dropped)[:EXAMPLES]
-            counts.update(reason for _, reason in dropped)
+            dropped = batch.dropped + [(batch.numbers[place], reason, "") for place, reason in encoded.refused]
+            examples += _shown(dropped)
+            counts.update(reason for _, reason, _ in dropped)
             counts.update(documents=len(encoded.sizes), tokens=len(encoded.ids))
+            gone = {place for place, _ in encoded.refused}
+            left = (len(one.left_out) for place, one in enumerate(batch.records) if place not in gone)
+            counts[UNTRAINED] += sum(left)
             lengths["bin"] += tokens.write(encoded.ids.astype(dtype).data)
             lengths["sizes"] += sizes.write(np.array(encoded.sizes, "<i4").data)
             if encoded.mask is not None:
                 lengths["mask"] += masks.write(encoded.mask.data)
             lines = batch.lines
-    return Part(lines, dict(counts), dict(lengths), examples)
+    return Part(lines, dict(+counts), dict(lengths), examples)
+
+
+def _shown(dropped: list[Dropped]) -> list[Dropped]:
+    """The first dropped records, and the first for each of the reasons that end the work."""
+    ordered = sorted(dropped)
+    grave = {reason: one for one in reversed(ordered) if (reason := one[1]) in GRAVE}
+    return sorted({*ordered[:EXAMPLES], *grave.values()})
 
 
 class _Batch(NamedTuple):
@@ -142,15 +163,15 @@ class _Batch(NamedTuple):
 
     records: list[Record]
     numbers: list[int]
-    dropped: list[tuple[int, str]]
+    dropped: list[Dropped]
     lines: int
 
 
 def _batches(job: Job, part: Range) -> Iterator[_Batch]:
-    read = reader(job.form, job.roles, job.key, any_turns=job.special is not None)
+    read = reader(job.form, job.roles, job.key, any_turns=job.special is not None, template=job.template)
     records: list[Record] = []
     numbers: list[int] = []
-    dropped: list[tuple[int, str]] = []
+    dropped: list[Dropped] = []
     held, number = 0, -1
     for number, value in enumerate(values(part, job.key)):
         if value is None:
@@ -160,7 +181,7 @@ def _batches(job: Job, part: Range) -> Iterator[_Batch]:
                 raise value
             record = read(_mended(value, (job.key, *FIELDS)) if job.ftfy else value)
         except Malformed as error:
-            dropped.append((number, error.reason))
+            dropped.append((number, error.reason, error.detail))
             continue
         records.append(record)
         numbers.append(number)

@@ -25,8 +25,9 @@ from train.batching import batch_sizes
 from train.checkpoint import reason
 from train.config import Config
 from train.distributed import World
-from train.model import DTYPES, Trainee, fill_buffers, layers, make, pieces, recompute
+from train.model import DTYPES, Trainee, fill_buffers, make, pieces, recompute
 from train.optimizer import adamw
+from train.parts import layers
 
 OURS: Mapping[str, str] = {
     "train_batch_size": "batch.size",

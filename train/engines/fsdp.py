@@ -26,8 +26,9 @@ from train import kernels, lora
 from train.checkpoint import reason
 from train.config import Config
 from train.distributed import World
-from train.model import DTYPES, Trainee, fill, fill_buffers, layers, make, recompute, weights
+from train.model import DTYPES, Trainee, fill, fill_buffers, make, recompute, weights
 from train.optimizer import adamw
+from train.parts import layers
 
 
 def sharded(config: Config, made: Any, world: World, backend: str) -> Any:

@@ -31,9 +31,10 @@ from train.config import Config
 from train.distributed import World
 from train.engines.fsdp import read, write
 from train.loop import Run, after, ahead, late, loss_of
-from train.model import DTYPES, Trainee, fill, fill_buffers, layers, make, recompute
+from train.model import DTYPES, Trainee, fill, fill_buffers, make, recompute
 from train.observe import Log, Say, Step
 from train.optimizer import adamw
+from train.parts import layers
 from train.profiling import Profiler
 from train.schedule import learning_rate
 from train.speed import memory_of

@@ -1,0 +1,95 @@
+"""Every family: packed rows have the losses and the gradients that transformers itself has for each document alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.models import MODELS
+from tests.train.test_model import flat_of
+from train.attention import resolve
+from train.model import Trainee, fill, fill_buffers, make, open_config
+from train.selfcheck import require_masks, self_check
+
+CPU = torch.device("cpu")
+REFUSED: dict[str, str] = {}
+"""Name of a model: what is said where it cannot be trained. README.md of train has them too."""
+README = Path(__file__).parents[2] / "train/README.md"
+
+
+def documents():
+    random = np.random.default_rng(5)
+    return [(random.integers(0, 211, size), random.random(size) < 0.7) for size in (40, 2, 17, 5)]
+
+
+def theirs(folder, backend):
+    """Losses and gradients of transformers, a document at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=backend, dtype=torch.float32)
+    total = torch.zeros(())
+    for tokens, mask in documents():
+        labels = torch.from_numpy(np.where(mask, tokens, -100))[None]
+        count = int(mask[1:].sum())
+        if count:
+            total = total + model(input_ids=torch.from_numpy(tokens)[None], labels=labels, use_cache=False).loss * count
+    total.backward()
+    return total.item(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_trained_as_transformers_would(model, name):
+    folder = model(name)
+    config = open_config(folder)
+    if name in REFUSED:
+        with pytest.raises(Exception, match=REFUSED[name]):
+            require_masks(config, 64)
+        return
+    require_masks(config, 64)
+    backend = resolve("auto", config, CPU, torch.float32)
+    assert self_check(config, CPU, backend, torch.float32) < 1e-5
+    ours = make(config, backend).to_empty(device="cpu")
+    ours.tie_weights()
+    fill_buffers(ours, CPU)
+    with torch.no_grad():
+        fill(ours, folder)
+    trainee = Trainee(ours, backend).eval()  # as `from_pretrained` gives a model: nothing drops out
+    total = trainee(flat_of(documents()), CPU)
+    total.backward()
+    expected, gradients = theirs(folder, backend)
+    assert total.item() == pytest.approx(expected, rel=2e-6)
+    found = {name: one.grad for name, one in ours.named_parameters() if one.grad is not None}
+    assert gradients.keys() >= found.keys()
+    for key, gradient in found.items():
+        assert torch.allclose(gradient, gradients[key], atol=5e-5, rtol=2e-3), key
+
+
+def test_the_readme_says_so():
+    text = " ".join(README.read_text().split())
+    assert "Every family of `convert formats` trains" in text
+    assert not REFUSED
+
+
+def test_alibi_is_refused():
+    from transformers import AutoConfig
+
+    from formats.errors import UsageError
+
+    with pytest.raises(UsageError, match="falcon with alibi counts the tokens of a row"):
+        require_masks(AutoConfig.for_model("falcon", alibi=True), 64)
+
+
+def test_on_a_gpu_falcon_has_no_attention_of_the_interface(model):
+    config = open_config(model("falcon"))
+    assert resolve("auto", config, torch.device("cuda"), torch.bfloat16) == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["gemma3", "falcon", "llama4_text"])
+def test_a_training_of_what_could_not_be_trained(run, settings, name):
+    ran = run(settings(name, steps={"train_iters": 2}))
+    assert ran.code == 0, ran.out
+    assert len(ran.lines) == 2

@@ -1,0 +1,88 @@
+"""A folder with the weights of two models: nobody reads one of them by chance, and nobody makes one."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture
+def both(model, settings, run, tmp_path):
+    """(folder of a model with a checkpoint of a training in it, the training): as `save.path: START` left it before."""
+    trained = run(settings())
+    folder = tmp_path / "both"
+    shutil.copytree(model("llama", vocab_size=253), folder)
+    shutil.copytree(trained.save / "global_step104", folder / "global_step104")
+    (folder / "latest").write_text("global_step104")
+    return folder, trained
+
+
+def test_a_training_does_not_save_into_a_model(model, settings, run, tmp_path):
+    folder = tmp_path / "start"
+    shutil.copytree(model("llama", vocab_size=253), folder)
+    ran = run(settings(model={"path": str(folder)}), save="start")
+    assert ran.code == 7, ran.out
+    assert "holds the weights of a model, model.safetensors" in ran.out
+    assert f"hint: --save.path {folder}-run" in ran.out
+    assert not list(folder.glob("global_step*"))
+
+
+def test_who_names_such_a_folder_is_asked_which(both, settings, run, convert, train, tmp_path):
+    folder, trained = both
+    told = f"{folder} holds two models: model.safetensors of Hugging Face, and global_step104"
+    commands = (["inspect", folder], ["digest", folder], ["hf2megatron", folder, tmp_path / "M"])
+    for words in commands:
+        ran = convert(*words)
+        assert (ran.code, told in ran.err) == (5, True), ran.err
+        assert f"hint: name {folder}/global_step104; or" in ran.err
+    config = settings(model={"path": str(folder)})
+    ran = run(config, save="other")
+    assert (ran.code, told in ran.out) == (5, True), ran.out
+    assert train("plan", config).code == 5
+    assert train("init", tmp_path / "run", "--from", folder, "--data", tmp_path / "none").code == 5
+    named = convert("digest", folder / "global_step104")
+    assert named.code == 0, named.err
+    first = run(settings(model={"path": str(folder / "global_step104")}), save="named")
+    assert first.code == 0, first.out
+    for name in ("latest", "global_step104"):
+        shutil.move(folder / name, tmp_path / f"moved-{name}")
+    again = run(config, save="other")
+    assert again.series("loss") == trained.series("loss")
+
+
+def test_what_was_begun_there_before_comes_to_its_end(both, settings, run):
+    folder, trained = both
+    ran = run(settings(model={"path": str(folder)}), save="both")
+    assert ran.code == 0, ran.out
+    assert ran.series("loss") == trained.series("loss")[4:]
+    assert not (folder / "start").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("x/.metadata", "x"), (".metadata", ".metadata"), ("mp_rank_00/model_optim_rng.pt", "mp_rank_00/"),
+     ("mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"),
+     ("iter_0000005/mp_rank_00/model_optim_rng.pt", "iter_0000005"),
+     ("g/mp_rank_00_model_states.pt", "g"), ("pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0")],
+    ids=str,
+)  # fmt: skip
+def test_shards_of_any_format_beside_a_model(model, convert, tmp_path, name, other):
+    folder = tmp_path / "m"
+    shutil.copytree(model("llama"), folder)
+    assert convert("inspect", folder).code == 0
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"")
+    top = name.partition("/")[0]
+    if top in ("x", "g"):
+        (folder / "latest").write_text(top)
+    if top.startswith("iter_"):
+        (folder / "latest_checkpointed_iteration.txt").write_text("5")
+    ran = convert("inspect", folder)
+    assert ran.code == 5, ran.err
+    assert other in ran.err
+    assert convert("hf2hf", folder, tmp_path / "out", "-n").code == 0  # the command says which
+    (folder / "trainer_state.json").write_text("{}")  # the Trainer of transformers saves one model twice
+    assert convert("inspect", folder).code == 0

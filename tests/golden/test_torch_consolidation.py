@@ -21,7 +21,19 @@ def shards(fsdp, tmp_path) -> Path:
     folder.mkdir()
     code, out = fsdp([str(folder), str(ROWS)], 4, Path(__file__).with_name("torch_shards.py"))
     assert code == 0, out
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """The model that the training began with: it tells what there has to be."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "base"
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "plain", "architectures": ["Plain"]}))
+    save_file({"w": torch.zeros(ROWS, 8), "scale": torch.tensor(0.0)}, folder / "model.safetensors")
     return folder
 
 
@@ -35,20 +47,20 @@ def merged(shards: Path, out: Path):
     return load_file(next(out.glob("*.safetensors")))
 
 
-def test_a_scalar_becomes_zero_in_torch(shards, convert, tmp_path):
+def test_a_scalar_becomes_zero_in_torch(shards, base, convert, tmp_path):
     from safetensors.torch import load_file
 
     assert float(merged(shards, tmp_path / "theirs")["scale"]) == 0.0
-    ran = convert("fsdp2hf", shards, tmp_path / "out")
+    ran = convert("fsdp2hf", shards, tmp_path / "out", "--config", base)
     assert ran.code == 0, ran.err
     ours = load_file(tmp_path / "out/model.safetensors")
     assert float(ours["scale"]) == 3.5
     assert ours["w"].shape == (ROWS, 8)
 
 
-def test_a_lost_last_shard_shortens_the_model_in_torch(shards, convert, tmp_path):
+def test_a_lost_last_shard_shortens_the_model_in_torch(shards, base, convert, tmp_path):
     (shards / "shard-00004-model-00001-of-00001.safetensors").unlink()
     assert merged(shards, tmp_path / "theirs")["w"].shape == (78, 8)
-    ran = convert("fsdp2hf", shards, tmp_path / "out")
+    ran = convert("fsdp2hf", shards, tmp_path / "out", "--config", base)
     assert ran.code == 3, ran.err
     assert not (tmp_path / "out").exists()

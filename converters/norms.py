@@ -23,7 +23,7 @@ from converters.engine import Limits, digest_of, execute
 from converters.journal import open_journal
 from converters.plan import Job, Part, Plan, make_plan
 from converters.source_checks import SourceChecks
-from formats import deepspeed, neox
+from formats import deepspeed, lookalikes, neox
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import OutputError, UnsupportedError
 
@@ -59,8 +59,9 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
     """Find every copy of every norm.
 
     Raises:
-        UnsupportedError: there is one tensor parallel rank, and so one copy.
+        UnsupportedError: there is one tensor parallel rank, and so one copy; or it is no checkpoint of GPT-NeoX.
     """
+    lookalikes.check(run)
     settings = replace(settings, gqa_layout="blocked")  # which no norm depends on
     source = neox.read(run, replace(settings, weights="module"))
     if source.topology["tp"] == 1:

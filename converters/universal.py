@@ -15,7 +15,7 @@ from converters import assets
 from converters.convert import Request
 from converters.plan import Job, Plan, make_plan
 from converters.targets import require_vocab
-from formats import deepspeed, huggingface, neox, universal, verbatim, zero, zero_partitions
+from formats import deepspeed, huggingface, lookalikes, neox, universal, verbatim, zero, zero_partitions
 from formats.checkpoint import Checkpoint, Settings, Target
 from formats.errors import UnsupportedError
 from formats.huggingface import BUFFERS
@@ -39,8 +39,9 @@ def open_states(path: Path, settings: Settings) -> States:
     """Open the optimizer states of a checkpoint whose ranks keep a part each, each file once.
 
     Raises:
-        UnsupportedError: the checkpoint is of stage 0, which keeps no names.
+        UnsupportedError: the checkpoint is of stage 0, which keeps no names, or of another program.
     """
+    lookalikes.check(path)
     return neox.read_states(path, settings) if neox.detect(path) else _plain(path, settings)
 
 

@@ -39,7 +39,7 @@ def check(path: Path) -> None:
     Raises:
         UnsupportedError: it is in `LOOKALIKES`.
     """
-    for one in LOOKALIKES:
+    for one in LOOKALIKES if path.is_dir() else ():
         if found := one.told_by(path):
             raise UnsupportedError(f"{path} is {one.what}, which is not read ({found} tells)", one.hint)
 

@@ -4,7 +4,8 @@
     common_state/shard_0_1      a list of that dict, an object of the DCP          megatron-core 0.19
 
 Facts: `load_common_state_dict` in dist_checkpointing/serialization.py of megatron-core 0.16.1, 0.17.1, 0.18.2, 0.19.2.
-0.19 reads both, and takes common.pt where both are there: so common.pt is what we write, which all of them load.
+0.19 reads both, and takes common.pt where both are there: so common.pt is what we write, which all of them load. Of one
+training all four saved the same tensors under the same names, and loaded what we wrote with its optimizer.
 """
 
 from __future__ import annotations

@@ -112,9 +112,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: its metadata, its arguments, and the heads of the model's tensors."""
     run, folder = locate(path)
     _require_whole(folder)
+    entries, objects = dcp.contents(folder)
     common = megatron_common.read(folder)
     args = args_of(common)
-    entries, objects = dcp.contents(folder)
     tensors = tensors_in(folder, [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)])
     if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
         raise SourceError(f"{folder} holds no {EMBEDDING}")

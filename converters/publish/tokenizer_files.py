@@ -56,9 +56,13 @@ def named(path: Path, tag: str | None, config: Path | None) -> Tokenizer | None:
         path: of the run or the checkpoint.
         tag: as in `Settings`.
         config: likewise; a Hugging Face folder has its own tokenizer.
-    """
-    from formats import deepspeed, neox
 
+    Raises:
+        UnsupportedError: it is no checkpoint of GPT-NeoX, and of a program whose checkpoints are not read.
+    """
+    from formats import deepspeed, lookalikes, neox
+
+    lookalikes.check(path)
     if not path.is_dir() or not neox.detect(path) or (config and (config / "config.json").is_file()):
         return None
     _, place = deepspeed.locate(path, tag)

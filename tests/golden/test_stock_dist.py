@@ -57,6 +57,7 @@ RUNS = (
 
 def stock(jobs: list[dict[str, Any]], path: Path, seconds: int = 280) -> str:
     """Do the jobs in the environment of stock Megatron, where nothing of this one is seen."""
+    assert STOCK, "VITRUVIAN_STOCK names no Python of stock Megatron: make test-stock"
     path.write_text(json.dumps(jobs))
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     command = [STOCK, "-W", "ignore", str(SCRIPT), str(path)]

@@ -1,0 +1,110 @@
+"""torch_dist of stock Megatron-LM 0.19.2, which keeps its arguments in the DCP: every command reads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from formats.archived import packed_plain
+from formats.torchfile import read_torch
+
+RUN = Path(__file__).with_name("megatron_0192") / "dp_reshardable"
+LOGITS = RUN.with_name("logits.npz")
+VOCAB = ("--vocab-size", 28)
+
+
+@pytest.mark.parametrize("path", [RUN, RUN / "iter_0000003"], ids=["run", "iteration"])
+def test_its_logits(convert, tmp_path, path):
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    out, wanted = tmp_path / "out", np.load(LOGITS)
+    assert convert("megatron2hf", path, out, *VOCAB).code == 0
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        found = model(torch.tensor(wanted["ids"])).logits.numpy()
+    assert np.abs(found - wanted["logits"][..., :28]).max() < 1e-5 < np.abs(found).max()
+
+
+def test_every_command_reads_it(convert, tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    told = convert("inspect", RUN, *VOCAB).out
+    assert "megatron_dist, ranks 1, iter_0000003" in told
+    assert "fp32, exp_avg, exp_avg_sq (distributed optimizer)" in told
+    assert convert("verify", RUN).code == 0, "its own checksums"
+    assert convert("megatron2hf", RUN, out, *VOCAB).code == 0
+    assert convert("verify", out, RUN, *VOCAB).code == 0
+    assert convert("reshard", RUN, again, "--tp", 2, "--format", "torch_dist", *VOCAB).code == 0
+    assert convert("diff", RUN, again, *VOCAB).code == 0
+    digests = {convert("digest", place, *VOCAB).out.split()[0] for place in (RUN, RUN / "iter_0000003", out, again)}
+    assert len(digests) == 1
+
+
+def flat(run: Path, name: str) -> Any:
+    """A tensor of a DCP, as torch's own reader gives it."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    folder = run / "iter_0000003"
+    about = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata[name]
+    state = {name: torch.empty(about.size, dtype=about.properties.dtype)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state[name]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_its_optimizer(convert, tmp_path):
+    """A bucket has the parameters in reverse order, each from a multiple of 64 elements on. torch reads both sides."""
+    out = tmp_path / "out"
+    assert convert("reshard", RUN, out, "--format", "torch_dist", "--with-optimizer", *VOCAB).code == 0
+    assert convert("verify", out).code == 0
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0."
+    layer, begin = "decoder.layers.", 0
+    order = [
+        ("output_layer.weight", (32, 16)), ("decoder.final_layernorm.weight", (16,)),
+        (f"{layer}mlp.linear_fc2.weight", (16, 24)), (f"{layer}mlp.linear_fc1.weight", (48, 16)),
+        (f"{layer}mlp.linear_fc1.layer_norm_weight", (16,)), (f"{layer}self_attention.linear_qkv.weight", (32, 16)),
+        (f"{layer}self_attention.linear_proj.weight", (16, 16)),
+        (f"{layer}self_attention.linear_qkv.layer_norm_weight", (16,)), ("embedding.word_embeddings.weight", (32, 16)),
+    ]  # fmt: skip
+    for name, shape in order:
+        size = 1
+        for n in shape:
+            size *= n
+        for state in ("param", "exp_avg", "exp_avg_sq"):
+            theirs = flat(RUN, bucket + state)[begin : begin + size].reshape(shape)
+            ours = flat(out, f"optimizer.state.{state}.{name}")
+            ours = ours[0] if name.startswith(layer) else ours
+            rows = 28 if shape[0] == 32 and not name.startswith(layer) else shape[0]
+            assert theirs[:rows].equal(ours[:rows]), f"{state} of {name}"
+            assert theirs[:rows].any()
+        begin += -(-size // 64) * 64
+
+
+def test_an_optimizer_other_than_adams_is_named(convert, tmp_path):
+    """Muon has no second moments, and its args say what it is."""
+    run = tmp_path / "run"
+    assert convert("reshard", RUN, run, "--format", "torch_dist", "--with-optimizer", *VOCAB).code == 0
+    path = run / "iter_0000003/common.pt"
+    common = read_torch(path).value
+    assert common["args"].optimizer == "adam"
+    common["args"].optimizer = "muon"
+    path.write_bytes(packed_plain(common))
+    ran = convert("reshard", run, tmp_path / "out", "--with-optimizer", *VOCAB)
+    assert (ran.code, "its optimizer is 'muon'" in ran.err) == (4, True), ran.err
+    assert convert("reshard", run, tmp_path / "out", *VOCAB).code == 0
+
+
+def test_what_we_write_says_what_it_did(convert, tmp_path):
+    """One way to write, which 0.16 to 0.19 load: the file that the older ones have."""
+    out = shutil.copytree(RUN, tmp_path / "run")
+    assert convert("reshard", out, tmp_path / "out", "--format", "torch_dist", *VOCAB).code == 0
+    folder = tmp_path / "out/iter_0000003"
+    assert (folder / "common.pt").is_file()
+    assert b"common_state" not in (folder / ".metadata").read_bytes()
+    assert json.loads((folder / "metadata.json").read_text())["common_backend"] == "torch"

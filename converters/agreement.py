@@ -1,8 +1,8 @@
 """Whether a model without a table and its config are one model: by its base's weights, or by transformers.
 
 Where a table describes a model, the plan proves that it is complete. Of any other the names and shapes are compared
-with the first of these that can tell: the weights of the base model, what transformers makes of the config (in a
-process of its own), and what the config says of sizes and numbers.
+with the first of these that can tell: what transformers makes of the config (in a process of its own), the weights of
+the base model, and what the config says of sizes and numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from formats.checkpoint import Checkpoint
-from formats.coherence import Finding, findings
+from formats.coherence import Finding, contradictions, losses
 from formats.errors import SourceError
 from formats.huggingface import has_weights, read_files
 from formats.rows import EMBEDDING, HEAD, rows
@@ -56,15 +56,16 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     """
     if not (isinstance(spec, Verbatim) and isinstance(source.spec, Verbatim)):
         return []
-    differing = _against_base(source, source.spec)
-    if differing == []:
-        return [f"{CHECKED} base"]
     said = json.loads(config)
     answer = {"why": "the weights are quantized"} if "quantization_config" in said else ask(said, spec.shapes)
     if "why" not in answer:
         _refuse(source, _of_transformers(answer))
         return [f"{CHECKED} transformers"]
-    _refuse(source, differing or list(findings(said, spec)))
+    differing = _against_base(source, source.spec)
+    if differing is not None:
+        _refuse(source, [*differing, *contradictions(said, spec)])
+        return [f"{CHECKED} base ({answer['why']})"]
+    _refuse(source, [*contradictions(said, spec), *losses(said, spec)])
     if source.extra.get("unbounded") and not _is_bounded(source.spec):
         raise SourceError(
             f"{source.root}: {UNBOUNDED}: {answer['why']}", "name the base model with its weights: --config BASE"

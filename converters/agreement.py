@@ -26,6 +26,7 @@ from formats.spec import Spec, Verbatim
 
 NEEDED = ("transformers", "torch", "accelerate")
 """What has to be installed to ask transformers; accelerate is what places a model on the meta device."""
+PROGRAM = ("-m", "converters.meta_model")
 SECONDS = 300
 """How long transformers may take: the largest models take ten seconds, a slow file system a minute to import it."""
 SHOWN = 4
@@ -85,7 +86,7 @@ def ask(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[
 @lru_cache(maxsize=4)
 def _asked(request: str) -> str:
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    words = [sys.executable, "-m", "converters.meta_model"]
+    words = [sys.executable, *PROGRAM]
     try:
         ran = subprocess.run(  # noqa: S603  # this interpreter, and fixed words
             words, input=request, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **quiet},
@@ -117,9 +118,10 @@ def _against_base(source: Checkpoint, spec: Verbatim) -> list[Finding] | None:
         return None
     base = {key: fragment.shape for key, fragment in read_files(folder).items()}
     copies = {*spec.copies, *([key for key in base if HEAD.fullmatch(key)] if spec.tied else [])}
+    shared = set() if any(map(HEAD.fullmatch, base)) else {key for key in spec.shapes if HEAD.fullmatch(key)}
     return [
         *(Finding(key, f"{key} is missing") for key in base if key not in spec.shapes and key not in copies),
-        *(Finding(key, f"{key} is no tensor of {folder}") for key in spec.shapes if key not in base),
+        *(Finding(key, f"{key} is no tensor of {folder}") for key in spec.shapes if key not in {*base, *shared}),
         *(
             Finding(key, f"{key} is {list(shape)}, {list(base[key])} in {folder}")
             for key, shape in spec.shapes.items()

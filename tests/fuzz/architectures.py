@@ -43,11 +43,11 @@ def smaller(config: dict[str, Any]) -> dict[str, Any]:
             found[key] = smaller(value)
         elif key in SMALL and type(value) is int:
             found[key] = SMALL[key]
-        elif key in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "attention_types"):
+        elif key in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config"):
             continue
         else:
-            found[key] = value
-    return {key: None if key.endswith("token_id") else value for key, value in found.items()}
+            found[key] = 1 if key.endswith("token_id") and type(value) is int else value
+    return found
 
 
 def classes() -> list[str]:
@@ -164,15 +164,19 @@ def as_shards(folder: Path, state: dict[str, Any], rng: random.Random) -> list[s
 SAVERS: Mapping[str, Saved] = {"dcp": as_dcp, "dump": as_dump, "shards": as_shards}
 
 
-def run(*words: object) -> tuple[int, str]:
-    """A command of `convert` in this process: its exit code, and what it said."""
+def run(*words: object, transformers: bool = True) -> tuple[int, str]:
+    """A command of `convert` in this process: its exit code, and what it said.
+
+    It is as if transformers were not installed, where the checks of a login node are to be seen.
+    """
     from converters import agreement, cli, meta_model
 
     said = io.StringIO()
     local = mock.patch.object(agreement, "_asked", lambda text: json.dumps(meta_model.report(json.loads(text))))
+    needed = mock.patch.object(agreement, "NEEDED", agreement.NEEDED if transformers else ("not_installed",))
     argv = mock.patch.object(sys, "argv", ["convert", *map(str, words)])
     code = 0
-    with argv, local, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with argv, local, needed, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             cli.main()
         except SystemExit as done:

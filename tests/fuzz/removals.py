@@ -122,7 +122,8 @@ def attack(seed: int, folder: Path) -> str:
         what = rng.choice(FROM_STATE)(state, rng)
         container = rng.choice(["shards", *SAVERS])
         words = SAVERS[container](folder / "source", state, rng)
-    if rng.random() < 0.7:  # otherwise the base's own weights are there to be compared with
+    judged = rng.random() < 0.7  # otherwise the base's own weights are all that there is to be compared with
+    if judged:
         for path in base.glob("*.safetensors*"):
             path.unlink()
     if what == "whole" and rng.random() < 0.7:
@@ -132,7 +133,7 @@ def attack(seed: int, folder: Path) -> str:
         config = json.loads((base / "config.json").read_text())
         what = other_sizes(config, rng)
         (base / "config.json").write_text(json.dumps(config))
-    code, said = run(*words, folder / "source", folder / "out", "--config", base, "-q")
+    code, said = run(*words, folder / "source", folder / "out", "--config", base, "-q", transformers=judged)
     about = f"seed {seed}: {kind} as {container} {what}: exit {code}\n{said}"
     if code:
         return "refused"

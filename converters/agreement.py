@@ -1,8 +1,8 @@
 """Whether a model without a table and its config are one model: by its base's weights, or by transformers.
 
 Where a table describes a model, the plan proves that it is complete. Of any other the names and shapes are compared
-with the first of these that can tell: the weights of the base model, what transformers makes of the config (in a
-process of its own), and what the config says of sizes and numbers.
+with the first of these that can tell: what transformers makes of the config (in a process of its own), the weights of
+the base model, and what the config says of sizes and numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from formats.checkpoint import Checkpoint
-from formats.coherence import Finding, findings
+from formats.coherence import Finding, contradictions, losses
 from formats.errors import SourceError
 from formats.huggingface import has_weights, read_files
 from formats.rows import EMBEDDING, HEAD, rows
@@ -26,6 +26,7 @@ from formats.spec import Spec, Verbatim
 
 NEEDED = ("transformers", "torch", "accelerate")
 """What has to be installed to ask transformers; accelerate is what places a model on the meta device."""
+PROGRAM = ("-m", "converters.meta_model")
 SECONDS = 300
 """How long transformers may take: the largest models take ten seconds, a slow file system a minute to import it."""
 SHOWN = 4
@@ -56,15 +57,16 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     """
     if not (isinstance(spec, Verbatim) and isinstance(source.spec, Verbatim)):
         return []
-    differing = _against_base(source, source.spec)
-    if differing == []:
-        return [f"{CHECKED} base"]
     said = json.loads(config)
     answer = {"why": "the weights are quantized"} if "quantization_config" in said else ask(said, spec.shapes)
     if "why" not in answer:
         _refuse(source, _of_transformers(answer))
         return [f"{CHECKED} transformers"]
-    _refuse(source, differing or list(findings(said, spec)))
+    differing = _against_base(source, source.spec)
+    if differing is not None:
+        _refuse(source, [*differing, *contradictions(said, spec)])
+        return [f"{CHECKED} base ({answer['why']})"]
+    _refuse(source, [*contradictions(said, spec), *losses(said, spec)])
     if source.extra.get("unbounded") and not _is_bounded(source.spec):
         raise SourceError(
             f"{source.root}: {UNBOUNDED}: {answer['why']}", "name the base model with its weights: --config BASE"
@@ -84,7 +86,7 @@ def ask(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[
 @lru_cache(maxsize=4)
 def _asked(request: str) -> str:
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    words = [sys.executable, "-m", "converters.meta_model"]
+    words = [sys.executable, *PROGRAM]
     try:
         ran = subprocess.run(  # noqa: S603  # this interpreter, and fixed words
             words, input=request, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **quiet},
@@ -116,9 +118,10 @@ def _against_base(source: Checkpoint, spec: Verbatim) -> list[Finding] | None:
         return None
     base = {key: fragment.shape for key, fragment in read_files(folder).items()}
     copies = {*spec.copies, *([key for key in base if HEAD.fullmatch(key)] if spec.tied else [])}
+    shared = set() if any(map(HEAD.fullmatch, base)) else {key for key in spec.shapes if HEAD.fullmatch(key)}
     return [
         *(Finding(key, f"{key} is missing") for key in base if key not in spec.shapes and key not in copies),
-        *(Finding(key, f"{key} is no tensor of {folder}") for key in spec.shapes if key not in base),
+        *(Finding(key, f"{key} is no tensor of {folder}") for key in spec.shapes if key not in {*base, *shared}),
         *(
             Finding(key, f"{key} is {list(shape)}, {list(base[key])} in {folder}")
             for key, shape in spec.shapes.items()

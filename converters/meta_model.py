@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 CONVERSION = "conversion of the weights"
@@ -35,7 +37,11 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         kind = config["model_type"]
         if kind not in CONFIG_MAPPING:
             return {"why": f"transformers {transformers.__version__} does not know {kind}"}
-        parsed = CONFIG_MAPPING[kind].from_dict(config)
+        with (
+            tempfile.TemporaryDirectory() as folder
+        ):  # a file says what a dictionary does not: {"__float__": "Infinity"}
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            parsed = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True)
         names = config.get("architectures") or ["AutoModelForCausalLM"]
         model = getattr(transformers, str(names[0]), None)
         if model is None:

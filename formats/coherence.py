@@ -19,11 +19,11 @@ OTHERS = {r"vis(?:ion|ual)|image": "vision_config", r"audio|speech": "audio_conf
 """Part of a name: the config of that part of the model."""
 DEPTH = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers",
-    "num_encoder_layers", "num_decoder_layers",
+    "num_encoder_layers", "num_decoder_layers", "num_blocks",
 )  # fmt: skip
 FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Layers that predict further tokens, which the Hub's files number after the others."""
-HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "hidden_dim", "dim")
+HIDDEN = re.compile(r"(?:hidden|(?:\w*_)?embed\w*)_(?:size|dim)|word_embed_proj_dim|n_embd|d_model|d_embed|dim")
 LISTS = ("layers", "h", "blocks", "block", "layer")
 """What a list of layers is called: each of them has tensors."""
 ITEM = re.compile(r"(.*?)\.(\d+)\.(.+)")
@@ -41,19 +41,31 @@ class Finding(NamedTuple):
     text: str
 
 
-def findings(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
-    """Everything in which a config and the tensors of a model do not agree."""
+def contradictions(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
+    """Numbers of the config that are not those of the tensors: layers, hidden size, vocabulary."""
+    embedding, outer = _embedding(spec.shapes)
+    for prefix, layers in _lists(spec.shapes).items():
+        yield from _depth(config, prefix, len(layers), main=outer is not None and _parent(prefix) == outer)
+    if embedding is not None:
+        yield from _sizes(config, spec, embedding)
+
+
+def losses(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
+    """What the names themselves show to be missing."""
     lists = _lists(spec.shapes)
-    embeddings = [key for key in spec.shapes if EMBEDDING.fullmatch(key)]
-    outer = embeddings[0].rpartition(".")[0].rpartition(".")[0] if len(embeddings) == 1 else None
+    embedding, outer = _embedding(spec.shapes)
     for prefix, layers in lists.items():
         yield from _gaps(prefix, layers)
-        yield from _depth(config, prefix, len(layers), main=outer is not None and _parent(prefix) == outer)
         yield from _damaged(prefix, layers)
-    if outer is not None:
-        yield from _sizes(config, spec, embeddings[0])
+    if embedding is not None and outer is not None:
         yield from _norm(spec.shapes, outer, lists)
-        yield from _head(config, spec, embeddings[0])
+        yield from _head(config, spec, embedding)
+
+
+def _embedding(shapes: Shapes) -> tuple[str, str] | tuple[None, None]:
+    """The one embedding of tokens, and the module that it is in."""
+    found = [key for key in shapes if EMBEDDING.fullmatch(key)]
+    return (found[0], _parent(_parent(found[0]))) if len(found) == 1 else (None, None)
 
 
 def _parent(name: str) -> str:
@@ -101,7 +113,7 @@ def _damaged(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
 def _sizes(config: dict[str, Any], spec: Verbatim, embedding: str) -> Iterator[Finding]:
     """The hidden size is that of the embedding, and of the norms beside it."""
     of = language(config)
-    said = {of[name] for name in HIDDEN if type(of.get(name)) is int}
+    said = {value for name, value in of.items() if type(value) is int and HIDDEN.fullmatch(name)}
     outer = _parent(_parent(embedding))
     beside = [key for key in spec.shapes if NORM.fullmatch(key) and _parent(_parent(key)) == outer]
     for key in [embedding, *beside]:
@@ -116,7 +128,8 @@ def _norm(shapes: Shapes, outer: str, lists: Mapping[str, object]) -> Iterator[F
     """Where layers have norms, one follows the last layer."""
     layers = next((prefix for prefix in lists if _parent(prefix) == outer), None)
     inside = layers is not None and any(key.startswith(f"{layers}.") and NORM.fullmatch(key) for key in shapes)
-    if inside and not any(NORM.fullmatch(key) and _parent(_parent(key)) == outer for key in shapes):
+    after = [key for key in shapes if NORM.fullmatch(key) and key.startswith(outer) and not ITEM.fullmatch(key)]
+    if inside and not after:
         yield Finding(f"{outer}.norm.weight".lstrip("."), f"no norm follows the layers of {layers}")
 
 

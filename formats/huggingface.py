@@ -80,10 +80,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_spec(path: Path, settings: Settings) -> ModelSpec:
     """The spec of a folder's config.json."""
     file = path / "config.json"
-    values = dict(settings.values)
-    if settings.vocab_size is not None:
-        values["vocab"] = settings.vocab_size
+    values = _said(settings)
     return from_huggingface(read_json(file), values, str(file))
+
+
+def _said(settings: Settings) -> dict[str, Any]:
+    """The settings that the user gave, the vocabulary among them."""
+    return {**settings.values, **({} if settings.vocab_size is None else {"vocab": settings.vocab_size})}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
@@ -154,14 +157,15 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], folder: Path, settings: Setti
         settings: what the user said.
     """
     config = read_json(folder / "config.json")
+    said = _said(settings)
     if settings.verbatim:
-        return verbatim.describe(config, shapes, settings.values, "--verbatim")
+        return verbatim.describe(config, shapes, said, "--verbatim")
     try:
         require_class(config, str(folder / "config.json"))
         return read_spec(folder, settings)
     except UnsupportedError as error:
         require_biases(config, shapes, str(folder / "config.json"))
-        return verbatim.describe(config, shapes, settings.values, str(error))
+        return verbatim.describe(config, shapes, said, str(error))
 
 
 def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -> list[Slot]:

@@ -1,0 +1,306 @@
+"""A model without a table and its config are one model, or refused: by transformers, by the base, by the config."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from converters import agreement
+from tests.faults.dcp_tools import refused, save, weights, with_config
+from tests.fuzz.architectures import as_shards, build, quiet
+
+KINDS = {
+    "qwen3_vl": "model.language_model.", "qwen2_5_vl": "model.language_model.", "llava": "model.language_model.",
+    "mamba": "backbone.", "qwen3_next": "model.", "bloom": "transformer.",
+}  # fmt: skip
+"""Models without a table: the name of the module that has the embedding."""
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory):
+    """`plain(kind)`: the folder of a real model without a table, and its tensors as they are in memory."""
+    built: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def get(kind: str) -> tuple[Path, dict[str, Any]]:
+        if kind not in built:
+            folder = tmp_path_factory.mktemp(kind) / "hf"
+            with quiet():
+                model = build(kind, 1)
+                assert model is not None
+                model.save_pretrained(folder)
+            built[kind] = folder, {key: value.detach().contiguous() for key, value in model.state_dict().items()}
+        return built[kind]
+
+    return get
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """As on a machine without transformers."""
+    monkeypatch.setattr(agreement, "NEEDED", ("not_installed",))
+
+
+def config_of(folder: Path, to: Path, **changes: Any) -> Path:
+    """The config alone, changed."""
+    return with_config(to, folder, **changes)
+
+
+def loads(out: Path) -> dict[str, Any]:
+    import transformers
+
+    names = json.loads((out / "config.json").read_text())["architectures"]
+    with quiet():
+        loaded, info = getattr(transformers, names[0]).from_pretrained(out, output_loading_info=True)
+    assert not any(info.values())
+    return loaded.state_dict()
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    import torch
+
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+# --- lost shards of torch's Hugging Face writer ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "judge"),
+    [*((kind, "transformers") for kind in KINDS), ("qwen3_vl", "base"), ("mamba", "base"), ("qwen3_vl", "config"),
+     ("mamba", "config"), ("bloom", "config")],
+)  # fmt: skip
+def test_a_lost_shard(plain, convert, tmp_path, request, kind, judge):
+    """The files of one rank are gone, the first, one inside or the last; all of them are the model."""
+    base, state = plain(kind)
+    if judge != "transformers":
+        request.getfixturevalue("alone")
+    names, base = base, config_of(base, tmp_path / "base")
+    if judge == "base":  # with the names in memory, as newer folders of the Hub have them
+        from safetensors.torch import load_file, save_file
+
+        head = "lm_head.weight" in load_file(names / "model.safetensors")
+        kept = {key: value.clone() for key, value in state.items() if head or key != "lm_head.weight"}
+        save_file(kept, base / "model.safetensors", {"format": "pt"})
+    whole = tmp_path / "whole"
+    as_shards(whole, state, random.Random(2))
+    shards = sorted(path.name for path in whole.iterdir())
+    assert len(shards) > 1
+    words = ("--config", base, "-q")
+    ran = convert("fsdp2hf", whole, tmp_path / "out", *words)
+    assert ran.code == 0, ran.err
+    assert f"checked against: {judge}" in ran.err
+    assert same(loads(tmp_path / "out"), state)
+    for name in {shards[0], shards[len(shards) // 2], shards[-1]}:
+        folder = shutil.copytree(whole, tmp_path / f"without {name}")
+        (folder / name).unlink()
+        refused(convert("fsdp2hf", folder, tmp_path / "lost", *words), 3, folder)
+        assert not (tmp_path / "lost").exists()
+
+
+def test_every_command_sees_a_lost_shard(plain, convert, tmp_path):
+    base, state = plain("mamba")
+    base = config_of(base, tmp_path / "base")
+    folder = tmp_path / "shards"
+    as_shards(folder, state, random.Random(2))
+    max(folder.iterdir()).unlink()
+    words = (folder, tmp_path / "out", "--config", base)
+    for ran in (convert("fsdp2hf", *words, "-n"), convert("hf2fsdp", *words), convert("digest", folder, *words[2:])):
+        refused(ran, 3, folder, "backbone.")
+
+
+def test_shards_of_which_nothing_tells_how_many_there_were(plain, convert, tmp_path, alone):
+    """An embedding that no vocabulary is known of proves nothing."""
+    base, state = plain("mamba")
+    base = config_of(base, tmp_path / "base", vocab_size=None)
+    as_shards(tmp_path / "shards", state, random.Random(2))
+    ran = convert("fsdp2hf", tmp_path / "shards", tmp_path / "out", "--config", base)
+    refused(ran, 3, "do not record how many there were", "--config BASE")
+
+
+# --- what is missing, and what is another model's --------------------------------------------------------------------
+
+
+def without(state: dict[str, Any], *parts: str) -> dict[str, Any]:
+    kept = {key: value for key, value in state.items() if not any(part in key for part in parts)}
+    assert len(kept) < len(state)
+    return kept
+
+
+LOSSES = {
+    "a tensor": ("layers.1.mixer.in_proj.weight",),
+    "the last layer": ("layers.2.",),
+    "a layer": ("layers.1.",),
+    "the final norm": ("norm_f",),
+    "the embedding": ("embeddings", "lm_head"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("judge", ["transformers", "base", "config"])
+def test_what_is_missing(plain, convert, tmp_path, request, judge, loss):
+    base, state = plain("mamba")
+    if judge != "transformers":
+        request.getfixturevalue("alone")
+    if judge != "base":
+        base = config_of(base, tmp_path / "base")
+    if (judge, loss) == ("config", "the embedding"):
+        pytest.skip("without an embedding no config tells what should be there")
+    folder = save(tmp_path / "c", {"model": without(state, *LOSSES[loss])})
+    ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", base, "-q")
+    refused(ran, 3, folder, "not one whole model", "--allow-missing", "backbone.")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_untied_head_that_is_missing(plain, convert, tmp_path, alone):
+    base, state = plain("qwen3_next")
+    base = config_of(base, tmp_path / "base", tie_word_embeddings=False)
+    folder = save(tmp_path / "c", {"model": without(state, "lm_head")})
+    refused(convert("fsdp2hf", folder, tmp_path / "out", "--config", base), 3, "lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": 32}, {"num_hidden_layers": 2}, {"num_hidden_layers": 4}, {"vocab_size": 200}], ids=str
+)
+@pytest.mark.parametrize("judge", ["transformers", "base", "config"])
+def test_the_config_of_another_model(plain, convert, tmp_path, request, judge, changes):
+    base, state = plain("mamba")
+    if judge != "transformers":
+        request.getfixturevalue("alone")
+    other = config_of(base, tmp_path / "base", **changes)
+    if judge == "base":
+        shutil.copy(base / "model.safetensors", other)
+    folder = save(tmp_path / "c", {"model": state})
+    refused(convert("fsdp2hf", folder, tmp_path / "out", "--config", other), 3, folder, "backbone")
+
+
+def test_the_config_of_another_family(plain, convert, tmp_path):
+    _, state = plain("bloom")
+    folder = save(tmp_path / "c", {"model": state})
+    other = config_of(plain("mamba")[0], tmp_path / "base")
+    refused(convert("fsdp2hf", folder, tmp_path / "out", "--config", other), 3, folder, "backbone.")
+
+
+def test_a_sub_model_of_another_size(plain, convert, tmp_path, alone):
+    """The depth of the vision tower, without transformers."""
+    base, state = plain("qwen3_vl")
+    inner = json.loads((base / "config.json").read_text())["vision_config"]
+    other = config_of(base, tmp_path / "base", vision_config={**inner, "depth": inner["depth"] + 1})
+    folder = save(tmp_path / "c", {"model": state})
+    refused(convert("fsdp2hf", folder, tmp_path / "out", "--config", other), 3, "visual.blocks has 3 layers")
+
+
+def test_hugging_face_and_deepspeed_are_checked_too(plain, convert, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    base, state = plain("mamba")
+    folder = config_of(base, tmp_path / "hf")
+    save_file(without(load_file(base / "model.safetensors"), "norm_f"), folder / "model.safetensors", {"format": "pt"})
+    refused(convert("hf2hf", folder, tmp_path / "out"), 3, folder, "backbone.norm_f.weight is missing")
+    refused(convert("hf2fsdp", folder, tmp_path / "out"), 3, folder, "backbone.norm_f.weight is missing")
+    import torch
+
+    zero = tmp_path / "zero"
+    (zero / "global_step1").mkdir(parents=True)
+    (zero / "latest").write_text("global_step1")
+    held = {"module": without(state, "norm_f"), "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1}
+    torch.save(held, zero / "global_step1/mp_rank_00_model_states.pt")
+    ran = convert("zero2hf", zero, tmp_path / "out", "--config", config_of(base, tmp_path / "base"))
+    refused(ran, 3, zero, "backbone.norm_f.weight is missing")
+
+
+# --- who means it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["backbone.norm_f.weight", "*.norm_f.*"])
+def test_what_is_allowed_to_be_missing(plain, convert, tmp_path, name):
+    base, state = plain("mamba")
+    folder, base = save(tmp_path / "c", {"model": without(state, "norm_f")}), config_of(base, tmp_path / "base")
+    words = ("fsdp2hf", folder, tmp_path / "out", "--config", base, "-q")
+    refused(convert(*words, "--allow-missing", "backbone.norm.weight"), 3, "backbone.norm_f.weight is missing")
+    assert convert(*words, "--allow-missing", name).code == 0
+    assert weights(tmp_path / "out").keys() == without(state, "norm_f").keys()
+
+
+def test_what_is_left_over(plain, convert, tmp_path):
+    import torch
+
+    base, state = plain("mamba")
+    folder, base = (
+        save(tmp_path / "c", {"model": state | {"probe.weight": torch.ones(3, 3)}}),
+        config_of(base, tmp_path / "b"),
+    )
+    words = ("fsdp2hf", folder, tmp_path / "out", "--config", base, "-q")
+    refused(convert(*words), 3, "probe.weight is no tensor of the model", "--allow-missing 'probe.weight'")
+    assert convert(*words, "--allow-missing", "probe.*").code == 0
+
+
+def test_a_vocabulary_that_the_user_says(plain, convert, tmp_path, alone):
+    """More rows than the base has are right with --vocab-size; the config of the language model says so then."""
+    import torch
+
+    base, state = plain("qwen3_vl")
+    rows = state["model.language_model.embed_tokens.weight"].shape[0] + 8
+    grown = {
+        key: torch.cat([value, value[:8]]) if key.endswith(("embed_tokens.weight", "lm_head.weight")) else value
+        for key, value in state.items()
+    }
+    folder, bare = save(tmp_path / "c", {"model": grown}), config_of(base, tmp_path / "b")
+    assert convert("fsdp2hf", folder, tmp_path / "out", "--config", bare, "--vocab-size", rows, "-q").code == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["text_config"]["vocab_size"] == rows
+    assert same(loads(tmp_path / "out"), grown)
+
+
+# --- the process that is asked ---------------------------------------------------------------------------------------
+
+
+def test_transformers_is_asked_in_a_process_of_its_own(plain, tmp_path):
+    """The interpreter that converts imports nothing of it; and the answer is the same."""
+    base, state = plain("qwen3_vl")
+    folder = save(tmp_path / "lost", {"model": without(state, "visual.merger.linear_fc1.weight")})
+    code = (
+        "import sys\nfrom converters import cli\ntry:\n    cli.main()\nfinally:\n"
+        "    print('LOADED', [name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    words = ["fsdp2hf", str(folder), str(tmp_path / "out"), "--config", str(config_of(base, tmp_path / "base"))]
+    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert ran.returncode == 3, ran.stderr
+    assert "model.visual.merger.linear_fc1.weight is missing" in ran.stderr
+    assert "LOADED []" in ran.stdout
+
+
+@pytest.mark.usefixtures("own_process")
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [("import sys; sys.exit(3)", "gave no answer)"), ("import time; time.sleep(9)", "gave no answer in 1 seconds)")],
+)
+def test_a_process_that_gives_no_answer(plain, convert, tmp_path, monkeypatch, program, why):
+    base, state = plain("mamba")
+    agreement._asked.cache_clear()
+    monkeypatch.setattr(agreement, "SECONDS", 1)
+    monkeypatch.setattr(agreement, "PROGRAM", ("-c", program))
+    folder = save(tmp_path / "c", {"model": state})
+    words = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "b"))
+    ran = convert(*words)
+    assert ran.code == 0, ran.err
+    assert f"checked against: config only (transformers {why}" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"model_type": "mine"}, "does not know mine"), ({"architectures": ["MineForCausalLM"]}, "does not know MineFor"),
+     ({"quantization_config": {"quant_method": "mine"}}, "quantized")],
+)  # fmt: skip
+def test_what_transformers_does_not_know(plain, convert, tmp_path, changes, why):
+    base, state = plain("mamba")
+    folder = save(tmp_path / "c", {"model": state})
+    ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "b", **changes))
+    assert ran.code == 0, ran.err
+    assert "checked against: config only" in ran.err
+    assert why in ran.err

@@ -1,0 +1,226 @@
+"""Random architectures of transformers, with and without a table, saved as trainers save them: the same tensors back.
+
+Each is a small model of a random class that generates text. A new architecture of the installed transformers is tried
+without a change here. What is saved is judged by `from_pretrained`: nothing missing, and equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+SMALL: Mapping[str, int] = {
+    "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64, "embedding_size": 64, "word_embed_proj_dim": 64,
+    "num_hidden_layers": 3, "n_layer": 3, "n_layers": 3, "num_layers": 3, "depth": 3, "decoder_layers": 3,
+    "encoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 96, "moe_intermediate_size": 32, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
+    "d_ff": 96, "vocab_size": 160, "max_position_embeddings": 64, "n_positions": 64, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "out_hidden_size": 64, "image_size": 32, "patch_size": 16, "state_size": 8, "expand": 2, "projection_dim": 64,
+    "lm_head_dim": 64, "audio_vocab_size": 160, "vocab_size_per_layer_input": 160, "hidden_size_per_layer_input": 16,
+}  # fmt: skip
+"""Sizes, as far as a config has them, that keep a model under a megabyte."""
+LARGEST = 20_000_000
+"""Parameters of a model that is still taken."""
+Saved = Callable[[Path, dict[str, Any], random.Random], list[str]]
+
+
+def smaller(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with small sizes, in its inner configs too."""
+    found = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            found[key] = smaller(value)
+        elif key in SMALL and type(value) is int:
+            found[key] = SMALL[key]
+        elif key in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config"):
+            continue
+        else:
+            found[key] = 1 if key.endswith("token_id") and type(value) is int else value
+    return found
+
+
+def classes() -> list[str]:
+    """The model types that generate text, in a fixed order."""
+    from transformers.models.auto import modeling_auto
+
+    both = {
+        **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    return sorted(both)
+
+
+def build(kind: str, seed: int) -> Any | None:
+    """A random model of a type; None where its class does not take the small sizes."""
+    import torch
+    import transformers
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    texts = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    name = texts.get(kind) or modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
+    try:
+        defaults = CONFIG_MAPPING[kind]().to_dict()
+        config = CONFIG_MAPPING[kind].from_dict(smaller(defaults))
+        config.architectures = [name if isinstance(name, str) else name[0]]
+        made = getattr(transformers, config.architectures[0])
+        with torch.device("meta"):
+            size = sum(one.numel() for one in made(config).parameters())
+        if size > LARGEST:
+            return None
+        torch.manual_seed(seed)
+        model = made(config)
+        return model if any(one.is_floating_point() for one in model.state_dict().values()) else None
+    except Exception:  # noqa: BLE001  # not every class takes these sizes, and some need what is not installed
+        return None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what transformers and torch print."""
+    import logging
+
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.ERROR)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def as_dcp(folder: Path, state: dict[str, Any], rng: random.Random) -> list[str]:
+    """One rank's DCP folder, in a container or in none."""
+    from tests.faults.dcp_tools import save
+
+    save(folder, {"model": state} if rng.random() < 0.7 else state)
+    return ["fsdp2hf"]
+
+
+def as_dump(folder: Path, state: dict[str, Any], rng: random.Random) -> list[str]:
+    """accelerate's full state dict, with a wrapper's prefix or without."""
+    import torch
+
+    folder.mkdir()
+    prefix = rng.choice(["", "_orig_mod.", "module."])
+    torch.save({prefix + key: value for key, value in state.items()}, folder / "pytorch_model_fsdp.bin")
+    return ["fsdp2hf"]
+
+
+def as_shards(folder: Path, state: dict[str, Any], rng: random.Random) -> list[str]:
+    """What torch's Hugging Face writer leaves of several ranks, each with its rows of every tensor."""
+    import torch
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    ranks = rng.choice([2, 3, 4])
+    plans = []
+    for rank in range(ranks):
+        items = []
+        for key, value in state.items():
+            step = -(-value.shape[0] // ranks) if value.dim() else 1
+            low, high = (rank * step, min((rank + 1) * step, value.shape[0])) if value.dim() else (0, int(rank == 0))
+            if low >= high:
+                continue
+            start = torch.Size([low] + [0] * (value.dim() - 1) if value.dim() else [])
+            sizes = torch.Size([high - low, *value.shape[1:]] if value.dim() else [])
+            data = TensorWriteData(
+                ChunkStorageMetadata(start, sizes), TensorProperties.create_from_tensor(value), value.shape
+            )
+            items.append(WriteItem(MetadataIndex(key, start), WriteItemType.SHARD, tensor_data=data))
+        plans.append(SavePlan(items))
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, item: WriteItem) -> Any:
+            chunk = item.tensor_data.chunk
+            value = state[item.index.fqn]
+            return value[tuple(slice(low, low + n) for low, n in zip(chunk.offsets, chunk.sizes, strict=True))]
+
+    folder.mkdir()
+    writer.set_up_storage_writer(is_coordinator=True)
+    for plan in writer.prepare_global_plan(plans):
+        writer.write_data(plan, Planner()).wait()
+    return ["fsdp2hf"]
+
+
+SAVERS: Mapping[str, Saved] = {"dcp": as_dcp, "dump": as_dump, "shards": as_shards}
+
+
+def run(*words: object, transformers: bool = True) -> tuple[int, str]:
+    """A command of `convert` in this process: its exit code, and what it said.
+
+    It is as if transformers were not installed, where the checks of a login node are to be seen.
+    """
+    from converters import agreement, cli, meta_model
+
+    said = io.StringIO()
+    local = mock.patch.object(agreement, "_asked", lambda text: json.dumps(meta_model.report(json.loads(text))))
+    needed = mock.patch.object(agreement, "NEEDED", agreement.NEEDED if transformers else ("not_installed",))
+    argv = mock.patch.object(sys, "argv", ["convert", *map(str, words)])
+    code = 0
+    with argv, local, needed, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            cli.main()
+        except SystemExit as done:
+            code = int(done.code or 0)
+    assert code != 1, said.getvalue()
+    assert "Traceback" not in said.getvalue(), said.getvalue()
+    return code, said.getvalue()
+
+
+def loaded(out: Path, like: Any) -> tuple[Any, dict[str, Any]]:
+    """The model that transformers makes of a folder, and what it reports."""
+    with quiet():
+        return type(like).from_pretrained(out, output_loading_info=True)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two models have the same tensors, bit for bit."""
+    import torch
+
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def attack(seed: int, folder: Path) -> str:
+    """One random model, through one random container, with the config or the whole model as its base."""
+    rng = random.Random(seed)
+    kind = rng.choice(classes())
+    with quiet():
+        model = build(kind, seed)
+        if model is None:
+            return "not built"
+        model.save_pretrained(folder / "base")
+        container = rng.choice([*SAVERS])
+        state = {key: value.detach().contiguous() for key, value in model.state_dict().items()}
+        words = SAVERS[container](folder / "source", state, rng)
+    base = folder / "base"
+    if rng.random() < 0.5:
+        for path in base.glob("*.safetensors*"):
+            path.unlink()
+    code, said = run(*words, folder / "source", folder / "out", "--config", base, "-q")
+    about = f"seed {seed}: {kind} as {container}: exit {code}\n{said}"
+    if code:
+        return f"refused: {kind} as {container}: {said}"
+    again, report = loaded(folder / "out", model)
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), f"{about}{report}"
+    assert equal(again, model), f"{about}the tensors differ"
+    return "right"

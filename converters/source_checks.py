@@ -14,15 +14,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 from converters.plan import Job
 from formats import crc32
 from formats.errors import DamagedError, Interrupted, some
 from formats.storage import Fragment, Member
+from formats.streams import Stream
 
 SMALL = 16 << 10
 """A piece of fewer bytes is cheaper to read once more than to count."""
+_Key = tuple[Path, Stream | None, int]
+"""Which entry it is: of a file, or of a stream in it, at a byte."""
 Read = Callable[[Fragment, int, memoryview], None]
 """Reads bytes of a fragment, from an offset in it."""
 
@@ -69,8 +73,9 @@ class SourceChecks:
 
     def __init__(self, jobs: Iterable[Job], replicas: str = "verify", sound: Collection[str] = ()) -> None:
         self.jobs, self.copies = tuple(jobs), replicas != "first"
-        self.sound, self.fresh = set(sound), list[str]()
-        self.entries: dict[str, _Entry] = {}
+        self.before, self.fresh = frozenset(sound), list[_Key]()
+        self.entries: dict[_Key, _Entry | None] = {}
+        """Those that were begun, None for those that are complete. There may be a million of them."""
         self.lock = threading.Lock()
 
     def passed(self, fragment: Fragment, at: int, piece: memoryview) -> None:
@@ -87,7 +92,7 @@ class SourceChecks:
         """The names of the entries that were found sound since the last time."""
         with self.lock:
             fresh, self.fresh = self.fresh, []
-        return fresh
+        return [_name(key) for key in fresh]
 
     def complete(self, read: Read, threads: int, stop: Callable[[], bool] = lambda: False) -> Verdict:
         """Read what was not read yet of the entries.
@@ -101,18 +106,19 @@ class SourceChecks:
             DamagedError: an entry has another CRC-32 than its archive says.
             Interrupted: `stop` was true.
         """
-        held, without = dict[str, tuple[Fragment, Member]](), 0
+        left, unrecorded, without = dict[_Key, tuple[Fragment, Member]](), set[_Key](), 0
         for fragment in self._fragments():
-            if fragment.member is not None:
-                held.setdefault(_name(fragment), (fragment, fragment.member))
-            else:
+            member = fragment.member
+            if member is None:
                 without += 1
-        recorded = {name: pair for name, pair in held.items() if pair[1].crc}
-        left = [(name, *pair) for name, pair in recorded.items() if name not in self.sound]
+            elif not member.crc:
+                unrecorded.update([_key(fragment, member)] if member.size else [])
+            elif self._entry(_key(fragment, member), member) is not None:
+                left[_key(fragment, member)] = fragment, member
 
-        def rest(name: str, fragment: Fragment, member: Member) -> None:
-            entry, buffer = self.entries.get(name), memoryview(bytearray(min(crc32.STEP, member.size)))
-            for low, high in claim(list(entry.bounds) if entry else [], 0, member.size):
+        def rest(key: _Key, fragment: Fragment, member: Member) -> None:
+            entry, buffer = self.entries[key], memoryview(bytearray(min(crc32.STEP, member.size)))
+            for low, high in claim(list(entry.bounds), 0, member.size) if entry else ():
                 for start in range(low, high, crc32.STEP):
                     if stop():
                         raise Interrupted("stopped by a signal", "run the same command again to resume")
@@ -121,17 +127,26 @@ class SourceChecks:
                     self._count(fragment, member, start, piece)
 
         with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(rest, *one) for one in sorted(left, key=lambda one: (one[1].path, one[2].start))]:
-                done.result()
-        empty = sum(not pair[1].size for pair in held.values())
-        return Verdict(len(recorded), len(held) - len(recorded) - empty, without)
+            try:
+                ordered = sorted(left, key=lambda key: (key[0], key[2]))
+                for done in [pool.submit(rest, key, *left[key]) for key in ordered]:
+                    done.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+        return Verdict(len(self.entries), len(unrecorded), without)
+
+    def _entry(self, key: _Key, member: Member) -> _Entry | None:
+        """What was counted of an entry, None if it is sound."""
+        if key not in self.entries:
+            self.entries[key] = None if self.before and _name(key) in self.before else _Entry(member.size)
+        return self.entries[key]
 
     def _count(self, fragment: Fragment, member: Member, low: int, piece: memoryview) -> None:
-        name = _name(fragment)
+        key = _key(fragment, member)
         with self.lock:
-            if name in self.sound:
+            entry = self._entry(key, member)
+            if entry is None:
                 return
-            entry = self.entries.setdefault(name, _Entry(member.size))
             fresh = claim(entry.bounds, low, low + len(piece))
         register = 0
         for start, stop in fresh:
@@ -141,18 +156,19 @@ class SourceChecks:
             entry.left -= sum(stop - start for start, stop in fresh)
             complete = bool(fresh) and not entry.left
             if complete:
-                del self.entries[name]
-                self.sound.add(name)
+                self.entries[key] = None
         if complete:
             self._judge(fragment, member, crc32.whole(entry.register, member.size))
             with self.lock:
-                self.fresh.append(name)
+                self.fresh.append(key)
 
     def _judge(self, fragment: Fragment, member: Member, found: int) -> None:
         if found == member.crc:
             return
-        name, path = _name(fragment), fragment.path
-        inside = [job.name for job in self.jobs if any(_name(one) == name for one in self._of(job) if one.member)]
+        key, path = _key(fragment, member), fragment.path
+        inside = [
+            job.name for job in self.jobs if any(one.member and _key(one, one.member) == key for one in self._of(job))
+        ]
         raise DamagedError(
             f"{path} is damaged: the {member.size} bytes at byte {member.start} ({some(inside, 3)}) have the CRC-32 "
             f"{found:08x}, the file says {member.crc:08x}",
@@ -181,8 +197,11 @@ def claim(bounds: list[int], low: int, high: int) -> list[tuple[int, int]]:
     return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
 
 
-def _name(fragment: Fragment) -> str:
+def _key(fragment: Fragment, member: Member) -> _Key:
+    return fragment.path, fragment.stream, member.start
+
+
+def _name(key: _Key) -> str:
     """What an entry is called in a journal."""
-    member, stream = fragment.member, fragment.stream
-    assert member is not None
-    return f"{fragment.path}:{stream.start if stream else ''}:{member.start}"
+    path, stream, start = key
+    return f"{path}:{stream.start if stream else ''}:{start}"

@@ -16,6 +16,7 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,8 +25,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from converters.archives import archives, check
 from converters.durable import sync_folder, write_file
-from formats.errors import OutputError, RefusedError, SourceError
+from formats.errors import OutputError, RefusedError, SourceError, some
 from formats.rivals import shards, weights
 from train.config import Save
 from train.distributed import World
@@ -33,6 +35,8 @@ from train.engines import Engine
 from train.runs import LATEST, NOTE, PREFIX, is_ours
 
 PARTIAL = ".partial"
+THREADS = 2
+"""Files of a checkpoint that a rank checks at a time."""
 BESIDE = (".json", ".jinja", ".model", ".txt")
 """Small files of a model's folder that go into each checkpoint,"""
 NOT_BESIDE = (".index.json", "vitruvian.json")
@@ -160,6 +164,39 @@ def reason(error: BaseException) -> str:
         rank, (error, _) = min(error.failures.items(), key=lambda one: one[0])
         return f"rank {rank} says {reason(error)}"
     return " ".join(str(error).split())[:200]
+
+
+def require_sound(folder: Path, world: World) -> None:
+    """Compare the CRC-32 inside the files of a checkpoint: each file is read by one rank. All ranks have to come here.
+
+    Raises:
+        SourceError: a file is not what was written; the first rank says so, the others end with its exit code.
+    """
+    paths = sorted(world.told(lambda: archives(folder)), key=lambda path: -path.stat().st_size)
+    loads = [0] * world.ranks
+    mine = list[Path]()
+    for path in paths:
+        rank = loads.index(min(loads))
+        loads[rank] += path.stat().st_size
+        mine += [path] if rank == world.rank else []
+    try:
+        damaged = check(mine, THREADS, lambda _: None).damaged
+    except OSError as error:
+        damaged = (f"{error.filename or folder}: {error.strerror}",)
+    every = [one for found in world.gathered(damaged) for one in found]
+    world.told(lambda: refuse_damaged(folder, every))
+
+
+def refuse_damaged(folder: Path, damaged: Sequence[str]) -> None:
+    """Refuse a checkpoint with damaged parts, and name another one."""
+    if not damaged:
+        return
+    others = [path.name for path in ours(folder.parent) if path.name != folder.name]
+    instead = f", or resume from another: echo {others[-1]} > {quote(str(folder.parent / LATEST))}" if others else ""
+    raise SourceError(
+        f"{folder} is damaged: {len(damaged)} parts have another CRC-32 than their file says: {some(damaged, 3)}",
+        f"copy it again{instead}",
+    )
 
 
 class Saver:

@@ -81,6 +81,12 @@ class World:
             raise failure or SystemExit(box[1])
         return box[0]
 
+    def gathered(self, value: Any) -> list[Any]:
+        """What each rank has found, by rank."""
+        box: list[Any] = [None] * self.ranks
+        dist.all_gather_object(box, value, group=self.numbers)
+        return box
+
     @contextmanager
     def _beating(self) -> Iterator[None]:
         """Tell the others now and then that the first rank still works, so that they wait longer."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from converters.archives import archives, check
 from converters.assets import files, has_tokenizer
 from converters.convert import Request, check_paths, run
 from converters.publish.chat import load_template
@@ -158,11 +159,18 @@ def _merge(placed: Placed, lower: Any, upper: Any, scale: float, path: Path) -> 
 
 
 def read_adapters(checkpoint: Path) -> dict[str, Any]:
-    """The adapters of a checkpoint by their names in peft's files, float32."""
+    """The adapters of a checkpoint by their names in peft's files, float32.
+
+    Raises:
+        SourceError: a file has another CRC-32 than it says.
+    """
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    from train.checkpoint import THREADS, refuse_damaged
+
+    refuse_damaged(checkpoint, check(archives(checkpoint), THREADS, lambda _: None).damaged)
     reader, inside = FileSystemReader(checkpoint), "model."
     listed: dict[str, Any] = reader.read_metadata().state_dict_metadata
     found = {name: torch.empty(listed[name].size) for name in sorted(listed) if name.startswith(inside)}

@@ -16,7 +16,7 @@ from converters.durable import lock, stoppable, write_file
 from formats.errors import Interrupted, OutputError, VerificationError
 from train import BEGAN
 from train.batching import passes, seed_of
-from train.checkpoint import Progress, Saver
+from train.checkpoint import Progress, Saver, require_sound
 from train.config import Config, write_config
 from train.distributed import World
 from train.engines import Engine, Stepping, open_engine
@@ -185,6 +185,8 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
     sets = open_sets(config, world)
     judge = open_judge(config.evaluate.metrics, config.evaluate.tokenizer or config.model.path, sets)
     model, backend, apart = choose_attention(config, world, made.sizes.micro)
+    if made.start is not None:
+        require_sound(made.start, world)
     engine = open_engine(config, model, world, backend)
     if made.start is not None:
         engine.read(made.start)

@@ -20,7 +20,7 @@ import torch
 from formats import deepspeed, megatron_shards
 from formats.errors import SourceError, UsageError
 from train import lora
-from train.checkpoint import Progress, newest, read_progress
+from train.checkpoint import Progress, newest, read_progress, require_sound
 from train.config import Config
 from train.distributed import World
 from train.engines.fsdp import read_weights, sharded
@@ -144,6 +144,7 @@ def load_weights(place: Place, model: Any, world: World) -> None:
         )
     with torch.no_grad():
         if place.sharded:
+            require_sound(place.path, world)
             read_weights(model, place.path, world)
         else:
             fill(model, place.path)

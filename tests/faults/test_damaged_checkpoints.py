@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from converters.archives import amend
 from formats.layout import Placed
 from formats.registry import open_checkpoint
 from tests.conftest import Ran
@@ -50,13 +51,15 @@ def held(root: Path, key: str, file: Path) -> Placed:
 
 
 def poke(placed: Placed, index: int, value: float) -> float:
-    """Overwrite one float32 element of a physical tensor; returns what was there."""
+    """Overwrite one float32 element of a physical tensor, as if it was saved so; returns what was there."""
     offset = placed.fragment.offset + 4 * index
     with placed.fragment.path.open("r+b") as file:
         file.seek(offset)
         before = float(np.frombuffer(file.read(4), np.float32)[0])
         file.seek(offset)
         file.write(np.float32(value).tobytes())
+    if placed.fragment.path.suffix == ".pt":
+        amend(placed.fragment.path, [(offset, 4)])
     return before
 
 
@@ -185,6 +188,10 @@ def test_an_altered_bit_is_seen(made, convert, tmp_path, key, bit):
         file.seek(place.offset + bit // 8)
         file.write(bytes([byte ^ 1 << bit % 8]))
     name = next(logical for part, logical in LOGICAL.items() if part in key)
+    for words in (["digest", root], ["diff", root, tmp_path / "before"], ["verify", tmp_path / "before", root]):
+        refused(convert(*words), 3, f"{place.path} is damaged", name)
+    refused(convert("verify", root), 6, root, name)
+    amend(place.path, [(place.offset, 4)])  # saved so
     assert convert("digest", root).out.split()[0] != before
     refused(convert("verify", root), 6, root, name)
     refused(convert("verify", root, tmp_path / "before"), 6, name)

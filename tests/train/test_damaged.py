@@ -1,0 +1,39 @@
+"""A flipped bit in a checkpoint that a training would resume from, or begin with."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.dcp_tools import save, weights
+from tests.faults.test_source_checksums import flip, flip_weight
+from tests.train.test_deepspeed import zero
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize(("engine", "ranks"), [("fsdp", 2), ("deepspeed", 2)])
+def test_a_damaged_checkpoint_is_not_resumed(settings, run, engine, ranks):
+    """Of whichever rank: one sentence with the name of the file, and none about the learning rate."""
+    words = zero(2) if engine == "deepspeed" else []
+    config = settings(save={"every": 1})
+    stopped = run(config, "--steps.exit_interval", 2, *words, ranks=ranks)
+    assert stopped.code == 75, stopped.out
+    newest = stopped.save / "global_step102"
+    path = max(newest.glob("*.distcp" if engine == "fsdp" else "*optim_states.pt"), key=lambda one: one.name)
+    flip(path, path.stat().st_size // 2)
+    found = run(config, *words, ranks=ranks)
+    assert found.code == 3, found.out
+    assert found.out.count("error: ") == 1, found.out
+    assert f"{newest} is damaged: 1 parts have another CRC-32 than their file says: {path}: " in found.out
+    assert f"echo global_step101 > {stopped.save}/latest" in found.out
+    assert "optim.lr" not in found.out
+
+
+def test_a_training_does_not_begin_with_damaged_weights(settings, run, model, tmp_path):
+    """Those of a checkpoint in another format are converted, and checked there."""
+    base = model("llama", vocab_size=253)
+    start = save(tmp_path / "start", weights(base))
+    path = flip_weight(start, config=base)
+    found = run(settings(), "--model.path", start, "--model.config", base)
+    assert found.code == 3, found.out
+    assert f"{path} is damaged: the " in found.out

@@ -230,7 +230,10 @@ def _completed(tree: dict[str, Any], held: Mapping[str, Any]) -> list[str]:
     if "eod_mask_loss" in held:
         notes.append("eod_mask_loss: what follows the end of a document is no label here, whatever it says")
     if get(tree, "init") is None:
-        notes.append("no finetune: init is auto, which begins with the weights of load, but without its moments")
+        notes.append(
+            "no finetune: init is auto, which resumes from a checkpoint of this trainer, moments and all; of another, "
+            "such as GPT-NeoX's own, it takes the weights without the moments"
+        )
     return notes
 
 

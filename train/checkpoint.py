@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from converters.archives import archives, check
 from converters.durable import sync_folder, write_file
-from formats.errors import OutputError, RefusedError, SourceError, some
+from formats.errors import OutputError, RefusedError, SourceError, short, some
 from formats.rivals import shards, weights
 from train.config import Save
 from train.distributed import World
-from train.engines import Engine
+from train.engines import ENGINES, Engine
 from train.runs import LATEST, NOTE, PREFIX, is_ours
 
 PARTIAL = ".partial"
@@ -131,13 +131,36 @@ def read_progress(path: Path) -> Progress:
         SourceError: the note is damaged.
     """
     try:
-        found = Progress(**json.loads((path / NOTE).read_bytes()))
-        numbers = found.step, found.offset, found.size, found.tokens, found.samples
-        if min(numbers) < 0 or found.name != path.resolve().name:
-            raise ValueError(f"step {found.step} behind {found.offset} is not {path.name}")
-    except (OSError, ValueError, TypeError) as error:
-        raise SourceError(f"{path / NOTE} does not tell how far the training was: {error}") from None
+        held = json.loads((path / NOTE).read_bytes())
+    except OSError as error:
+        raise SourceError(f"{path / NOTE}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise _unclear(path, "it is no JSON") from None
+    if not isinstance(held, dict):
+        raise _unclear(path, "it is no object")
+    for name, info in Progress.__dataclass_fields__.items():
+        value, kind = held.get(name, info.default), str if info.type == "str" else int
+        if value is MISSING:
+            raise _unclear(path, f"{name} is missing")
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
+            raise _unclear(path, f"{name} is {short(value)}")
+    strange = sorted(held.keys() - Progress.__dataclass_fields__.keys())
+    if strange:
+        raise _unclear(path, f"{strange[0]} is not known to this version")
+    found = Progress(**held)
+    if found.engine not in {kind for _, _, kind in ENGINES.values()}:
+        raise _unclear(path, f"engine is {short(found.engine)}")
+    if found.name != path.resolve().name:
+        raise _unclear(path, f"step {found.step} after {found.offset} is not {path.name}")
     return found
+
+
+def _unclear(path: Path, why: str) -> SourceError:
+    """The error of a note that does not tell how far a training was."""
+    return SourceError(
+        f"{path / NOTE} does not tell how far the training was: {why}",
+        f"take an earlier checkpoint: echo global_stepN > {quote(str(path.parent / LATEST))}",
+    )
 
 
 def check_same(held: Progress, now: Progress, path: Path) -> None:

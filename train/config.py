@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from converters.durable import write_file
 from formats.errors import UsageError
 from train.aliases import Notes, completed, get, put, translated
 
@@ -232,6 +231,23 @@ class Config(_Part):
         None, description="Name or file of its chat template; else it has the start's, if that has one."
     )
 
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def remember(self, notes: Iterable[str]) -> None:
+        """Keep which keys of GPT-NeoX became which settings, as notes tell."""
+        self._origins.update((found[2], found[1]) for note in notes if (found := ORIGIN.fullmatch(note)))
+
+    def called(self, name: str) -> str:
+        """A setting by the name that the user has given it, in a file of GPT-NeoX too."""
+        if name in self._origins:
+            return f"{self._origins[name]} ({name})"
+        section, _, last = name.rpartition(".")
+        return f"{self._origins[section]}.params.{last} ({name})" if section in self._origins else name
+
+
+ORIGIN = re.compile(r"(?!no )([\w ,.-]+?) -> ([\w.]+)(?:: .*)?")
+"""A note of a key of GPT-NeoX that became a setting: the key and the setting."""
+
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
     """Read settings.
@@ -256,6 +272,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
         config = Config(**tree)
     except ValidationError as error:
         raise UsageError(*_explained(error, str(path))) from None
+    config.remember(notes)
     _check_engine(config)
     if "zero_quantized_gradients" in config.parallel.deepspeed.get("zero_optimization", {}):
         notes.append(f"zero_quantized_gradients (qgZ) is known to work on {QUANTIZED} nodes")
@@ -302,10 +319,13 @@ def _upon(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     """What stands in a file; what is empty there is left out."""
     try:
-        held = yaml.safe_load(path.read_text())
+        held = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
         _require_once(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        hint = f"iconv -f UTF-16 -t UTF-8 {path} > utf8.yml, if it is UTF-16"
+        raise UsageError(f"{path} is not UTF-8: byte {error.start} cannot be read", hint) from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(held, dict):
@@ -346,25 +366,6 @@ def _require_once(path: Path) -> None:
                 walk(value)
 
     walk(yaml.compose(path.read_text(), yaml.SafeLoader))
-
-
-def write_config(config: Config, folder: Path) -> None:
-    """Write down what a run is trained with, `FOLDER/config.yml`; paths no longer depend on where one stands."""
-    tree = config.model_dump(mode="python", exclude_none=True)
-    write_file(folder / "config.yml", yaml.safe_dump(_plain(tree), sort_keys=False, allow_unicode=True).encode())
-
-
-def _plain(value: Any) -> Any:
-    """A value as YAML knows it."""
-    match value:
-        case Path():
-            return str(value.absolute())
-        case dict():
-            return {name: _plain(held) for name, held in value.items()}
-        case list() | tuple():
-            return [_plain(held) for held in value]
-        case _:
-            return value
 
 
 def _words(overrides: Iterable[str]) -> Iterable[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from formats.errors import Interrupted, OutputError, VerificationError
 from train import BEGAN
 from train.batching import passes, seed_of
 from train.checkpoint import Progress, Saver, require_sound
-from train.config import Config, write_config
+from train.config import Config
 from train.distributed import World
 from train.engines import Engine, Stepping, open_engine
 from train.evaluate import evaluate, open_sets
@@ -27,6 +27,7 @@ from train.observe import Log, Say, Step
 from train.prepare import Prepared, choose_attention, prepare
 from train.profiling import Profiler
 from train.rows import Flat, Rows
+from train.runs import write_config
 from train.schedule import learning_rate
 from train.speed import flops_of, memory_of, multiplied, peak_of
 

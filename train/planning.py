@@ -20,6 +20,7 @@ from formats.rows import EMBEDDING, HEAD
 from formats.spec import ModelSpec
 from train.batching import Sizes, batch_sizes, make_order
 from train.config import Config, Lora
+from train.effects import check_effect
 from train.rows import CHUNK, Rows, check_tokenizer, lengths, open_rows
 from train.runs import started
 from train.schedule import check_schedule
@@ -84,6 +85,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     rows = open_rows(config.data, config.data.train, config.seed)
     order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
     check_schedule(config, steps)
+    check_effect(config, steps)
     check_tokenizer(rows.documents, started(config.model.path))
     spec = open_checkpoint(started(config.model.path), settings_of(config)).spec
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))

@@ -16,6 +16,7 @@ from train.batching import Order, Sizes, batch_sizes, make_order
 from train.checkpoint import Progress, check_same, newest, read_progress, require_places
 from train.config import Config
 from train.distributed import World
+from train.effects import check_effect
 from train.engines import ENGINES
 from train.export import check_export
 from train.model import DTYPES, fitted, open_config
@@ -59,6 +60,7 @@ def prepare(config: Config, world: World) -> Prepared:
     rows = open_rows(config.data, config.data.train, config.seed)
     order, total = make_order(len(rows), config.seed, config.steps, sizes.size)
     check_schedule(config, total)
+    check_effect(config, total)
     kind = ENGINES[config.engine][2]
     fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, order.samples, kind)
     start, progress = world.told(lambda: _start(config, fresh))

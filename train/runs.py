@@ -1,6 +1,6 @@
 """A run's folder: its settings, its checkpoints, and its logs.
 
-    SAVE/config.yml            settings, see `config.write_config`
+    SAVE/config.yml            settings, see `write_config`
     SAVE/global_step1500/      checkpoints, see `checkpoint.py`
     SAVE/latest                name of the newest one
     SAVE/log.jsonl             a line for each step
@@ -17,6 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from converters.durable import write_file
 from formats.errors import SourceError
 from formats.rivals import require_one
 from train.config import Config, load_config
@@ -83,3 +86,22 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
             raise SourceError(f"line {number} of {path} is no record of a step") from None
         found.append(record)
     return found
+
+
+def write_config(config: Config, folder: Path) -> None:
+    """Write down what a run is trained with, `FOLDER/config.yml`; paths no longer depend on where one stands."""
+    tree = config.model_dump(mode="python", exclude_none=True)
+    write_file(folder / CONFIG, yaml.safe_dump(_plain(tree), sort_keys=False, allow_unicode=True).encode())
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML knows it."""
+    match value:
+        case Path():
+            return str(value.absolute())
+        case dict():
+            return {name: _plain(held) for name, held in value.items()}
+        case list() | tuple():
+            return [_plain(held) for held in value]
+        case _:
+            return value

@@ -63,10 +63,19 @@ def check_schedule(config: Config, total: int) -> None:
     schedule = config.schedule
     for name, low in {"min_lr": schedule.min_lr, "floor": schedule.floor}.items():
         if low > config.optim.lr:
-            hint = f"no rate would be as low as optim.lr, --schedule.{name} 0 leaves that out"
-            raise UsageError(f"schedule.{name} {low:g} is above optim.lr {config.optim.lr:g}", hint)
+            lowest, highest = config.called(f"schedule.{name}"), config.called("optim.lr")
+            hint = f"no learning rate would be as low as {highest}; --schedule.{name} 0 leaves that out"
+            raise UsageError(f"{lowest} {low:g} is above {highest} {config.optim.lr:g}", hint)
+    if schedule.warmup != "all" and _warmup(config, total) > total:
+        raise UsageError(
+            f"{config.called('schedule.warmup')} takes {_warmup(config, total)} steps, the run has {total}: "
+            f"{config.called('optim.lr')} would never be reached",
+            "--schedule.warmup all, or fewer steps",
+        )
     if schedule.style == "exponential" and not schedule.min_lr:
         raise UsageError("an exponential decay never reaches schedule.min_lr 0", "such as --schedule.min_lr 1e-6")
     start, end = _decay(config, total)
     if schedule.style != "constant" and schedule.end is not None and end <= start:
-        raise UsageError(f"schedule.end {end} does not come after global step {start}, where the decay begins")
+        raise UsageError(
+            f"{config.called('schedule.end')} {end} does not come after global step {start}, where the decay begins"
+        )

@@ -13,6 +13,7 @@ from formats.errors import SourceError, UnsupportedError, UsageError
 from formats.huggingface import INDEX, SINGLE, read_json
 from formats.spec import Verbatim
 from train.config import Config
+from train.data.vocabulary import open_vocabulary
 from train.runs import started
 
 TO_FOLDER = {
@@ -52,6 +53,8 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
     Raises:
         VitruvianError: it cannot be converted; or the Hugging Face folder or tokenizer that it needs is not given.
     """
+    if config.model.tokenizer is not None and config.model.tokenizer.exists():
+        open_vocabulary(config.model.tokenizer)  # also where the start has one: what is named has to be one
     if resumed and is_folder(config.model.path):
         return config.model.path  # a run of before that saves into its start: its own checkpoint has the weights
     path, out = started(config.model.path), config.save.path / CONVERTED

@@ -148,6 +148,7 @@ def probe(template: str, *, bos_token: str | None, eos_token: str | None) -> Pro
 
     Raises:
         SourceError: the template does not render, or not within its limits.
+        RefusedError: it writes a token that the tokenizer does not name.
     """
     turns = [
         {"role": role, "content": text}
@@ -156,7 +157,17 @@ def probe(template: str, *, bos_token: str | None, eos_token: str | None) -> Pro
     ]
     dialogues = [Dialogue(turns[:2]), Dialogue(turns), Dialogue(turns[:1], True), Dialogue(turns[:3], True)]
     dialogues.append(Dialogue([{"role": "system", "content": "Be brief."}, *turns], optional=True))
-    (one, two, first, second, led), names = guarded(template, dialogues, bos_token=bos_token, eos_token=eos_token)
+    try:
+        (one, two, first, second, led), names = guarded(template, dialogues, bos_token=bos_token, eos_token=eos_token)
+    except SourceError as error:
+        lacking = [name for name, token in (("bos", bos_token), ("eos", eos_token)) if token is None]
+        asked = next((name for name in lacking if re.search(rf"\b'?{name}_token'? is undefined", str(error))), None)
+        if asked is None:
+            raise
+        raise RefusedError(
+            f"the chat template writes {asked}_token, and the tokenizer has none",
+            f'"{asked}_token": "TOKEN" in tokenizer_config.json names it; the template chatml needs none',
+        ) from error
     return Probe(one, two, (first[0], second[0]), led[0], names)
 
 
@@ -226,6 +237,7 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     if ending is None:
         raise RefusedError("the chat template ends a reply with no special token, so that a model would never stop")
     edited, after = with_tokens(content(assets, NAME), [*seen.markers(), ending])
+    after.require_single([*seen.markers(), ending])
     new = sorted((after.ids[token], token) for token in after.added if after.special(token) > before.special(token))
     changed = {token: number for number, token in new}
     added = tuple(token for token in changed if token not in before.ids)

@@ -53,6 +53,20 @@ class Vocabulary:
         alone, inside = (self._encode(text) for text in (token, f"a{token}b"))
         return alone.count(self.ids[token]) == 1 and inside.count(self.ids[token]) == 1
 
+    def require_single(self, tokens: Iterable[str], name: str = NAME) -> None:
+        """See that a chat template's tokens are found in what it writes.
+
+        Raises:
+            RefusedError: one is not, as a token that is `single_word` and stands beside a letter.
+        """
+        for token in tokens:
+            if self.special(token) and not self.single(token):
+                raise RefusedError(
+                    f"{name} has the token {token}, and does not find it beside letters: the chat template would write "
+                    "text",
+                    f'"single_word": false in the entry of {token} in "added_tokens" makes it a token everywhere',
+                )
+
     def _encode(self, text: str) -> list[int]:
         with _explained(f"{NAME} fails on {text!r}"):
             return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
@@ -77,8 +91,14 @@ def read_vocabulary(content: bytes, name: str = NAME) -> Vocabulary:
     """
     from tokenizers import Tokenizer
 
-    with _explained(f"{name} is no tokenizer that can be loaded"):
-        tokenizer = Tokenizer.from_buffer(content)
+    try:
+        with _explained(f"{name} is no tokenizer that can be loaded"):
+            tokenizer = Tokenizer.from_buffer(content)
+    except SourceError as error:
+        if b'"model"' in content:
+            raise
+        hint = "a tokenizer.json is one, or a .model of SentencePiece"
+        raise SourceError(f"{name} is no tokenizer: it has no model", hint) from error
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     return Vocabulary(tokenizer.get_vocab(with_added_tokens=True), added, tokenizer)
 

@@ -49,7 +49,7 @@ def test_who_names_such_a_folder_is_asked_which(both, settings, run, convert, tr
     assert first.code == 0, first.out
     for name in ("latest", "global_step104"):
         shutil.move(folder / name, tmp_path / f"moved-{name}")
-    again = run(config, save="other")
+    again = run(settings(model={"path": str(folder)}), save="other")
     assert again.series("loss") == trained.series("loss")
 
 

@@ -51,6 +51,21 @@ def evaluate(
     Hugging Face folder in RUN for as long as it is read. Under torchrun or srun the numbers are the same on any number
     of ranks.
     """
+    from train.once import told_once
+
+    with told_once():
+        _evaluate(run, overrides, checkpoint, whole, texts, out, as_json)
+
+
+def _evaluate(
+    run: Path,
+    overrides: tuple[str, ...],
+    checkpoint: str | None,
+    whole: bool,
+    texts: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
     from train.runs import open_run
 
     if whole and checkpoint is not None:

@@ -36,9 +36,16 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     Every setting of the file can be given as a dotted word. Under srun with a task for each GPU torchrun is not needed.
     Run again, it goes on from its latest checkpoint.
     """  # noqa: D301  # \b is the sign of click for lines as they stand
+    from train.once import told_once
+
+    with told_once():
+        _run(config, overrides)
+
+
+def _run(path: Path, overrides: tuple[str, ...]) -> None:
     from train.config import load_config
 
-    settings, notes = load_config(config, overrides)
+    settings, notes = load_config(path, overrides)
 
     from train.distributed import world
     from train.export import export

@@ -378,4 +378,5 @@ def probed(vocabulary: Fast, template: str) -> tuple[Probe, str | None]:
             "rows, from `convert hf2hf MODEL NEW --chat-template NAME`, a SentencePiece model from "
             f"`convert tokenizer MODEL FOLDER --add {' '.join(f'--control {token!r}' for token in strange)}`",
         )
+    vocabulary.known.require_single(seen.markers(), str(vocabulary.path))
     return seen, seen.terminator({*vocabulary.added, *seen.markers(), *named.values()})

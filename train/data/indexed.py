@@ -27,6 +27,7 @@ from formats.errors import SourceError, UnsupportedError, UsageError
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 HEADER = 34
+AGAIN = "copy it again, or tokenize again"
 CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 SMALL_VOCABULARY = 65_500
 """From here on a token takes four bytes (`__best_fitting_dtype` of NeoX, `DType.optimal_dtype` of Megatron)."""
@@ -165,7 +166,9 @@ def _header(path: Path) -> tuple[np.dtype[Any], int, int]:
         raise UnsupportedError(
             f"{path} is an index of the old kind (lazy or cached)", "tokenize again with --dataset-impl mmap"
         )
-    if len(head) < HEADER or not head.startswith(MAGIC):
+    if len(head) < HEADER and (MAGIC.startswith(head) or head.startswith(MAGIC)):
+        raise SourceError(f"{path} is cut short: it has {len(head)} bytes, its head alone has {HEADER}", AGAIN)
+    if not head.startswith(MAGIC):
         raise SourceError(f"{path} is no index of token files: it begins with {head[:9]!r}")
     version, code, n, m = struct.unpack("<QBQQ", head[len(MAGIC) :])
     if version != 1:
@@ -174,7 +177,10 @@ def _header(path: Path) -> tuple[np.dtype[Any], int, int]:
         raise UnsupportedError(f"{path} has tokens of the type {code}, which is no type of integers")
     length, wanted = path.stat().st_size, HEADER + 12 * n + 8 * m
     if length not in (wanted, wanted + n):
-        raise SourceError(f"{path} has {length} bytes; {n} sequences and {m} document marks take {wanted}")
+        what = "is cut short" if length < wanted else "has bytes that nothing tells of"
+        raise SourceError(
+            f"{path} {what}: it has {length} bytes; {n} sequences and {m} document marks take {wanted}", AGAIN
+        )
     return np.dtype(CODES[code]), n, m
 
 

@@ -141,6 +141,7 @@ class Fast:
         raw = path.read_bytes()
         self.path, self.digest = path, blake3(raw).hexdigest()
         known = _whole(read_vocabulary(raw, str(path)))
+        self.known = known
         self.size, self.ids, self.added = known.length, known.ids, known.added
         self.marking = known.tokenizer
         """The tokenizer that finds control tokens in a text: for what a chat template has written."""

@@ -7,14 +7,15 @@ changed on the way.
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from converters.durable import named, synced
+from converters.trusted import UNKNOWN, require_inside, why_not
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError
 from formats.families import FAMILIES, FAMILY_FILE
@@ -23,54 +24,45 @@ from formats.huggingface import INDEX, NAME, SINGLE, read_json, read_weight_map
 from formats.quantized import stale
 from formats.spec import ModelSpec, Spec
 
-STAYS = {
-    "hidden": (".*",),
-    "unfinished": ("*.partial", "*.incomplete"),
-    "a state of training": (
-        "optimizer*", "scheduler.*", "scaler.*", "rng_state*", "random_states*", "trainer_state.json",
-        "training_args.bin", "checkpoint-*", "global_step*", "*optim_states.pt", "distrib_optim.pt", "*.distcp",
-        "latest", "zero_to_fp32.py", "sharded_checkpoint.txt",
-    ),
-    "a cache": ("__pycache__",),
-    "weights in another format": (
-        "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.npz", "*.onnx",
-        "*.onnx_data", "*.ot", "*.tflite", "*.nemo",
-    ),
-}  # fmt: skip
-"""Why a file or folder neither travels with a model nor is published: patterns of its name."""
-LARGEST = 64 << 20
-"""Bytes of a file that holds no weights, whatever it is called: the largest tokenizers have half of it."""
 OWN = ("*.safetensors", INDEX, "vitruvian.json")
 """What each output writes anew."""
 RECORDS = {"evaluation_results.json": ".", "train_params.yaml": "..", "benchmark_results.json": ".."}
 """What a training leaves beside (.) or above (..) a checkpoint, and its model keeps."""
 FOLDERS = ("additional_chat_templates",)
+DTYPE = ("dtype", "torch_dtype")
+"""What transformers 5 and 4 call the element type of the weights in a config."""
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def why_not(path: Path) -> str:
-    """Why a file or folder neither travels with a model nor is published; empty when it does."""
-    for why, patterns in STAYS.items():
-        if any(fnmatchcase(path.name, pattern) for pattern in patterns):
-            return why
-    large = path.suffix != ".safetensors" and path.is_file() and path.stat().st_size > LARGEST
-    return f"more than {LARGEST >> 20} MiB that are no safetensors" if large else ""
-
-
 def files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(relative name, path) of every asset in a folder: each file that holds no weights. Links are followed."""
+    """(relative name, path) of every asset in a folder: each file that holds no weights, and has a name that we know.
+
+    Raises:
+        SourceError: one is a link that leads out of the folder.
+    """
     for path in sorted(folder.iterdir()):
         if path.is_file() and not why_not(path) and not any(fnmatchcase(path.name, own) for own in OWN):
-            yield path.name, path
+            yield path.name, require_inside(path, folder)
         if path.is_dir() and path.name in FOLDERS:
-            yield from ((f"{path.name}/{inner.name}", inner) for inner in sorted(path.iterdir()) if inner.is_file())
+            for inner in sorted(path.iterdir()):
+                if inner.is_file() and not why_not(inner):
+                    yield f"{path.name}/{inner.name}", require_inside(inner, folder)
+
+
+def left_behind(folder: Path) -> list[str]:
+    """The files of a folder that do not travel since nobody knows their names, or since they are no regular files."""
+    return [
+        path.name
+        for path in sorted(folder.iterdir())
+        if not path.is_dir() and (why_not(path) or ("" if path.is_file() else UNKNOWN)) == UNKNOWN
+    ]
 
 
 def records(folder: Path) -> Iterator[tuple[str, Path]]:
     """(name, path) of what is on record about a checkpoint."""
     for name, where in RECORDS.items():
         if (folder / where / name).is_file():
-            yield name, folder / where / name
+            yield name, require_inside(folder / where / name, folder / where)
 
 
 def own_family(spec: Spec, folder: str = "") -> dict[str, Path]:
@@ -93,16 +85,17 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     path = source.assets / "config.json" if source.assets else None
     if path is None:
         return _dump(to_huggingface(spec, {}) | {"torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
-    base = read_json(path)
+    base = read_json(require_inside(path, path.parent))
     config = to_huggingface(spec, base)
     plain = stale(config, counted) and (source.format != NAME or isinstance(spec, ModelSpec))
     if plain:
         del config["quantization_config"]
     named = "dtype" if "dtype" in config else "torch_dtype"
-    if dtype is None and (source.format != NAME or plain) and named in config:
+    said = {config[key] for key in DTYPE if isinstance(config.get(key), str)}
+    if dtype is None and (((source.format != NAME or plain) and named in config) or len(said) > 1):
         dtype = usual  # a training rarely keeps its weights in the type of the model that it began with
     if dtype in TORCH_NAMES:
-        config[named] = TORCH_NAMES[dtype]
+        config |= dict.fromkeys([named, *(key for key in DTYPE if key in config)], TORCH_NAMES[dtype])
     return path.read_bytes() if config == base else _dump(config)
 
 
@@ -119,7 +112,7 @@ def _dump(value: Mapping[str, Any]) -> bytes:
 def shard_map(source: Checkpoint) -> bytes:
     """An index that remembers which file held which tensor, also when it was a single one."""
     if (source.root / INDEX).is_file():
-        return (source.root / INDEX).read_bytes()
+        return require_inside(source.root / INDEX, source.root).read_bytes()
     return _dump({"metadata": {}, "weight_map": {placed.key: SINGLE for placed in source.tensors}})
 
 
@@ -127,7 +120,7 @@ def remembered_index(folder: Path | None) -> dict[str, Any] | None:
     """The index that travels with a checkpoint, None without one."""
     if folder is None or not (folder / INDEX).is_file():
         return None
-    return read_json(folder / INDEX) | {"weight_map": read_weight_map(folder)}
+    return read_json(require_inside(folder / INDEX, folder)) | {"weight_map": read_weight_map(folder)}
 
 
 def checks(folder: Path, spec: Spec) -> list[str]:
@@ -186,4 +179,16 @@ def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) ->
         except OSError as error:
             raise SourceError(f"{source}: {error.strerror}") from None
         with named(path), reader, synced(path) as writer:
-            shutil.copyfileobj(reader, writer)
+            if not _copied(reader, writer):
+                raise SourceError(
+                    f"{source} changes while it is copied", "the same command again, once nothing writes it"
+                )
+
+
+def _copied(reader: BinaryIO, writer: BinaryIO) -> bool:
+    """Copy a file of the size that it has now; whether it still has it afterwards, as one that grows may never end."""
+    left = os.fstat(reader.fileno()).st_size
+    while left and (piece := reader.read(min(left, 1 << 20))):
+        writer.write(piece)
+        left -= len(piece)
+    return not left and not reader.read(1)

@@ -248,13 +248,13 @@ def check_paths(source: Checkpoint, request: Request) -> None:
     out = request.out
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} exists and is no folder")
-    _check_free(request)
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out} is a broken link")
     root, home = source.root.resolve(), source.home.resolve()  # a run may keep models beside its checkpoints
     for place in (request.place, request.staging):
         if place in (root, home) or home in place.parents or place in root.parents:
             raise OutputError(f"{place} and the source {root} lie inside each other", "choose another folder")
+    _check_free(request)  # last, as it offers --force
 
 
 def _check_free(request: Request) -> None:

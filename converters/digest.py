@@ -23,7 +23,7 @@ from formats.optimizer import STATES
 from formats.spec import ModelSpec, Verbatim
 
 MANIFEST = "vitruvian.json"
-UNSETTABLE = {"family", "own"}
+UNSETTABLE = {"family", "own", "biases"}
 """The settings that `--set` cannot give."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from converters.convert import Request
 from converters.plan import PADDING, Job, Part, Plan, cast_dtypes, make_plan, prove_tiling
 from converters.targets import plan_fsdp, plan_megatron
+from converters.universal import UNTAKEN
 from formats import fsdp, fsdp_optim, megatron, megatron_adam, megatron_dist, megatron_resume, neox, zero, zero_optim
 from formats.checkpoint import Checkpoint, Target
 from formats.errors import UnsupportedError, VerificationError
@@ -65,7 +66,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     asked = request if masters is None else replace(request, cast="fp32")
     plan = plan_fsdp(weights, asked, ranks, moments)
     jobs = (*plan.jobs, *state_jobs(source, moments, target=plan.target))
-    notes = ["the schedule of the rate, random states and the place in the data stay behind"]
+    notes = [UNTAKEN]
     if masters:
         notes.append("FSDP trains the weights themselves: they are written from the float32 masters")
     if not found.groups:

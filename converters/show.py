@@ -113,6 +113,8 @@ def _notes(source: Checkpoint) -> list[str]:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:
         notes += assets.checks(source.assets, source.spec)
+        if left := assets.left_behind(source.assets):
+            notes.append(f"{some(left, 4)} in {source.assets} stay behind: not names of model files")
     if source.spec.vocab is None:
         notes.append("its true vocabulary is unknown; --vocab-size N or --config BASE supplies it")
     return notes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from converters import agreement, assets
 from converters.convert import Request
 from converters.plan import Plan, cast_dtype, cast_dtypes, make_plan
+from converters.trusted import require_inside
 from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, neox, neox_args, neox_writer, optimizer
 from formats.checkpoint import Checkpoint
 from formats.errors import RefusedError, UnsupportedError
@@ -105,7 +106,8 @@ def plan_megatron(
     texts, copies = _inside(source, request, megatron.ASSETS, spec)
     if options.dialect == megatron_llm.NAME:
         name = megatron_llm.TOKENIZER
-        places = [folder / name for folder in (source.assets, source.root) if folder and (folder / name).is_file()]
+        folders = [folder for folder in (source.assets, source.root) if folder and (folder / name).is_file()]
+        places = [require_inside(folder / name, folder) for folder in folders]
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
     return replace(plan, notes=megatron_llm.window_notes(spec) if llm == [False, True] else ())
@@ -136,7 +138,7 @@ def _inside(
     if source.format == huggingface.NAME and not huggingface.pickled(source.root):
         texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
     elif (source.assets / huggingface.INDEX).is_file():
-        copies[f"{folder}/{huggingface.INDEX}"] = source.assets / huggingface.INDEX
+        copies[f"{folder}/{huggingface.INDEX}"] = require_inside(source.assets / huggingface.INDEX, source.assets)
     return texts, copies
 
 

@@ -29,6 +29,9 @@ from formats.universal import Parameter, States
 
 WHY = "DeepSpeed's own names"
 
+UNTAKEN = "the schedule of the rate, random states and the place in the data stay behind"
+"""What of a training no optimizer's states are."""
+
 
 def is_partitioned(path: Path, tag: str | None) -> bool:
     """Whether a folder is DeepSpeed's, and no universal checkpoint."""
@@ -105,8 +108,8 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     files = tuple(dict.fromkeys(path for one in (source, *opened) for path in one.files))
     told = "; ".join(f"{_told(group)} ({len(held)} parameters)" for group, held in groups.items())
     order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {told}"
-    target, notes = replace(target, copies=copies), (order, *_not_restored(buffers))
-    return Plan(replace(source, files=files), source.spec, jobs, target, notes, read_back)
+    target, notes = replace(target, copies=copies), (order, UNTAKEN, *_not_restored(buffers))
+    return Plan(replace(source, files=files, dropped=()), source.spec, jobs, target, notes, read_back)
 
 
 def _not_restored(buffers: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from typing import Any
 from formats.errors import RefusedError, UsageError, short
 from formats.families import FAMILIES, Family
 from formats.hf_config import HUGGINGFACE, SCALING
-from formats.layout import CONDITIONS, Rule, model_tensors, rules
+from formats.layout import BIASES, CONDITIONS, Rule, model_tensors, rules
 from formats.pattern import PatternError, lower
 from formats.spec import CHOICES, LISTS
 from formats.tensors import TENSORS
@@ -52,18 +52,21 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "window_default": (int,),
     "keys": (dict,),
     "defaults": (dict,),
+    "biases": (dict,),
     "own": (dict,),
     "only_here": (str,),
     "router": (str,),
     "full_until": (list,),
+    "switch": (str,),
 }
 """Field of a `Family`, and its type; `table` becomes its tensors. The first four have to be there."""
+APART = ("table", "rope_theta", "drops", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*HUGGINGFACE, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
 OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
 OF_QUERIES = {"compressed", "uncompressed"}
-ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS, *OF_QUERIES}
+ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS, *OF_QUERIES, *BIASES}
 """The conditions that mean something in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
 SILU = {"silu", "swish", "swiglu"}
@@ -105,11 +108,12 @@ def load(path: Path) -> Family:
     layers = {name: held for name, held in values["defaults"].items() if name in LISTS and isinstance(held, list)}
     values["defaults"] |= {name: tuple(held) for name, held in layers.items()}
     family = Family(
-        **{name: value for name, value in values.items() if name not in ("table", "rope_theta", "drops", "full_until")},
+        **{name: value for name, value in values.items() if name not in APART},
         tensors=tuple(_rules(values["table"], path)),
         drops=tuple(_drops(values.get("drops", []), path)),
         rope_theta=_theta(values["rope_theta"], path),
         full_until=_full_until(values.get("full_until"), path),
+        biases={key: _bias(value, f"{path}: biases.{key}") for key, value in values.get("biases", {}).items()},
         file=path,
     )
     _check_settings(family, path)
@@ -156,6 +160,13 @@ def _full_until(value: list[Any] | None, path: Path) -> tuple[str, int] | None:
         case [str(key), int(layers)]:
             return key, layers
     raise UsageError(f"{path}: full_until = {short(value)} is no config key with a number of layers")
+
+
+def _bias(value: Any, where: str) -> tuple[str, bool]:
+    match value:
+        case [str(names), bool(usual)] if names and set(names.split()) <= BIASES:
+            return names, usual
+    raise UsageError(f"{where} = {short(value)} is not what biases, of {', '.join(sorted(BIASES))}, and true or false")
 
 
 def _drops(values: list[Any], path: Path) -> Iterator[str]:
@@ -258,7 +269,11 @@ def _check_table(family: Family, path: Path) -> None:
     if "query_rank" not in family.keys and used & OF_QUERIES:
         raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
     queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
-    for residual, head, *rest in product(residuals, ({"tied"}, {"untied"}), kinds, queries):
+    chosen = {name for names, _ in family.biases.values() for name in names.split()}
+    if used & BIASES != chosen:
+        raise UsageError(f"{path}: biases has {sorted(chosen)}, the lines of its table {sorted(used & BIASES)}")
+    biases = [chosen, set[str]()] if chosen else [chosen]
+    for residual, head, *rest in product(residuals, ({"tied"}, {"untied"}), kinds, queries, biases):
         kind = set[str]().union(*rest)
         here = [rule for rule in family.tensors if rule.conditions <= {*residual, *head, *kind, "optional"}]
         keys = [key for rule in here for key in rule.spellings]

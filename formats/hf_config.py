@@ -52,6 +52,14 @@ DROPOUTS = {
 """What Megatron and GPT-NeoX call it: config keys. Megatron takes both from a checkpoint, whatever its flags say
 (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
 
+SYNONYMS = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+}
+"""Other names of an activation that compute the same (transformers 5.23.0, activations.py ACT2CLS)."""
+
 OF_NO_MODEL = (
     "architectures",
     "model_type",
@@ -101,23 +109,30 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
 
 
 BIASES = {
-    "attention_bias": re.compile(r".*\.self_attn\.[qkvo]_proj\.weight"),
+    "qkv_bias": re.compile(r".*\.self_attn\.[qkv]_proj\.weight"),
+    "output_bias": re.compile(r".*\.self_attn\.o_proj\.weight"),
     "mlp_bias": re.compile(r".*\.mlp\.(?:gate|up|down)_proj\.weight"),
 }
-"""Config key: the weights that then have a bias beside them (modeling_llama.py and modeling_qwen3.py, 5.23.0)."""
+"""Condition of layout: the weights that then have a bias (modeling_llama.py and modeling_qwen3.py, 5.23.0)."""
+USUAL_BIASES = {"attention_bias": "qkv_bias output_bias", "mlp_bias": "mlp_bias"}
+"""Config key: what it turns on in a family whose table has no biases."""
 
 
 def require_biases(config: Mapping[str, Any], keys: Collection[str], where: str) -> None:
-    """The biases that a config asks for are there, in a model that its family's table does not describe.
+    """The biases that a config asks for are there.
 
     Raises:
         SourceError: they are not: transformers would make them up.
     """
     family = find_family(config)
-    for name, weights in BIASES.items():
-        if not family or family.requires.get(name) is not False or config.get(name) is not True:
+    for name, usual in USUAL_BIASES.items():
+        if family is None:
+            return
+        chosen = family.biases[name][0] if name in family.biases else usual
+        if config.get(name) is not True or not (name in family.biases or family.requires.get(name) is False):
             continue
-        biases = [key.removesuffix("weight") + "bias" for key in keys if weights.fullmatch(key)]
+        weights = [key for key in keys if any(BIASES[one].fullmatch(key) for one in chosen.split())]
+        biases = [key.removesuffix("weight") + "bias" for key in weights]
         lost = [key for key in biases if key not in keys]
         if lost:
             raise SourceError(
@@ -147,7 +162,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
             raise UnsupportedError(f"{where}: models with a {key} are not supported{known}")
     for key, only in family.requires.items():
         value = config.get(key, only)
-        if value != only and not (value is None and only is False):
+        if SYNONYMS.get(str(value), value) != only and not (value is None and only is False):
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
     apart = {*family.own, *family.keys.values()}
     layer_types = [] if "layer_types" in apart else config.get("layer_types") or []
@@ -171,12 +186,17 @@ def _require_full(config: Mapping[str, Any], family: Family, where: str) -> None
     Raises:
         UnsupportedError: some have a window.
     """
-    if family.full_until is None or config.get("layer_types") or config.get("sliding_window", 1) is None:
+    on = not family.switch or config.get(family.switch) not in (None, False)
+    windowed = on and config.get("sliding_window", family.window_default) is not None
+    if not windowed or not (family.full_until or family.switch):
         return
-    key, assumed = family.full_until
+    key, assumed = family.full_until or ("", 0)
+    if family.full_until and config.get("layer_types"):
+        return
     layers, full = config.get("num_hidden_layers"), config.get(key, assumed)
     if type(layers) is int and not (type(full) is int and full >= layers):
-        raise UnsupportedError(f"{where}: {key} = {short(full)} of {layers} layers: a sliding window is not supported")
+        told = f"{key} = {short(full)} of {layers} layers" if key else f"{family.switch} = {config.get(family.switch)}"
+        raise UnsupportedError(f"{where}: {told}: a sliding window is not supported for {family.name}")
 
 
 def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict[str, Any], list[str]]:
@@ -206,6 +226,7 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
         values["head_dim"] = (None if said else family.head_dim) or hidden // heads
     if "tied" not in family.defaults:
         values["tied"] = get(keys["tied"], False)
+    values["biases"] = _biases(config, family, where)
     values["own"] = {key: config.get(key, default) for key, default in family.own.items()}
     if LOCAL in family.own and _layered(config):
         values["own"][LOCAL] = config["rope_parameters"]["sliding_attention"].get("rope_theta", family.own[LOCAL])
@@ -221,6 +242,23 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
         assumed = family.defaults.get("full_layers")
         values["full_layers"] = _full_layers(config, family.keys["full_layers"], assumed, values["layers"], where)
     return values, notes
+
+
+def _biases(config: Mapping[str, Any], family: Family, where: str) -> tuple[str, ...]:
+    """The biases that a config turns on; null turns them off.
+
+    Raises:
+        UnsupportedError: a key is neither true nor false.
+    """
+    said = {key: config.get(key, usual) for key, (_, usual) in family.biases.items()}
+    for key, value in said.items():
+        if value is not None and not isinstance(value, bool):
+            raise UnsupportedError(f"{where}: {key} = {short(value)} is neither true nor false")
+    return family.biases_of({key: bool(value) for key, value in said.items()})
+
+
+def _spelled_biases(spec: ModelSpec, family: Family) -> dict[str, bool]:
+    return {key: set(names.split()) <= set(spec.biases) for key, (names, _) in family.biases.items()}
 
 
 def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tuple[Any, dict[str, Any] | None, Any]:
@@ -313,7 +351,8 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     known = {*HUGGINGFACE.values(), "rope_theta", "rope_scaling", "rope_parameters", *OF_NO_MODEL}
     family = find_family(config)
     if family:
-        known |= {*family.requires, *family.marks, *" ".join(family.keys.values()).split(), *family.own, family.window}
+        known |= {*family.requires, *family.marks, *family.biases, *family.own, family.switch, family.window}
+        known |= {*" ".join(family.keys.values()).split()}
         known |= {NOPE_STEP} if "nope_layers" in family.keys else set()
         known |= hf_experts.BESIDE if "dense_layers" in family.keys else set()
     return sorted(set(config) - known - ({"quantization_config"} if method_of(config) else set()))
@@ -342,8 +381,9 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     if not base:
         own = {key: value for key, value in spec.own.items() if value != family.own[key]}
         kind = family.model_type or family.name
-        fixed = {**family.requires, **family.marks}
-        if family.full_until and spec.layers > family.full_until[1]:
+        fixed = {**family.requires, **family.marks, **({family.switch: False} if family.switch else {})}
+        fixed |= _spelled_biases(spec, family)
+        if family.full_until and not family.switch and spec.layers > family.full_until[1]:
             fixed[family.full_until[0]] = spec.layers
         config = {"architectures": [family.architecture], "model_type": kind, **fixed, **own}
     known = _values(config, family, "the config")[0] if base else {}
@@ -354,6 +394,8 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     for name, key in keys.items():
         if name in changed:
             config[key] = getattr(spec, name)
+    if known.get("biases", spec.biases) != spec.biases:
+        config |= _spelled_biases(spec, family)
     for name in changed.intersection(derived):
         config |= hf_experts.spelled(family.keys, name, spec)
     if spec.nope_layers is not None and "nope_layers" in changed:

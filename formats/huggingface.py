@@ -24,7 +24,7 @@ from formats.layout import Placed, Slot, match, slots
 from formats.pickles import TensorRef
 from formats.quantized import dequantized
 from formats.spec import ModelSpec, Spec, Verbatim
-from formats.storage import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
+from formats.storage import DTYPES, Entry, Fragment, file_size, read_safetensors, row_major, safetensors_header
 from formats.torchfile import read_torch
 from formats.wrappers import require_plain
 
@@ -65,8 +65,8 @@ def read_json(path: Path) -> dict[str, Any]:
         SourceError: the file is missing, too large or no JSON object.
     """
     try:
-        if path.stat().st_size > MAX_JSON:
-            raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
+        if (size := file_size(path)) > MAX_JSON:
+            raise SourceError(f"{path} has {size} bytes, too many for a configuration")
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
@@ -162,7 +162,9 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], folder: Path, settings: Setti
         return verbatim.describe(config, shapes, said, "--verbatim")
     try:
         require_class(config, str(folder / "config.json"))
-        return read_spec(folder, settings)
+        spec = read_spec(folder, settings)
+        require_biases(config, shapes, str(folder / "config.json"))
+        return spec
     except UnsupportedError as error:
         require_biases(config, shapes, str(folder / "config.json"))
         return verbatim.describe(config, shapes, said, str(error))

@@ -36,6 +36,9 @@ CONDITIONS = {
     "mha": "only when every head has its own key and value",
     "gqa": "only when several heads share them",
     "grouped": "only when they share them in the order of GPT-NeoX before November 2024",
+    "qkv_bias": "only when query, key and value have biases, in a family that leaves the choice",
+    "output_bias": "only when the output of attention has one, in a family that leaves the choice",
+    "mlp_bias": "only when the MLP has biases, in a family that leaves the choice",
     "plain": "only when the MLP has no gate",
     "direct": "only when keys and values are projections of what comes in",
     "latent": "only when they come out of a latent",
@@ -51,6 +54,8 @@ CONDITIONS = {
 }
 ALWAYS = {"copy", "partial", "optional"}
 """Conditions that say what a tensor is, not when it is there."""
+BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
+"""Conditions that a config key of some families turns on."""
 KINDS = {"dense", "sparse"}
 """Conditions that hold in some layers of a model, and not in others."""
 SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.")
@@ -83,14 +88,16 @@ class Rule:
         return self.pattern.meshes | ({"ep"} if self.of_expert else frozenset())
 
 
-def rules(table: str) -> tuple[Rule, ...]:
-    """Parse a layout table."""
+def rules(table: str, without: Collection[str] = ()) -> tuple[Rule, ...]:
+    """Parse a layout table; lines that hold only under a condition of `without` are left out."""
     parsed = []
     for line in table.strip().splitlines():
         key, pattern, *conditions = re.split(r"\s{2,}", line.strip())
         names = frozenset(" ".join(conditions).split())
         if names - set(CONDITIONS):
             raise ValueError(f"unknown condition in: {line}")
+        if names & set(without):
+            continue
         rule = Rule(key, parse(pattern), names)
         if set(rule.pattern.tensors) - set(TENSORS):
             raise ValueError(f"unknown tensor in: {line}")

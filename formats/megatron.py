@@ -75,7 +75,8 @@ decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_bias|pre_mlp_layernorm.bias}  
 decoder.layers.{layer}.pre_mlp_layernorm.weight                                              post_norm: hidden    sparse
 decoder.layers.{layer}.mlp.linear_fc1.weight                                                 (gate: ffn/tp | up: ffn/tp) hidden    dense
 decoder.layers.{layer}.mlp.linear_fc1.weight                                                 up: ffn/tp hidden    plain
-decoder.layers.{layer}.mlp.linear_fc1.bias                                                   up_bias: ffn/tp
+decoder.layers.{layer}.mlp.linear_fc1.bias                                                   (gate_bias: ffn/tp | up_bias: ffn/tp)
+decoder.layers.{layer}.mlp.linear_fc1.bias                                                   up_bias: ffn/tp    plain
 decoder.layers.{layer}.mlp.linear_fc2.weight                                                 down: hidden ffn/tp    dense
 decoder.layers.{layer}.mlp.linear_fc2.bias                                                   down_bias: hidden
 decoder.layers.{layer}.mlp.router.weight                                                     router: expert hidden    sparse

@@ -11,7 +11,7 @@ from typing import Any
 
 from formats import megatron_experts, megatron_gpt_oss, megatron_mla, megatron_plain, megatron_rotary
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.families import FAMILIES, Facts, family_named
+from formats.families import FAMILIES, IN_MEGATRON, Facts, family_named
 from formats.pickles import DTYPES, Dtype, keeps
 from formats.pipeline import Pipeline
 from formats.spec import ModelSpec, checked, differences, some_layers, whole
@@ -38,8 +38,8 @@ MEGATRON = {
 GATED: Mapping[str, tuple[Any, ...]] = {
     "swiglu": (True,),
     "normalization": ("RMSNorm",),
-    "add_bias_linear": (False,),
-    "disable_bias_linear": (True,),
+    "add_bias_linear": (False, True),
+    "disable_bias_linear": (True, False),
 }
 """What sets the descendants of Llama apart; the first value is also what an absent argument means."""
 
@@ -129,7 +129,8 @@ def from_megatron(
         values |= dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"))
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
     values["vocab"] = args.get("true_vocab_size") or (base.vocab if base else None)
-    facts = megatron_plain.found(args, where) if plain else Facts(biased=sinks)
+    biased = sinks or megatron_plain.biased(args, where)
+    facts = megatron_plain.found(args, where) if plain else Facts(biased=biased)
     if plain:
         usual = base.activation if base else "gelu_new" if learned else None
         values["activation"] = megatron_plain.activation(args, facts.biased, usual, where)
@@ -193,6 +194,7 @@ def agreed(
         values = megatron_experts.chosen(values, base, where)
     choices = {*family_named(values["family"]).keys, *settings}
     values["rotary_fraction"] = fraction if "rotary_fraction" in choices else None
+    values["biases"] = family_named(values["family"]).chosen(facts) or ()
     for name in ("nope_layers", "full_layers"):
         values[name] = values.get(name) if name in choices else None
     notes = [*values.get("notes", ())]
@@ -268,11 +270,13 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
     Raises:
         RefusedError: Megatron has no such rotary embedding, or no such activation.
     """
-    facts = family_named(spec.family).facts
+    facts = spec.facts
+    _check_biases(spec)
     args: dict[str, Any] = {
         name: getattr(spec, setting) for setting, names in MEGATRON.items() for name in names.split()
     }
     args |= {name: allowed[0] for name, allowed in {**MEGATRON_ONLY, **GATED}.items()}
+    args |= {"add_bias_linear": facts.biased, "disable_bias_linear": not facts.biased}
     args |= megatron_plain.arguments(spec) if facts.plain else {}
     theta = 10000 if spec.rope_theta is None else spec.rope_theta  # a default that learned positions do not heed
     args |= megatron_experts.arguments(spec)
@@ -284,7 +288,7 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
         "use_rotary_position_embeddings": False,
         "add_position_embedding": True,
         "untie_embeddings_and_output_weights": not spec.tied,
-        "add_qkv_bias": facts.qkv_bias and not (facts.plain and facts.biased),
+        "add_qkv_bias": facts.qkv_bias and (facts.sinks or not facts.biased),
         "qk_layernorm": facts.qk_norm,
         "no_rope_freq": [int(layer in spec.nope_layers) for layer in range(spec.layers)] if spec.nope_layers else None,
         "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
@@ -298,6 +302,19 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
     args |= megatron_rotary.arguments(replace(spec, rope_scaling=None) if facts.latent else spec)
     args |= megatron_mla.arguments(spec) if facts.latent else {}
     return args | (megatron_gpt_oss.arguments(spec) if facts.sinks else {})
+
+
+def _check_biases(spec: ModelSpec) -> None:
+    """Megatron has biases nowhere, on query, key and value, or on every linear layer (`IN_MEGATRON`).
+
+    Raises:
+        RefusedError: the model has others.
+    """
+    if spec.biases not in IN_MEGATRON:
+        raise RefusedError(
+            "megatron-core has biases on query, key and value alone (--add-qkv-bias) or on every linear layer, "
+            f"and this {spec.family} has {' and '.join(spec.biases)} alone"
+        )
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def lacks(family: Family) -> str:
     reasons = {
         "its norms are RMSNorm and its MLP has a gate": family.facts.plain,
         "its linear layers have biases everywhere or nowhere, and this model has them on query, key and value": (
-            family.facts.qkv_bias
+            family.facts_with(family.biases_of({})).qkv_bias
         ),
         "it has no norms on query and key": family.facts.qk_norm,
         "its positions are rotary, in every layer": family.rope_theta is None or "nope_layers" in family.keys,
@@ -246,7 +246,7 @@ def check_spec(spec: ModelSpec) -> None:
     Raises:
         RefusedError: it has other tensors or another rotary embedding than Megatron-LLM's Llama and Mistral.
     """
-    family_lacks = lacks(family_named(spec.family))
+    family_lacks = lacks(family_named(spec.family)) or ("its linear layers have no biases" if spec.biases else "")
     scaling = dict(spec.rope_scaling or {})
     reasons = {
         family_lacks: bool(family_lacks),

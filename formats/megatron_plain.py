@@ -55,6 +55,11 @@ def found(args: Mapping[str, Any], where: str) -> Facts:
     return Facts(plain=True, layer_norm=layer_norm, biased=biased, centred=centred)
 
 
+def biased(args: Mapping[str, Any], where: str) -> bool:
+    """Whether args of a model with a gate say that every linear layer has a bias. Raises as `found` does."""
+    return _told(args, BIASED, where) is True
+
+
 def _told(args: Mapping[str, Any], names: Mapping[str, bool], where: str) -> bool | None:
     """What arguments that mean the same say; None where there is none of them."""
     said = {name: args[name] is meant for name, meant in names.items() if name in args}

@@ -18,6 +18,7 @@ import yaml
 
 from formats.errors import SourceError, UnsupportedError, short
 from formats.spec import MOST_LAYERS, ModelSpec, checked, real, whole
+from formats.storage import file_size
 
 NEOX = {
     "layers": ("num_layers", None),
@@ -75,8 +76,8 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for path in paths:
         try:
-            if path.stat().st_size > MOST_YAML:
-                raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
+            if (size := file_size(path)) > MOST_YAML:
+                raise SourceError(f"{path} has {size} bytes, too many for a configuration")
             held = _load(path)
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise SourceError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
@@ -330,6 +331,9 @@ def _topology(spec: ModelSpec, theta: float, tp: int, pp: int, multiple: int) ->
 
 
 def _model(spec: ModelSpec) -> dict[str, Any]:
+    if spec.biases:
+        said = " and ".join(spec.biases)
+        raise UnsupportedError(f"a {spec.family} with {said} has no layout of GPT-NeoX", "see `convert formats`")
     if spec.family in ("llama", "mistral"):
         return {
             **({"num_kv_heads": spec.kv_heads} if spec.kv_heads != spec.heads else {}),

@@ -67,7 +67,9 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
         if not path.exists():
             raise SourceError(f"{path} does not exist", downloaded(path))
         if not path.is_dir():
-            raise SourceError(f"{path} is a file, a checkpoint is a folder", f"try {path.parent}")
+            _check_foreign(path, [path.name])
+            hint = f"name its folder: {path.parent}" if _known(path.parent) else ""
+            raise SourceError(f"{path} is a file, a checkpoint is a folder", hint)
         tag = settings.tag if settings else None
         place = path / tag if tag and Path(tag).name == tag and (path / tag).is_dir() else path
         lookalikes.check(place)
@@ -76,8 +78,10 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
         for name in [*first, *FORMATS]:
             if module(name).detect(place) or (place != path and module(name).detect(path)):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())
+                checkpoint = replace(checkpoint, settings=settings or checkpoint.settings)
                 _check_family(checkpoint)
-                return replace(checkpoint, settings=settings or checkpoint.settings)
+                _check_assets(checkpoint, path)
+                return checkpoint
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
@@ -136,6 +140,22 @@ def steps(run: Path) -> list[str]:
 
     names = sorted(path.name for path in run.iterdir() if path.is_dir())
     return [name for name in names if ITERATION.fullmatch(name) or fsdp.STEPS.fullmatch(name)]
+
+
+def _check_assets(checkpoint: Checkpoint, path: Path) -> None:
+    """The folder of config and tokenizer that was found in a run is in it: a link there may be anybody's.
+
+    Raises:
+        SourceError: it is a link that leads elsewhere.
+    """
+    held = checkpoint.assets
+    if held is None or held in (path, checkpoint.settings.config) or not held.is_symlink():
+        return
+    if not held.resolve().is_relative_to(path.resolve()):
+        raise SourceError(
+            f"{held} is a link to {held.resolve()}, which is not in {path}",
+            f"if it is meant: --config {held.resolve()}",
+        )
 
 
 def _check_family(checkpoint: Checkpoint) -> None:

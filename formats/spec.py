@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from formats.errors import SourceError, UnsupportedError, UsageError, short
-from formats.families import family_named
+from formats.families import Facts, family_named
 from formats.layout import KINDS, model_tensors
 from formats.tensors import TENSORS
 
@@ -45,7 +45,8 @@ class ModelSpec:
 
     `vocab` is the true vocabulary, None while unknown; `rope_theta` is None where nothing rotates; `rope_scaling` is in
     Hugging Face's terms (`rope_type` and its parameters), None for plain rotary embeddings; `sliding_window` counts the
-    tokens that a token sees, itself included. `own` are the config keys of the family that no other format has.
+    tokens that a token sees, itself included. `own` are the config keys of the family that no other format has;
+    `biases` are the conditions of layout that hold, of those that the family leaves the choice of.
     `rotary_fraction` (the part of a head that rotates), `nope_layers` (in which nothing does), `full_layers` (which no
     sliding window holds for), `parallel_residual` and `activation` are None where the family leaves no choice. `notes`
     say which settings came from a documented default.
@@ -74,6 +75,7 @@ class ModelSpec:
     sliding_window: int | None
     tied: bool
     own: Mapping[str, Any] = field(default_factory=dict)
+    biases: tuple[str, ...] = ()
     rotary_fraction: float | None = None
     nope_layers: tuple[int, ...] | None = None
     full_layers: tuple[int, ...] | None = None
@@ -100,7 +102,12 @@ class ModelSpec:
         residual = {None: set[str](), True: {"parallel"}, False: {"serial"}}[self.parallel_residual]
         plain = {"plain"} if family_named(self.family).facts.plain else set()
         query = {"compressed" if self.query_rank else "uncompressed", "latent"} if self.latent_rank else {"direct"}
-        return frozenset({"tied" if self.tied else "untied", *residual, *plain, *query})
+        return frozenset({"tied" if self.tied else "untied", *residual, *plain, *query, *self.biases})
+
+    @property
+    def facts(self) -> Facts:
+        """What the tensors and keys of its family tell of it."""
+        return family_named(self.family).facts_with(self.biases)
 
     @property
     def sparse_layers(self) -> frozenset[int]:
@@ -148,9 +155,12 @@ class ModelSpec:
     def settings(self) -> dict[str, Any]:
         """The settings by name, without those in which the family leaves no choice."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
-        values |= {name: list(values[name]) for name in LISTS if values[name] is not None}  # as JSON reads it back
+        lists = (*LISTS, *(["biases"] if self.biases else []))
+        values |= {name: list(values[name]) for name in lists if values[name] is not None}  # as JSON reads it back
         return {
-            name: value for name, value in values.items() if value not in (None, {}) or name not in (*CHOICES, "own")
+            name: value
+            for name, value in values.items()
+            if value not in (None, {}, ()) or name not in (*CHOICES, "own", "biases")
         }
 
 
@@ -260,6 +270,7 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
         rope_scaling=scaling,
         tied=values["tied"],
         own=values.get("own", {}),
+        biases=tuple(values.get("biases", ())),
         notes=values.get("notes", ()),
     )
     whole(spec.layers, "layers", where, MOST_LAYERS)
@@ -365,7 +376,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     Raises:
         UsageError: no such setting, or no such value.
     """
-    names = {one.name for one in fields(ModelSpec)} - {"family", "own", "notes"}
+    names = {one.name for one in fields(ModelSpec)} - {"family", "own", "biases", "notes"}
     parsed = {}
     for setting in settings:
         name, _, text = setting.partition("=")

@@ -55,6 +55,7 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         post_norm    layer hidden
         post_norm_bias  layer hidden
         gate         layer ffn hidden
+        gate_bias    layer ffn
         up           layer ffn hidden
         up_bias      layer ffn
         down         layer hidden ffn

@@ -54,8 +54,6 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if wanted == "module" and (third or whole):
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise SourceError(f"{tag} is {kind}, which holds no module", "take --weights fp32-master")
-    if settings.weights is None and (third or whole):
-        notes.append("it holds no module: these are the float32 masters; --dtype bf16 rounds them as DeepSpeed does")
     modules = zero_partitions.module(models[0])
     if wanted == "module":
         tensors = dict(_module(models[0], modules))
@@ -73,6 +71,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     placed, dropped = match(slots, {"": {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
     pieces = _spread(placed, keys, tensors)
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
+    if settings.weights is None and (third or whole):
+        notes.append(_no_module({one.fragment.dtype for one in placed}))
     held = models[0].value
     topology = {"dp": held.get("dp_world_size", 1)}
     extra = {"folder": tag.name, "iteration": held.get("global_steps"), "settings": settings}
@@ -366,6 +366,14 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path
         if (place / "config.json").is_file():
             return place
     raise SourceError(f"{path} has no config.json", "add --config BASE, the model that the training began with")
+
+
+def _no_module(dtypes: Collection[str]) -> str:
+    """What weights are taken where a checkpoint has masters alone; DeepSpeed can keep these in 16 bits too."""
+    said = "it holds no module: these are the {} masters"
+    if "F32" in dtypes:
+        return said.format("float32") + "; --dtype bf16 rounds them as DeepSpeed does"
+    return said.format(" and ".join(sorted(dtypes)))
 
 
 def _twins(placed: Sequence[Placed], keys: Mapping[str, str], modules: Mapping[str, Fragment]) -> tuple[Placed, ...]:

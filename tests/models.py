@@ -32,6 +32,7 @@ LATENT = {
     "n_shared_experts": 2, "n_routed_experts": 8, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
     "num_key_value_heads": 8, **TOKENS,
 }  # fmt: skip
+BIASED = {"attention_bias": True, "mlp_bias": True}
 ALL = {"first_k_dense_replace": 0}
 LITE = {"mlp_layer_types": ["dense", "sparse"] * 2, "rms_norm_eps": 1e-6}
 GLM = {"n_routed_experts": 4, "attention_bias": True, "head_dim": 16, **DOTS}
@@ -56,12 +57,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama-mha": {"model_type": "llama", "num_key_value_heads": 8},
     "llama-mqa": {"model_type": "llama", "num_key_value_heads": 1},
+    "llama-biased": {"model_type": "llama", **BIASED},
     "llama3": {"model_type": "llama", "rope_parameters": LLAMA3},
     "mistral": {"model_type": "mistral", "sliding_window": 8, "head_dim": 16},
     "mistral-tied": {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2"},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3-biased": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
     "phi3": {"model_type": "phi3", "sliding_window": 8, **TOKENS, "rope_parameters": PARTIAL},
     "phi3-tied": {"model_type": "phi3", "tie_word_embeddings": True, **TOKENS},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 8, "tie_word_embeddings": False, **TOKENS},
@@ -114,9 +117,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": PLAIN_YARN},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 16},
-    "seed_oss-tied": {"model_type": "seed_oss", "head_dim": 8, "tie_word_embeddings": True},
+    "seed_oss-tied": {"model_type": "seed_oss", "head_dim": 8, "attention_out_bias": True, **BIASED, **TIED},
+    "seed_oss-plain": {"model_type": "seed_oss", "head_dim": 16, "attention_bias": False},
     "smollm3": {"model_type": "smollm3", "tie_word_embeddings": False, **TOKENS},
-    "smollm3-tied": {"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0], **TOKENS},
+    "smollm3-tied": {"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0], **BIASED, **TOKENS},
     "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16, "tie_word_embeddings": False},
     "ernie4_5-tied": {"model_type": "ernie4_5", "head_dim": 8, "rope_parameters": PLAIN_YARN},
     "arcee": {"model_type": "arcee", "head_dim": 16, **TOKENS},
@@ -144,6 +148,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 24, "rope_parameters": YARN, **GROUPS, **LATENT},
     "deepseek_v3-tied": {"model_type": "deepseek_v3", "q_lora_rank": None, **GROUPS, **LATENT, **TIED},
     "glm4_moe": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM},
+    "glm4_moe-plain": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM, "attention_bias": False},
     "glm4_moe_air": {"model_type": "glm4_moe", "first_k_dense_replace": 2, **GLM},
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", "q_lora_rank": 24, **LITE, **LATENT},
     "glm4_moe_lite-tied": {"model_type": "glm4_moe_lite", "q_lora_rank": None, "rms_norm_eps": 1e-6, **LATENT, **TIED},
@@ -176,6 +181,7 @@ ONLY_HERE = (
     "ernie4_5_moe",
     "minimax_m2",
     "olmoe",
+    "qwen3-biased",
 )
 IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
 """Those with a layout of Megatron."""

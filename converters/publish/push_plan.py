@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from converters.assets import why_not
 from converters.publish import card
+from converters.trusted import require_inside, why_not
 from formats.errors import SourceError, UsageError, VerificationError, short
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -144,7 +144,7 @@ def _walk(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str, 
             elif not shown.isprintable():
                 raise SourceError(f"{folder} holds a file whose name cannot be sent: {short(shown)}")
             else:
-                yield shown, path
+                yield shown, require_inside(path, folder)
 
 
 def _irregular(path: Path) -> str:

@@ -5,17 +5,18 @@ To add one, copy the nearest file, change its table, and add its golden tests (C
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 from formats.errors import UnsupportedError, short
-from formats.layout import Rule
+from formats.layout import BIASES, Rule
 
 FAMILY_FILE = "family.toml"
 """Beside a config.json: the family of the user's own that the model was converted with."""
@@ -47,6 +48,8 @@ class Facts(NamedTuple):
     router: str = ""
 
 
+IN_MEGATRON = ((), ("qkv_bias",), ("mlp_bias", "output_bias", "qkv_bias"))
+"""The biases that Megatron can have: none, `add_qkv_bias`, and `add_bias_linear`, which is every linear layer's."""
 EXPERTS = frozenset({"router", "router_bias", "shared_up", "shared_router"})
 """The tensors that tell one mixture of experts from another."""
 
@@ -71,12 +74,15 @@ class Family:
         window: the config key of its sliding window, if it has one, and what transformers assumes.
         keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
         defaults: setting: what transformers assumes of those, and the key/value heads of all its models, if not heads.
+        biases: config keys that turn biases on: the conditions of layout that then hold, and what transformers assumes.
         own: config keys that change what the model computes and that no other format has, and what transformers
             assumes (None where that depends on others). A family with such keys has an `only_here`, but for GPT-OSS.
         only_here: why Megatron cannot hold the model; empty where it can.
         router: how a mixture of experts makes weights of the router's scores: `softmax` or `sigmoid`.
-        full_until: the config key that says how many layers have full attention, and what transformers assumes; the
-            model may not have more.
+        full_until: the config key that says how many layers have full attention where `layer_types` does not, and what
+            transformers assumes; the model may not have more. No key: none has.
+        switch: the config key that turns a sliding window on, false where it is absent, in a family of which only models
+            without a window are supported; `window_default` and `full_until` then say which these are.
         file: the file of the user's that it was read from.
     """
 
@@ -96,21 +102,36 @@ class Family:
     window_default: int | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    biases: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     own: Mapping[str, Any] = field(default_factory=dict)
     only_here: str = ""
     router: str = ""
     full_until: tuple[str, int] | None = None
+    switch: str = ""
     file: Path | None = field(default=None, compare=False)
 
     @cached_property
     def holds(self) -> frozenset[str]:
-        """The logical tensors that its models can have."""
-        return frozenset(name for rule in self.tensors for name in rule.pattern.tensors)
+        """The logical tensors that its models can have, without biases of which it leaves the choice."""
+        return self._held(frozenset())
+
+    def _held(self, biases: Collection[str]) -> frozenset[str]:
+        rules = (rule for rule in self.tensors if rule.conditions & BIASES <= set(biases))
+        return frozenset(name for rule in rules for name in rule.pattern.tensors)
+
+    def biases_of(self, said: Mapping[str, bool]) -> tuple[str, ...]:
+        """The conditions of layout that hold for a model with these values of the keys of `biases`."""
+        held = (names for key, (names, usual) in self.biases.items() if said.get(key, usual))
+        return tuple(sorted(name for names in held for name in names.split()))
 
     @cached_property
     def facts(self) -> Facts:
-        """What its tensors and keys tell of its models."""
-        held = self.holds
+        """What its tensors and keys tell of its models, without biases of which it leaves the choice."""
+        return self.facts_with(frozenset())
+
+    def facts_with(self, biases: Collection[str]) -> Facts:
+        """What its tensors and keys tell of its models with such biases."""
+        held = self._held(biases)
         return Facts(
             qkv_bias="query_bias" in held,
             qk_norm="query_norm" in held,
@@ -131,13 +152,21 @@ class Family:
 
     def fits(self, facts: Facts) -> bool:
         """Whether a model of Megatron with these facts can belong to the family. It need not use all that it may."""
-        own, biased = self.facts, facts.qkv_bias or facts.biased
-        free = ("window", "layered", "partial", "nope")
-        return (
-            not self.only_here
-            and all(getattr(own, name) or not getattr(facts, name) for name in free)
-            and own == facts._replace(qkv_bias=biased, **{name: getattr(own, name) for name in free})
-        )
+        return self.chosen(facts) is not None
+
+    def chosen(self, facts: Facts) -> tuple[str, ...] | None:
+        """The biases of a model with these facts, of those that the family leaves the choice of; None where none fit."""
+        biased, free = facts.qkv_bias or facts.biased, ("window", "layered", "partial", "nope")
+        for values in () if self.only_here else product((False, True), repeat=len(self.biases)):
+            chosen = self.biases_of(dict(zip(self.biases, values, strict=True)))
+            own = self.facts_with(chosen)
+            if (
+                chosen in IN_MEGATRON
+                and all(getattr(own, name) or not getattr(facts, name) for name in free)
+                and own == facts._replace(qkv_bias=biased, **{name: getattr(own, name) for name in free})
+            ):
+                return chosen
+        return None
 
 
 def family_named(name: str) -> Family:

@@ -2,12 +2,12 @@
 
 from formats.families import Family
 from formats.families.llama import TABLE
-from formats.layout import rules
+from formats.layout import BIASES, rules
 
 FAMILY = Family(
     name="cwm",
     architecture="CwmForCausalLM",
-    tensors=rules(TABLE),
+    tensors=rules(TABLE, without=BIASES),
     requires={"hidden_act": "silu", "mlp_bias": False},
     rope_theta=1000000.0,
     head_dim=128,

@@ -59,5 +59,6 @@ FAMILY = Family(
         "router_top_groups": 1,
     },
     router="sigmoid",
+    window_default=4096,
     full_until=("max_window_layers", 62),
 )

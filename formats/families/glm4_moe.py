@@ -10,11 +10,11 @@ from formats.layout import rules
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden
 model.layers.{layer}.self_attn.q_proj.weight                   query: (group head half pair) hidden
-model.layers.{layer}.self_attn.q_proj.bias                     query_bias: (group head half pair)
+model.layers.{layer}.self_attn.q_proj.bias                     query_bias: (group head half pair)      qkv_bias
 model.layers.{layer}.self_attn.k_proj.weight                   key: (group half pair) hidden
-model.layers.{layer}.self_attn.k_proj.bias                     key_bias: (group half pair)
+model.layers.{layer}.self_attn.k_proj.bias                     key_bias: (group half pair)             qkv_bias
 model.layers.{layer}.self_attn.v_proj.weight                   value: (group dim) hidden
-model.layers.{layer}.self_attn.v_proj.bias                     value_bias: (group dim)
+model.layers.{layer}.self_attn.v_proj.bias                     value_bias: (group dim)                 qkv_bias
 model.layers.{layer}.self_attn.o_proj.weight                   output: hidden (group head dim)
 model.layers.{layer}.self_attn.q_norm.weight                   query_norm: (half pair)
 model.layers.{layer}.self_attn.k_norm.weight                   key_norm: (half pair)
@@ -44,7 +44,8 @@ FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     tensors=rules(TABLE),
     drops=(r"model\.layers\.(?:46|92)\..*",),
-    marks={"attention_bias": True, "use_qk_norm": True},
+    marks={"use_qk_norm": True},
+    biases={"attention_bias": ("qkv_bias", False)},
     requires={"hidden_act": "silu"},
     keys={**dots1.FAMILY.keys, "rotary_fraction": "partial_rotary_factor"},
     defaults={

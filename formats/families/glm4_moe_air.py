@@ -11,6 +11,6 @@ FAMILY = replace(
     glm4_moe.FAMILY,
     name="glm4_moe_air",
     tensors=rules(TABLE),
-    marks={"attention_bias": True},
+    marks={},
     requires={"hidden_act": "silu", "use_qk_norm": False},
 )

@@ -2,12 +2,12 @@
 
 from formats.families import Family
 from formats.families.llama import TABLE
-from formats.layout import rules
+from formats.layout import BIASES, rules
 
 FAMILY = Family(
     name="granite",
     architecture="GraniteForCausalLM",
-    tensors=rules(TABLE),
+    tensors=rules(TABLE, without=BIASES),
     requires={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     own={"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
     only_here="megatron-core multiplies neither embeddings nor residuals nor logits",

@@ -6,12 +6,19 @@ from formats.layout import rules
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
 model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
+model.layers.{layer}.self_attn.q_proj.bias               query_bias: (group head half pair)  qkv_bias
 model.layers.{layer}.self_attn.k_proj.weight             key: (group half pair) hidden
+model.layers.{layer}.self_attn.k_proj.bias               key_bias: (group half pair)   qkv_bias
 model.layers.{layer}.self_attn.v_proj.weight             value: (group dim) hidden
+model.layers.{layer}.self_attn.v_proj.bias               value_bias: (group dim)     qkv_bias
 model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
+model.layers.{layer}.self_attn.o_proj.bias               output_bias: hidden         output_bias
 model.layers.{layer}.mlp.gate_proj.weight                gate: ffn hidden
+model.layers.{layer}.mlp.gate_proj.bias                  gate_bias: ffn              mlp_bias
 model.layers.{layer}.mlp.up_proj.weight                  up: ffn hidden
+model.layers.{layer}.mlp.up_proj.bias                    up_bias: ffn                mlp_bias
 model.layers.{layer}.mlp.down_proj.weight                down: hidden ffn
+model.layers.{layer}.mlp.down_proj.bias                  down_bias: hidden           mlp_bias
 model.layers.{layer}.input_layernorm.weight              input_norm: hidden
 model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
 model.norm.weight                                        final_norm: hidden
@@ -24,6 +31,7 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     tensors=rules(TABLE),
     drops=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
-    requires={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    requires={"hidden_act": "silu"},
+    biases={"attention_bias": ("qkv_bias output_bias", False), "mlp_bias": ("mlp_bias", False)},
     mha=True,
 )

@@ -2,12 +2,12 @@
 
 from formats.families import Family
 from formats.families.llama import TABLE
-from formats.layout import rules
+from formats.layout import BIASES, rules
 
 FAMILY = Family(
     name="mistral",
     architecture="MistralForCausalLM",
-    tensors=rules(TABLE),
+    tensors=rules(TABLE, without=BIASES),
     requires={"hidden_act": "silu"},
     window="sliding_window",
     window_default=4096,

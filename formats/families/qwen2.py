@@ -26,5 +26,8 @@ FAMILY = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     tensors=rules(TABLE),
-    requires={"hidden_act": "silu", "use_sliding_window": False},
+    requires={"hidden_act": "silu"},
+    switch="use_sliding_window",
+    window_default=4096,
+    full_until=("max_window_layers", 28),
 )

@@ -6,9 +6,13 @@ from formats.layout import rules
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
 model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
+model.layers.{layer}.self_attn.q_proj.bias               query_bias: (group head half pair)  qkv_bias
 model.layers.{layer}.self_attn.k_proj.weight             key: (group half pair) hidden
+model.layers.{layer}.self_attn.k_proj.bias               key_bias: (group half pair)   qkv_bias
 model.layers.{layer}.self_attn.v_proj.weight             value: (group dim) hidden
+model.layers.{layer}.self_attn.v_proj.bias               value_bias: (group dim)     qkv_bias
 model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
+model.layers.{layer}.self_attn.o_proj.bias               output_bias: hidden         output_bias
 model.layers.{layer}.self_attn.q_norm.weight             query_norm: (half pair)
 model.layers.{layer}.self_attn.k_norm.weight             key_norm: (half pair)
 model.layers.{layer}.mlp.gate_proj.weight                gate: ffn hidden
@@ -25,6 +29,10 @@ FAMILY = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     tensors=rules(TABLE),
-    requires={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    requires={"hidden_act": "silu"},
+    biases={"attention_bias": ("qkv_bias output_bias", False)},
+    switch="use_sliding_window",
+    window_default=4096,
+    full_until=("max_window_layers", 28),
     head_dim=128,
 )

@@ -31,7 +31,9 @@ FAMILY = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     tensors=rules(TABLE),
-    requires={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    requires={"hidden_act": "silu", "attention_bias": False},
+    switch="use_sliding_window",
+    window_default=4096,
     keys={
         "experts": "num_experts num_local_experts",
         "top_k": "num_experts_per_tok",

@@ -90,6 +90,27 @@ def test_killed_at_any_moment_and_run_again(tmp_path, expected):
     assert outputs(tmp_path, "P") == expected
 
 
+def test_a_worker_that_outlives_a_killed_run_writes_into_no_other(tmp_path, expected):
+    """It has taken a range from the pipe and opens its files only while the next run has the same range ready."""
+    corpus(tmp_path / "in.jsonl")
+    slow = "import time\nimport train.data.workers as w\nencode = w.encode_range\n"
+    slow += f"def later(*a):\n    open({str(tmp_path / 'taken')!r}, 'w').close()\n    time.sleep(3)\n"
+    slow += "    return encode(*a)\n"
+    killed = spawn(words_of(tmp_path, "P"), f"{slow}w.encode_range = later\n")
+    for _ in range(600):
+        if (tmp_path / "taken").exists():
+            break
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
+    wait = "import time\nfirst = t._first_of\ndef later(*a):\n    t._first_of = first\n    time.sleep(5)\n"
+    wait += "    return first(*a)\n"
+    ran = spawn(words_of(tmp_path, "P"), f"{wait}t._first_of = later\n")
+    _, err = ran.communicate(timeout=120)
+    assert ran.returncode == 0, err
+    assert outputs(tmp_path, "P") == expected
+
+
 @pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGUSR1)])
 def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected, send, number):
     """To it alone, or to its workers too, as Slurm and timeout do."""

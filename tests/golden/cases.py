@@ -50,7 +50,18 @@ EVERY = tuple(
     if name not in EXPERTS
 )
 
-TE = ("llama", "qwen2", "qwen3", "starcoder2", "gpt2", "nemotron", "arcee-tied", "mixtral", "qwen2_moe-tied")
+TE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "starcoder2",
+    "gpt2",
+    "nemotron",
+    "arcee-tied",
+    "llama-biased",
+    "mixtral",
+    "qwen2_moe-tied",
+)
 
 TOPOLOGIES = {
     "tp1": Topology(1, 1, 1, "local", (*EVERY, Case("mixtral"), Case("dots1-tied"))),
@@ -70,7 +81,12 @@ TOPOLOGIES = {
     "pp3-empty": Topology(1, 3, 1, "local", (Case("llama"),), ("--pp-layout", "Etttt||L")),
     "ep2": Topology(1, 1, 1, "local", tuple(Case(name) for name in EXPERTS if "-" not in name), ep=2),
     "tp2-ep2": Topology(
-        2, 1, 1, "te", (Case("qwen2_moe"), Case("qwen3_moe-tied"), Case("dots1-tied"), Case("glm4_moe")), ep=2
+        2,
+        1,
+        1,
+        "te",
+        (Case("qwen2_moe"), Case("qwen3_moe-tied"), Case("dots1-tied"), Case("glm4_moe"), Case("glm4_moe-plain")),
+        ep=2,
     ),
     "tp2-ep2-etp1": Topology(
         2, 1, 1, "local", (Case("mixtral-tied"), Case("dots1", "bfloat16"), Case("hy_v3")), ep=2, etp=1

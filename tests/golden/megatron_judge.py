@@ -306,6 +306,18 @@ def rope_arguments(c: PreTrainedConfig) -> dict[str, Any]:
     return {**both, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
 
 
+def biases(c: PreTrainedConfig) -> dict[str, bool]:
+    """Which linear layers have biases (transformer/attention.py, of linear_qkv and linear_proj; transformer/mlp.py)."""
+    query = getattr(c, "attention_bias", c.model_type in ("gpt2", "starcoder2", "qwen2", "qwen2_moe"))
+    output = {"seed_oss": "attention_out_bias", "glm4_moe": "none"}.get(c.model_type, "attention_bias")
+    output_bias = getattr(c, output, c.model_type in ("gpt2", "starcoder2"))
+    mlp = getattr(c, "mlp_bias", c.model_type in ("gpt2", "starcoder2", "gpt_oss"))
+    every = query and output_bias and mlp
+    if (output_bias or mlp) and not every:
+        raise JudgementError("megatron-core has no biases in some linear layers alone, but for query, key and value")
+    return {"add_bias_linear": every, "add_qkv_bias": query and (not every or c.model_type == "gpt_oss")}
+
+
 def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
     """What describes the model under the same name in TransformerConfig and in a checkpoint's args."""
     plain, tiny, layer_norm = c.model_type in PLAIN, expert_fields(c), c.model_type in PLAIN[1:]
@@ -319,11 +331,7 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         ffn = c.moe_intermediate_size if c.model_type == "solar_open" else ffn  # which is the width of nothing else
         dropouts = getattr(c, "residual_dropout", 0.0), getattr(c, "attention_dropout", 0.0)
         epsilon = next(getattr(c, name) for name in EPSILONS if hasattr(c, name))
-    oss, biased = c.model_type == "gpt_oss", c.model_type in ("gpt_oss", "seed_oss", "jais2", "glm4_moe")
     rotates = getattr(c, "no_rope_layers", None)
-    said = getattr(c, "attention_bias", False), getattr(c, "mlp_bias", False)
-    if said != (biased, c.model_type == "jais2"):
-        raise JudgementError("attention_bias and mlp_bias are beyond this judge")
     return {
         "num_layers": c.num_hidden_layers,
         "hidden_size": c.hidden_size,
@@ -336,8 +344,7 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "layernorm_epsilon": epsilon,
         "normalization": "LayerNorm" if layer_norm else "RMSNorm",
         "layernorm_zero_centered_gamma": c.model_type == "nemotron",
-        "add_bias_linear": c.model_type in ("gpt2", "jais2", "starcoder2") or oss,
-        "add_qkv_bias": c.model_type in ("qwen2", "qwen2_moe", "gpt_oss", "seed_oss", "glm4_moe"),
+        **biases(c),
         "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", "hy_v3", *LATENT)
         or getattr(c, "use_qk_norm", False),
         "window_attn_skip_freq": window_fields(c).get("window_attn_skip_freq"),
@@ -345,7 +352,7 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "hidden_dropout": dropouts[0],
         "attention_dropout": dropouts[1],
         **tiny,
-        **(gpt_oss_fields(c) if oss else {}),
+        **(gpt_oss_fields(c) if c.model_type == "gpt_oss" else {}),
     }
 
 

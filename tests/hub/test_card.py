@@ -168,9 +168,9 @@ def test_a_bomb_of_aliases_is_no_trouble(tiny):
 
 
 def test_names_do_not_break_the_table(tiny):
-    (tiny / "a|b`c.txt").write_text("x")
+    (tiny / "a|b`c.md").write_text("x")
     plan = plan_push(tiny, "acme/m")
-    assert "| a\\|b\\`c.txt | 1 |" in plan.card
+    assert "| a\\|b\\`c.md | 1 |" in plan.card
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -199,10 +199,10 @@ def test_what_cannot_be_sent_is_said(tiny, tmp_path):
     with pytest.raises(SourceError, match=r"tokenizer\.json is a broken link"):
         plan_push(tiny, "acme/m")
     (tiny / "tokenizer.json").unlink()
-    (tiny / "two\nlines").write_text("")
+    (tiny / "two\nlines.md").write_text("")
     with pytest.raises(SourceError, match="name cannot be sent"):
         plan_push(tiny, "acme/m")
-    (tiny / "two\nlines").unlink()
+    (tiny / "two\nlines.md").unlink()
     (tiny / "model.safetensors").unlink()
     with pytest.raises(SourceError, match=r"no \*\.safetensors"):
         plan_push(tiny, "acme/m")

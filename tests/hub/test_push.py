@@ -100,7 +100,7 @@ def test_a_second_push_sends_no_object(hub, push, converted):
     assert json.loads(ran.out)["commit"] == first
 
 
-def test_links_and_what_stays_at_home(hub, push, folder, tmp_path):
+def test_links_and_what_stays_at_home(hub, push, folder):
     for name in (
         ".env",
         "model-9.safetensors.partial",
@@ -111,14 +111,14 @@ def test_links_and_what_stays_at_home(hub, push, folder, tmp_path):
     ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("secret")
-    (folder / "config.json").rename(tmp_path / "elsewhere.json")
-    (folder / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    (folder / "NOTICE").write_text("ours")
+    (folder / "LICENSE").symlink_to("NOTICE")
     (folder / "loop").symlink_to(folder)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/tool [1].jinja").write_text("{{ messages }}")
     assert push(folder, "acme/m").code == 0
     held = hub.store.content("acme/m")
-    assert held["config.json"] == (tmp_path / "elsewhere.json").read_bytes()
+    assert held["LICENSE"] == b"ours"
     assert held["additional_chat_templates/tool [1].jinja"] == b"{{ messages }}"
     assert b"secret" not in held.values()
     assert not [name for name in held if name.startswith("loop")]

@@ -211,7 +211,6 @@ def test_its_matrices_are_input_by_output(model, convert, tmp_path):
         ("falcon-40b", {"parallel_attn": False}, "parallel_attn = False"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
-        ("glm4_moe", {"attention_bias": False}, "attention_bias = False is not supported for glm4_moe, only True"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias = True is not supported"),
     ],

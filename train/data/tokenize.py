@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as Waited
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import mkdtemp
 from time import monotonic
 from typing import Any
 
@@ -34,6 +35,8 @@ from train.data.workers import EXAMPLES, UNTRAINED, Job, Part, Workers
 
 STREAMS = ("bin", "sizes", "mask")
 """What is appended to: tokens, int32 sizes of documents, and the loss mask of a chat template, or the roles of bins."""
+PARTS = "parts-"
+"""Where workers leave ranges: a folder of this run alone, as a worker may outlive the one that was killed."""
 EVERY = 5.0
 """Seconds between two notes of how far the work is."""
 AHEAD = 4
@@ -172,8 +175,8 @@ def _resumed(request: Request) -> Done:
     for stream in STREAMS:
         with (request.staging / stream).open("ab") as file:
             file.truncate(done.lengths[stream])
-    shutil.rmtree(request.staging / "parts", ignore_errors=True)
-    (request.staging / "parts").mkdir()
+    for left in request.staging.glob(f"{PARTS}*"):
+        shutil.rmtree(left, ignore_errors=True)
     return done
 
 
@@ -191,6 +194,7 @@ def _length(path: Path) -> int:
 def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Done:
     """Let workers encode the ranges that are left, and append them in order."""
     parts, staging = request.parts, request.staging
+    folder = Path(mkdtemp(prefix=PARTS, dir=staging))
     with ExitStack() as stack:
         progress = stack.enter_context(Progress("tokenizing", parts.nbytes, request.quiet))
         progress.advance(sum(parts.size(parts[number]) for number in range(done.ranges)))
@@ -200,7 +204,7 @@ def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Do
         asked, noted = done.ranges, monotonic()
         while done.ranges < len(parts) and _grave(done) is None:
             while asked < len(parts) and len(waiting) < AHEAD * request.workers:
-                waiting.append(workers.submit(parts[asked], staging / "parts" / str(asked)))
+                waiting.append(workers.submit(parts[asked], folder / str(asked)))
                 asked += 1
             part = _first_of(waiting, stopped)
             if part is None:
@@ -210,7 +214,7 @@ def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Do
                     f"stopped behind {done.ranges} of {len(parts)} ranges", "run the same command again to go on"
                 )
             for stream in STREAMS:
-                _move(staging / "parts" / f"{done.ranges}.{stream}", files[stream])
+                _move(folder / f"{done.ranges}.{stream}", files[stream])
             done = _counted(done, part, parts)
             progress.advance(parts.size(parts[done.ranges - 1]))
             if monotonic() - noted > EVERY:

@@ -25,6 +25,7 @@ class Settings:
         tag: which of the checkpoints in a run of DeepSpeed.
         weights: `module`, or what the optimizer keeps of each parameter: `fp32-master`, `exp_avg` or `exp_avg_sq`.
         gqa_layout: the order of query, key and value in a checkpoint of GPT-NeoX: `auto`, `blocked` or `grouped`.
+        accept: deviations that the user means, by the names that errors give them.
     """
 
     vocab_size: int | None = None
@@ -35,6 +36,7 @@ class Settings:
     tag: str | None = None
     weights: str | None = None
     gqa_layout: str = "auto"
+    accept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

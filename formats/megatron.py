@@ -195,7 +195,7 @@ def spec_of(
     if dialect == megatron_llm.NAME:
         spec = megatron_llm.from_args(args, settings, base, assets, iteration.name == "release", str(path))
     else:
-        spec = _with_vocab(from_megatron(args, settings.values, base, str(path)), settings, iteration)
+        spec = _with_vocab(from_megatron(args, settings.values, base, str(path), settings.accept), settings, iteration)
     if spec.vocab is not None and not spec.vocab <= padded:
         raise SourceError(
             f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",

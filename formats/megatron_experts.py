@@ -26,22 +26,8 @@ ARGS = {
 }
 """Setting: argument."""
 
-ONLY: Mapping[str, tuple[Any, ...]] = {
-    "moe_router_topk_limited_devices": (None,),
-    "moe_router_force_load_balancing": (False,),
-    "moe_expert_capacity_factor": (None,),
-    "moe_apply_probs_on_input": (False,),
-    "moe_extended_tp": (False,),
-    "moe_latent_size": (None,),
-}
-"""Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
-
-MORE = (
-    "moe_layer_freq", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
-    "moe_shared_expert_gate", "moe_router_load_balancing_type", "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)  # fmt: skip
-"""Arguments with a rule of their own."""
+BALANCING = (None, "aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+"""How loads may be balanced: by losses alone, which leave the choice of experts to their scores."""
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -59,8 +45,9 @@ def found(args: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tup
     balancing = args.get("moe_router_load_balancing_type")
     if score not in ("softmax", "sigmoid"):
         raise UnsupportedError(f"{where}: moe_router_score_function = {short(score)} is not supported")
-    if balancing == "sinkhorn" or (isinstance(balancing, list) and "sinkhorn" in balancing):
-        raise UnsupportedError(f"{where}: moe_router_load_balancing_type = sinkhorn is not supported")
+    for kind in balancing if isinstance(balancing, list) else [balancing]:
+        if kind not in BALANCING:
+            raise UnsupportedError(f"{where}: moe_router_load_balancing_type = {short(kind)} is not supported")
     settings: dict[str, Any] = {name: args.get(key) for name, key in ARGS.items()}
     settings["expert_ffn"] = settings["expert_ffn"] or values.get("ffn")
     single = settings["top_k"] == 1
@@ -145,22 +132,17 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
         if holds:
             raise RefusedError(f"megatron-core cannot compute this {spec.family}: {reason}")
     sparse = spec.sparse_layers
-    only = {name: allowed[0] for name, allowed in ONLY.items()}
-    return (
-        {key: held[name] for name, key in ARGS.items()}
-        | only
-        | {
-            "moe_ffn_hidden_size": spec.expert_ffn or spec.ffn,
-            "moe_router_num_groups": held["router_groups"] if grouped else None,
-            "moe_router_group_topk": held["router_top_groups"] if grouped else None,
-            "moe_router_topk_scaling_factor": held["router_scale"] if held["router_scale"] != 1.0 else None,
-            "moe_router_score_function": family.router,
-            "moe_router_pre_softmax": not sigmoid and not normalized,
-            "moe_router_enable_expert_bias": "router_bias" in family.facts.experts,
-            "moe_shared_expert_gate": "shared_router" in family.facts.experts,
-            "moe_layer_freq": [int(layer in sparse) for layer in range(spec.layers)] if spec.mixed else 1,
-        }
-    )
+    return {key: held[name] for name, key in ARGS.items()} | {
+        "moe_ffn_hidden_size": spec.expert_ffn or spec.ffn,
+        "moe_router_num_groups": held["router_groups"] if grouped else None,
+        "moe_router_group_topk": held["router_top_groups"] if grouped else None,
+        "moe_router_topk_scaling_factor": held["router_scale"] if held["router_scale"] != 1.0 else None,
+        "moe_router_score_function": family.router,
+        "moe_router_pre_softmax": not sigmoid and not normalized,
+        "moe_router_enable_expert_bias": "router_bias" in family.facts.experts,
+        "moe_shared_expert_gate": "shared_router" in family.facts.experts,
+        "moe_layer_freq": [int(layer in sparse) for layer in range(spec.layers)] if spec.mixed else 1,
+    }
 
 
 def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:

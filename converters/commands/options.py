@@ -114,6 +114,8 @@ def reading_of(*formats: str) -> Callable[[Command], Command]:
         click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
                      help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000 (JSON, or "
                           "none)."),
+        click.option("--accept", multiple=True, metavar="NAME",
+                     help="Convert in spite of a deviation, by the name that the refusal gives it."),
         own_family,
     )  # fmt: skip
 
@@ -334,4 +336,5 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options.get("tag"),
         options.get("weights"),
         options["gqa_layout"],
+        options["accept"],
     )

@@ -290,6 +290,8 @@ class Options:
         first_layers: layers of the first stage, where it has not as many as the others.
         last_layers: the same for the last stage.
         layout: the pipeline in Megatron's words, such as `Et*3|(tt|)*29L`; it must have pp * vpp entries.
+        turn: rows of gate and of up that are in turn in an expert; 0 where one is after the other.
+        shared_turn: the same of shared experts.
     """
 
     tp: int = 1
@@ -304,6 +306,8 @@ class Options:
     ep: int = 1
     etp: int | None = None
     experts: str | None = None
+    turn: int = 0
+    shared_turn: int = 0
 
     @property
     def pipeline(self) -> Pipeline:
@@ -313,7 +317,7 @@ class Options:
     @property
     def mesh(self) -> megatron_experts.Mesh:
         """How the tensors of a pipeline stage are cut."""
-        return megatron_experts.Mesh(self.tp, self.ep, self.etp or self.tp)
+        return megatron_experts.Mesh(self.tp, self.ep, self.etp or self.tp, self.turn, self.shared_turn)
 
 
 def main_dtype(dtypes: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from formats import (
 )
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, Facts, family_named
-from formats.megatron_fields import FIELDS
+from formats.megatron_fields import ASSUMED, FIELDS
 from formats.pickles import DTYPES, Dtype, keeps
 from formats.pipeline import Pipeline
 from formats.spec import ModelSpec, checked, differences, some_layers, whole
@@ -337,6 +337,7 @@ def namespace(
     uneven = (options.first_layers, options.last_layers, options.layout) != (None, None, None)
     per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 and not uneven else None
     base = {
+        **ASSUMED,
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
         "tokenizer_type": None,

@@ -312,6 +312,8 @@ def _parsed(text: str) -> Iterator[Field]:
 
 
 FIELDS: Mapping[str, Field] = {field.name: field for field in _parsed(FIELDS_TEXT)}
+ASSUMED = {field.name: field.values[0] for field in FIELDS.values() if field.values and field.values[0] is not None}
+"""What the tables assume, where it is a value: what is written says so."""
 
 
 def require_understood(

@@ -110,6 +110,8 @@ def _run(name: str) -> Path:
     source = build(folder / "hf", name, "float32", num_hidden_layers=2)
     code, said = _convert("hf2megatron", source, folder / "run", "--norm", "local")
     assert code == 0, said
+    answer = _judged({"run": str(folder / "run"), "hf": str(source)})
+    assert answer["word"] == "right", f"{name} as it is: {answer}"
     return folder / "run"
 
 
@@ -255,7 +257,7 @@ def _megatron(args: Any) -> Any:
     config = kind(**fields)
     return GPTModel(
         config=config,
-        transformer_layer_spec=judge.layer_spec(config),
+        transformer_layer_spec=judge.layer_spec(config, None),
         vocab_size=said["padded_vocab_size"],
         max_sequence_length=said["max_position_embeddings"],
         parallel_output=False,

@@ -288,7 +288,8 @@ def _check_space(target: Target, request: Request) -> None:
 
 def _reopened(plan: Plan, request: Request) -> Plan:
     """A plan that reads the output with its own reader, which has to find the settings that were planned."""
-    written = open_checkpoint(request.root, Settings(plan.spec.vocab, verbatim=isinstance(plan.spec, Verbatim)))
+    verbatim, accept = isinstance(plan.spec, Verbatim), plan.source.settings.accept
+    written = open_checkpoint(request.root, Settings(plan.spec.vocab, verbatim=verbatim, accept=accept))
     changed = differences(written.spec, plan.spec)
     if changed:
         raise VerificationError(

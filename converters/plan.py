@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from formats.boxes import overlap
 from formats.checkpoint import Checkpoint, Target
 from formats.errors import RefusedError, UnsupportedError
 from formats.huggingface import UNTRAINED
 from formats.layout import Placed
-from formats.pattern import Leaf, overlap
+from formats.pattern import Leaf
 from formats.spec import Spec
 from formats.storage import DTYPES, FLOATS, Fragment
 

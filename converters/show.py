@@ -17,7 +17,7 @@ from formats import (
     fsdp,
     fsdp_optim,
     hf_config,
-    megatron_args,
+    megatron_fields,
     megatron_llm,
     megatron_resume,
     neox,
@@ -212,8 +212,7 @@ def _residue(source: Checkpoint) -> dict[str, list[str]]:
     if source.assets:
         found["config.json"] = hf_config.residue(read_json(source.assets / "config.json"))
     if "args" in source.extra:
-        known = megatron_llm if _dialect(source) == megatron_llm.NAME else megatron_args
-        found["args"] = known.residue(source.extra["args"])
+        found["args"] = megatron_fields.residue(source.extra["args"])
     return {name: keys for name, keys in found.items() if keys}
 
 

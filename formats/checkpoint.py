@@ -26,6 +26,7 @@ class Settings:
         weights: `module`, or what the optimizer keeps of each parameter: `fp32-master`, `exp_avg` or `exp_avg_sq`.
         allow_missing: names, or patterns of them, in which a model without a table may differ from its config's.
         gqa_layout: the order of query, key and value in a checkpoint of GPT-NeoX: `auto`, `blocked` or `grouped`.
+        accept: deviations that the user means, by the names that errors give them.
     """
 
     vocab_size: int | None = None
@@ -37,6 +38,7 @@ class Settings:
     weights: str | None = None
     gqa_layout: str = "auto"
     allow_missing: tuple[str, ...] = ()
+    accept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,17 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from formats import megatron_experts, megatron_gpt_oss, megatron_mla, megatron_plain, megatron_rotary
+from formats import (
+    megatron_experts,
+    megatron_fields,
+    megatron_gpt_oss,
+    megatron_mla,
+    megatron_plain,
+    megatron_rotary,
+)
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, IN_MEGATRON, Facts, family_named
+from formats.megatron_fields import ASSUMED, FIELDS
 from formats.pickles import DTYPES, Dtype, keeps
 from formats.pipeline import Pipeline
 from formats.spec import ModelSpec, checked, differences, some_layers, whole
@@ -43,45 +51,16 @@ GATED: Mapping[str, tuple[Any, ...]] = {
 }
 """What sets the descendants of Llama apart; the first value is also what an absent argument means."""
 
-MEGATRON_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("rope", "learned_absolute", "yarn"),
-    "rotary_interleaved": (False,),
-    "apply_layernorm_1p": (False,),
-    "layernorm_zero_centered_gamma": (False,),
-    "squared_relu": (False,),
-    "glu_linear_offset": (0.0,),
-    "activation_func_clamp_value": (None,),
-    "quick_geglu": (False,),
-    "qk_l2_norm": (False,),
-    "attention_output_gate": (False,),
-    "multi_latent_attention": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "softmax_type": ("vanilla",),
-    "mtp_num_layers": (None, 0),
-    "linear_attention_freq": (None,),
-    "experimental_attention_variant": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "is_hybrid_model": (False,),
-    "use_mup": (False,),
-    "enable_gpt_oss": (False,),  # a YaRN of its own (megatron/post_training/model_builder.py)
-}
-"""Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
-
 USUAL = ("llama", "mistral", "starcoder2")
 """What a model without a config is, of several families that Megatron does not tell apart."""
 
-MORE_SETTINGS = (
-    "group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "window_size",
-    "window_attn_skip_freq", "no_rope_freq", "true_vocab_size", "padded_vocab_size", "bias_gelu_fusion",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    *megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE, *megatron_rotary.ARGS,
-    *megatron_mla.MORE, *megatron_rotary.LATENT.values(),
-)  # fmt: skip
-"""Arguments with a rule of their own, below."""
-
 
 def from_megatron(
-    args: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None, where: str
+    args: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    base: ModelSpec | None,
+    where: str,
+    accept: Collection[str] = (),
 ) -> ModelSpec:
     """Read the `args` of a Megatron checkpoint.
 
@@ -90,6 +69,7 @@ def from_megatron(
         settings: values that overrule it.
         base: the spec of the Hugging Face config that travels with the checkpoint, if there is one.
         where: what to call the file in an error.
+        accept: arguments that the user names, to be taken as if they were at a value that is understood.
 
     Raises:
         SourceError: a setting is missing.
@@ -100,13 +80,13 @@ def from_megatron(
     args = {**args, "position_embedding_type": "rope"} if rotary else args
     sinks = megatron_gpt_oss.here(args)
     plain = megatron_plain.here(args) and not sinks
-    only = {**MEGATRON_ONLY, **(megatron_gpt_oss.ONLY if sinks else megatron_plain.ONLY if plain else GATED)}
-    only |= {} if args.get("num_experts") is None else megatron_experts.ONLY
-    only = {name: allowed for name, allowed in only.items() if not (sinks and name in megatron_gpt_oss.READ)}
     latent = megatron_mla.here(args)
+    only = {**(megatron_gpt_oss.ONLY if sinks else megatron_plain.ONLY if plain else GATED)}
     only |= megatron_mla.ONLY if latent else {}
+    understood = {*only, *(megatron_gpt_oss.READ if sinks else ())}
+    notes = megatron_fields.require_understood(args, where, understood=understood, accept=accept)
     require_only(args, only, where)
-    values = found_in(args, MEGATRON)
+    values = found_in(args, MEGATRON) | {"notes": notes}
     if not args.get("group_query_attention") or values["kv_heads"] is None:
         values["kv_heads"] = values["heads"]
     if values["head_dim"] is None:
@@ -158,7 +138,7 @@ def require_only(args: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], 
     """
     for name, allowed in table.items():
         value = args.get(name, allowed[0])
-        if not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in allowed):
+        if not any(megatron_fields.equal(value, known) for known in allowed):
             raise UnsupportedError(f"{where}: {name} = {short(value)} is not supported, only {allowed[0]!r}")
 
 
@@ -212,13 +192,6 @@ def agreed(
                 "decide with --set NAME=VALUE, or give the right config with --config",
             )
     return spec
-
-
-def residue(args: Mapping[str, Any]) -> list[str]:
-    """The arguments that no table knows: training settings, which `reshard` keeps and a config cannot hold."""
-    spellings = {name for names in MEGATRON.values() for name in names.split()}
-    known = {*spellings, *MEGATRON_ONLY, *megatron_plain.ONLY, *MORE_SETTINGS}
-    return sorted(name for name in set(args) - known if isinstance(name, str))
 
 
 def _window(window: Any, where: str) -> int | None:
@@ -275,7 +248,7 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
     args: dict[str, Any] = {
         name: getattr(spec, setting) for setting, names in MEGATRON.items() for name in names.split()
     }
-    args |= {name: allowed[0] for name, allowed in {**MEGATRON_ONLY, **GATED}.items()}
+    args |= {name: allowed[0] for name, allowed in GATED.items()}
     args |= {"add_bias_linear": facts.biased, "disable_bias_linear": not facts.biased}
     args |= megatron_plain.arguments(spec) if facts.plain else {}
     theta = 10000 if spec.rope_theta is None else spec.rope_theta  # a default that learned positions do not heed
@@ -334,6 +307,8 @@ class Options:
         first_layers: layers of the first stage, where it has not as many as the others.
         last_layers: the same for the last stage.
         layout: the pipeline in Megatron's words, such as `Et*3|(tt|)*29L`; it must have pp * vpp entries.
+        turn: rows of gate and of up that are in turn in an expert; 0 where one is after the other.
+        shared_turn: the same of shared experts.
     """
 
     tp: int = 1
@@ -348,6 +323,8 @@ class Options:
     ep: int = 1
     etp: int | None = None
     experts: str | None = None
+    turn: int = 0
+    shared_turn: int = 0
 
     @property
     def pipeline(self) -> Pipeline:
@@ -357,7 +334,7 @@ class Options:
     @property
     def mesh(self) -> megatron_experts.Mesh:
         """How the tensors of a pipeline stage are cut."""
-        return megatron_experts.Mesh(self.tp, self.ep, self.etp or self.tp)
+        return megatron_experts.Mesh(self.tp, self.ep, self.etp or self.tp, self.turn, self.shared_turn)
 
 
 def main_dtype(dtypes: Iterable[str]) -> str:
@@ -372,10 +349,12 @@ def namespace(
 ) -> dict[str, Any]:
     """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
     kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
+    kept = {name: value for name, value in kept.items() if name not in FIELDS or not FIELDS[name].same}
     torch_name = main_dtype(dtypes)
     uneven = (options.first_layers, options.last_layers, options.layout) != (None, None, None)
     per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 and not uneven else None
     base = {
+        **ASSUMED,
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
         "tokenizer_type": None,

@@ -13,7 +13,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import family_named
-from formats.spec import EXPERTS, ModelSpec, real, some_layers
+from formats.spec import EXPERTS, ModelSpec, real, some_layers, whole
 
 ARGS = {
     "experts": "num_experts",
@@ -26,22 +26,13 @@ ARGS = {
 }
 """Setting: argument."""
 
-ONLY: Mapping[str, tuple[Any, ...]] = {
-    "moe_router_topk_limited_devices": (None,),
-    "moe_router_force_load_balancing": (False,),
-    "moe_expert_capacity_factor": (None,),
-    "moe_apply_probs_on_input": (False,),
-    "moe_extended_tp": (False,),
-    "moe_latent_size": (None,),
-}
-"""Arguments that change what the model computes, and the values that have a Hugging Face counterpart here."""
+INTERLEAVE = {"turn": "moe_mlp_glu_interleave_size", "shared_turn": "moe_shared_expert_glu_interleave_size"}
+"""Rows of gate and of up that lie in turn in an expert, and in the shared ones: since 0.18, and 0.19."""
+ACTS = {"turn": "moe_grouped_gemm", "shared_turn": "use_grouped_gemm_for_shared_expert"}
+"""The argument without which each has no effect (transformer/moe/experts.py, shared_experts.py, 0.19.2)."""
 
-MORE = (
-    "moe_layer_freq", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
-    "moe_shared_expert_gate", "moe_router_load_balancing_type", "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)  # fmt: skip
-"""Arguments with a rule of their own."""
+BALANCING = (None, "aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+"""How loads may be balanced: by losses alone, which leave the choice of experts to their scores."""
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -59,8 +50,9 @@ def found(args: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tup
     balancing = args.get("moe_router_load_balancing_type")
     if score not in ("softmax", "sigmoid"):
         raise UnsupportedError(f"{where}: moe_router_score_function = {short(score)} is not supported")
-    if balancing == "sinkhorn" or (isinstance(balancing, list) and "sinkhorn" in balancing):
-        raise UnsupportedError(f"{where}: moe_router_load_balancing_type = sinkhorn is not supported")
+    for kind in balancing if isinstance(balancing, list) else [balancing]:
+        if kind not in BALANCING:
+            raise UnsupportedError(f"{where}: moe_router_load_balancing_type = {short(kind)} is not supported")
     settings: dict[str, Any] = {name: args.get(key) for name, key in ARGS.items()}
     settings["expert_ffn"] = settings["expert_ffn"] or values.get("ffn")
     single = settings["top_k"] == 1
@@ -82,6 +74,20 @@ def found(args: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tup
         "shared_router": args.get("moe_shared_expert_gate"),
     }
     return settings, frozenset(name for name, there in has.items() if there), score
+
+
+def turns_of(args: Mapping[str, Any], where: str) -> dict[str, int]:
+    """How many rows of gate and up lie in turn, by the name that patterns have for it; 0 where they do not.
+
+    Experts one by one, as the local layers have them, know no turns.
+    """
+    known = {"turn": args.get("moe_grouped_gemm") is not False and args.get("transformer_impl") != "local"}
+    known["shared_turn"] = bool(args.get(ACTS["shared_turn"]))
+    sizes = {name: args.get(key) if args.get("num_experts") is not None else None for name, key in INTERLEAVE.items()}
+    return {
+        name: whole(size, INTERLEAVE[name], where) if size is not None and known[name] else 0
+        for name, size in sizes.items()
+    }
 
 
 def _ranks_by_two(top_k: Any, groups: Any) -> bool:
@@ -145,22 +151,17 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
         if holds:
             raise RefusedError(f"megatron-core cannot compute this {spec.family}: {reason}")
     sparse = spec.sparse_layers
-    only = {name: allowed[0] for name, allowed in ONLY.items()}
-    return (
-        {key: held[name] for name, key in ARGS.items()}
-        | only
-        | {
-            "moe_ffn_hidden_size": spec.expert_ffn or spec.ffn,
-            "moe_router_num_groups": held["router_groups"] if grouped else None,
-            "moe_router_group_topk": held["router_top_groups"] if grouped else None,
-            "moe_router_topk_scaling_factor": held["router_scale"] if held["router_scale"] != 1.0 else None,
-            "moe_router_score_function": family.router,
-            "moe_router_pre_softmax": not sigmoid and not normalized,
-            "moe_router_enable_expert_bias": "router_bias" in family.facts.experts,
-            "moe_shared_expert_gate": "shared_router" in family.facts.experts,
-            "moe_layer_freq": [int(layer in sparse) for layer in range(spec.layers)] if spec.mixed else 1,
-        }
-    )
+    return {key: held[name] for name, key in ARGS.items()} | {
+        "moe_ffn_hidden_size": spec.expert_ffn or spec.ffn,
+        "moe_router_num_groups": held["router_groups"] if grouped else None,
+        "moe_router_group_topk": held["router_top_groups"] if grouped else None,
+        "moe_router_topk_scaling_factor": held["router_scale"] if held["router_scale"] != 1.0 else None,
+        "moe_router_score_function": family.router,
+        "moe_router_pre_softmax": not sigmoid and not normalized,
+        "moe_router_enable_expert_bias": "router_bias" in family.facts.experts,
+        "moe_shared_expert_gate": "shared_router" in family.facts.experts,
+        "moe_layer_freq": [int(layer in sparse) for layer in range(spec.layers)] if spec.mixed else 1,
+    }
 
 
 def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
@@ -172,6 +173,8 @@ def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
         "expert_tensor_parallel_size": mesh.etp,
         "moe_grouped_gemm": names == "te",
         "moe_use_legacy_grouped_gemm": False,
+        **{INTERLEAVE[name]: size or None for name, size in mesh.turns.items()},
+        ACTS["shared_turn"]: bool(mesh.shared_turn),
     }
 
 
@@ -186,6 +189,9 @@ def flags(args: Mapping[str, Any]) -> list[str]:
     if args["moe_router_num_groups"]:
         groups = args["moe_router_num_groups"], args["moe_router_group_topk"]
         found.append("--moe-router-num-groups {} --moe-router-group-topk {}".format(*groups))
+    if args[INTERLEAVE["shared_turn"]]:
+        found.append("--use-grouped-gemm-for-shared-expert")
+    found += [f"--{key.replace('_', '-')} {args[key]}" for key in INTERLEAVE.values() if args[key]]
     return found + (["--moe-shared-expert-gate"] if args["moe_shared_expert_gate"] else [])
 
 
@@ -194,11 +200,22 @@ def flags(args: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How the tensors of one pipeline stage are cut: dense ones over `tp`, experts over `ep` and each over `etp`."""
+    """How the tensors of one pipeline stage are cut: dense ones over `tp`, experts over `ep` and each over `etp`.
+
+    In an expert gate and up are one after the other, or, `turn` rows at a time, in turn; `shared_turn` rows in the
+    shared ones.
+    """
 
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    turn: int = 0
+    shared_turn: int = 0
+
+    @property
+    def turns(self) -> dict[str, int]:
+        """The sizes of turns, as patterns name them."""
+        return {"turn": self.turn, "shared_turn": self.shared_turn}
 
     @property
     def ranks(self) -> int:
@@ -238,6 +255,8 @@ def require_mesh(mesh: Mesh, spec: ModelSpec, *, classic: bool) -> None:
     """
     if not spec.experts and (mesh.ep, mesh.etp) != (1, mesh.tp):
         raise RefusedError(f"a {spec.family} has no experts to spread over ep = {mesh.ep} and etp = {mesh.etp}")
+    if not spec.experts and mesh.turn:
+        raise RefusedError(f"a {spec.family} has no experts whose gate and up could be in turn", "leave it out")
     if mesh.etp > 1 and "expert_down_bias" in spec.tensors:
         raise RefusedError(
             f"megatron-core cuts no experts that have biases: etp = {mesh.etp}", "--etp 1, and --ep to spread them"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from formats import huggingface
+from formats import huggingface, megatron_fields
 from formats.checkpoint import Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.families import Facts, Family, family_named
@@ -75,8 +75,17 @@ ONLY = {
 ONLY_SAID = ("glu_activation", "use_rms_norm", "position_embedding_type", "tie_embed_logits")
 """Those of them whose default is another model: they have to be there."""
 
-MORE = ("rope_scaling_factor", "true_vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size")
-"""Arguments with a rule of their own, below."""
+OWN = (
+    "num_attention_heads_kv", "rope_theta", "sliding_window_size", "glu_activation", "use_rms_norm", "use_bias",
+    "use_post_ln", "parallel_attn", "parallel_layernorm", "tie_embed_logits",
+)  # fmt: skip
+"""The arguments of layout and computation that Megatron-LM never had: settings, and those of `ONLY`."""
+
+RUN = """
+bias_droput_fusion data_type lima_dropout load_iters loss_role metrics model_name new_tokens packed_input
+scalar_loss_mask skip_iters vocab_extra_ids_list wandb_api_key wandb_id wandb_logger wandb_resume
+"""
+"""Its other arguments that Megatron-LM never had: settings of a run."""
 
 LOST = {"norm_epsilon": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
 """What the re-sharder forgets, and the defaults that its files have instead (tools/checkpoint_saver_megatron.py)."""
@@ -119,8 +128,10 @@ def from_args(
     plain = {**dict.fromkeys(ONLY_SAID), **args}
     if _is_rotary(args.get("position_embedding_type")):
         plain["position_embedding_type"] = "rotary"
+    own = {*OWN, *RUN.split()}
+    accepted = megatron_fields.require_understood(args, where, understood=ONLY, own=own, accept=settings.accept)
     require_only(plain, ONLY, where)
-    values = found_in(args, ARGS)
+    values = found_in(args, ARGS) | {"notes": accepted}
     values["tied"] = False
     values["kv_heads"] = values["kv_heads"] or values["heads"]  # hf_to_megatron.py names them only where they differ
     width = whole(values["hidden"], "hidden", where) // whole(values["heads"], "heads", where)
@@ -133,7 +144,7 @@ def from_args(
     if args.get("perform_initialization") is False:  # nobody but the re-sharder asks for that
         forgotten = [name for name, default in LOST.items() if values[name] == default]
         known = "as in the config" if base else "its defaults are taken; --config BASE has the true ones"
-        values["notes"] = [f"Megatron-LLM's re-sharder forgets {', '.join(forgotten)}: {known}"]
+        values["notes"] += [f"Megatron-LLM's re-sharder forgets {', '.join(forgotten)}: {known}"]
         values |= {name: getattr(base, name) for name in forgotten if base}
     values["vocab"] = vocab = settings.vocab_size or args.get("true_vocab_size") or _vocab(args, base, assets, release)
     lost = base is not None and isinstance(vocab, int) and vocab < (base.vocab or 0)  # a training only adds tokens
@@ -196,12 +207,6 @@ def _tokens(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
         return pieces, {one["content"]: int(one["id"]) for one in record.get("added_tokens") or []}
     except (TypeError, KeyError, ValueError):
         raise SourceError(f"{path} holds tokens in a form that no tokenizer has") from None
-
-
-def residue(args: Mapping[str, Any]) -> list[str]:
-    """The arguments that no table knows: training settings, which `reshard` keeps and a config cannot hold."""
-    known = {name for names in ARGS.values() for name in names.split()} | {*ONLY, *MORE}
-    return sorted(name for name in set(args) - known if isinstance(name, str))
 
 
 # --- both directions -------------------------------------------------------------------------------------------------

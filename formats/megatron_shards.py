@@ -11,8 +11,8 @@ from typing import Any
 from formats import megatron_llm
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout import Placed
-from formats.megatron_args import MEGATRON, MEGATRON_ONLY, MORE_SETTINGS
-from formats.megatron_experts import Mesh
+from formats.megatron_experts import Mesh, turns_of
+from formats.megatron_fields import FIELDS
 from formats.pickles import Namespace, TensorRef
 from formats.spec import whole
 from formats.storage import Fragment, read_bytes
@@ -21,8 +21,8 @@ from formats.torchfile import TorchFile, read_torch
 TRACKER = "latest_checkpointed_iteration.txt"
 
 SHARED = sorted(
-    {name for table in (MEGATRON, megatron_llm.ARGS) for names in table.values() for name in names.split()}
-    | {*MEGATRON_ONLY, *MORE_SETTINGS, *megatron_llm.ONLY, *megatron_llm.MORE}
+    {*FIELDS, *megatron_llm.OWN, "tensor_model_parallel_size", "pipeline_model_parallel_size"}
+    | {"expert_model_parallel_size", "expert_tensor_parallel_size"}
 )
 """Arguments that all files of a checkpoint must agree on."""
 
@@ -149,7 +149,7 @@ def mesh_of(shards: Sequence[Shard], args: Mapping[str, Any], iteration: Path) -
     etp = tp if etp is None or args.get("num_experts") is None else etp
     if type(etp) is not int or not 0 < etp <= MOST_RANKS:
         raise SourceError(f"{iteration}: args say expert_tensor_parallel_size = {short(etp)}")
-    return Mesh(tp, ep, etp)
+    return Mesh(tp, ep, etp, *turns_of(args, str(iteration)).values())
 
 
 def args_of(file: TorchFile) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A pattern is a row of terms, one for each physical dimension:
     (group head dim)            a row-major product: one physical dimension that holds three axes
     (gate: ffn | up: ffn)       a sum: a concatenation; a label names the logical tensor of its branch
     (ffn (gate: | up:))         one element of each in turn: nothing is left to a branch but its tensor
+    (gate: ffn | up: ffn)%turn  `turn` elements of each in turn; a concatenation where that size is absent or 0
     ~padding                    fill: addresses that belong to no tensor
     (...)/tp                    an even split of a dimension over a mesh axis: rank r of n holds the r-th n-th
     query: (group head) hidden  a label in front names the logical tensor of the whole pattern
@@ -27,10 +28,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from formats.boxes import Box
 from formats.errors import RefusedError, VitruvianError
 
 Sizes = Mapping[str, int]
@@ -77,6 +79,14 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """The branches of a sum in turn, so many elements of each at a time, or one after another where that is 0."""
+
+    term: Sum
+    size: str
+
+
+@dataclass(frozen=True)
 class Split:
     """An even split of a term over a mesh axis."""
 
@@ -84,7 +94,7 @@ class Split:
     mesh: str
 
 
-Term = Axis | Fill | Product | Sum | Split
+Term = Axis | Fill | Product | Sum | Turns | Split
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,7 @@ class Pattern:
 
 def _branches(terms: Sequence[Term]) -> Iterator[tuple[str | None, Product]]:
     for term in terms:
-        if isinstance(term, Split):
+        if isinstance(term, Split | Turns):
             yield from _branches([term.term])
         elif isinstance(term, Product):
             yield from _branches(term.terms)
@@ -121,7 +131,7 @@ def _branches(terms: Sequence[Term]) -> Iterator[tuple[str | None, Product]]:
 
 # --- the parser ------------------------------------------------------------------------------------------------------
 
-_TOKEN = re.compile(r"\s*(?:(?P<name>[a-z_][a-z0-9_]*)|(?P<mark>[()|:/~]))")
+_TOKEN = re.compile(r"\s*(?:(?P<name>[a-z_][a-z0-9_]*)|(?P<mark>[()|:/~%]))")
 
 
 class _Parser:
@@ -184,6 +194,11 @@ class _Parser:
             term = Fill(self.name("the name of the fill's size"))
         else:
             term = Axis(self.name("an axis"))
+        if self.peek() == "%":
+            self.take("%")
+            if not isinstance(term, Sum):
+                raise self.fail("only branches can lie in turn")
+            term = Turns(term, self.name("the size of a turn"))
         if self.peek() == "/":
             self.take("/")
             term = Split(term, self.name("a mesh axis"))
@@ -298,34 +313,6 @@ def cut(leaves: Iterable[Leaf], low: int, high: int) -> list[Leaf]:
     return [replace(piece, base=piece.base - low) for leaf in leaves for piece in clip(leaf, low, high)]
 
 
-Box = tuple[tuple[int, int], ...]
-"""Start and stop along each dimension."""
-
-
-def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that meet, None if there are none.
-
-    Boxes are split into groups where an axis separates them, until each stands alone: n log n for the boxes of a
-    sharded tensor.
-    """
-    for axis in range(len(boxes[0]) if len(boxes) > 1 else 0):
-        groups: list[list[Box]] = []
-        stop = -1
-        for box in sorted(boxes, key=lambda box: box[axis][0]):
-            if box[axis][0] >= stop:
-                groups.append([])
-            groups[-1].append(box)
-            stop = max(stop, box[axis][1])
-        if len(groups) > 1:
-            return next((pair for group in groups if (pair := overlap(group))), None)
-    meeting = (
-        (one, other)
-        for one, other in combinations(boxes, 2)
-        if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(one, other, strict=True))
-    )
-    return next(meeting, None)
-
-
 def at(leaf: Leaf, axis: str, index: int) -> Leaf:
     """Add a coordinate that lives outside the tensor: in the key, or in the path."""
     return replace(leaf, spans=(Span(axis, index, index + 1, 0), *leaf.spans))
@@ -356,12 +343,29 @@ def _lower(term: Term, sizes: Sizes, mesh: Mesh) -> tuple[int, list[Leaf]]:
             leaves += [replace(leaf, tensor=label or leaf.tensor, base=leaf.base + total) for leaf in inside]
             total += size
         return total, leaves
+    if isinstance(term, Turns):
+        return _turns(term, sizes, mesh) if sizes.get(term.size) else _lower(term.term, sizes, mesh)
     size, inside = _lower(term.term, sizes, mesh)
     rank, ranks = mesh[term.mesh]
     if size % ranks:
         raise RefusedError(f"{size} rows do not divide over {term.mesh} = {ranks}")
     part = size // ranks
     return part, cut(inside, rank * part, (rank + 1) * part)
+
+
+def _turns(term: Turns, sizes: Sizes, mesh: Mesh) -> tuple[int, list[Leaf]]:
+    """Branches whose elements lie in turn: a leaf for each turn of each."""
+    total, leaves, step, every = 0, [], sizes[term.size], len(term.term.branches)
+    for place, (label, body) in enumerate(term.term.branches):
+        size, inside = _lower(body, sizes, mesh)
+        if size % step:
+            raise RefusedError(f"{size} rows do not divide into turns of {step}")
+        for turn in range(size // step):
+            base = (turn * every + place) * step
+            pieces = cut(inside, turn * step, (turn + 1) * step)
+            leaves += [replace(leaf, tensor=label or leaf.tensor, base=leaf.base + base) for leaf in pieces]
+        total += size
+    return total, leaves
 
 
 def _product(factors: Sequence[tuple[int, list[Leaf]]]) -> tuple[int, list[Leaf]]:
@@ -423,6 +427,8 @@ def splits(term: Term) -> tuple[str, ...]:
     match term:
         case Split():
             return (term.mesh,)
+        case Turns(inner):
+            return splits(inner)
         case Product(terms):
             return tuple(axis for inner in terms for axis in splits(inner))
         case Sum(branches):

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
+from formats.boxes import overlap
 from formats.errors import SourceError
 from formats.layout import Cut, Placed
-from formats.pattern import overlap
 from formats.storage import DTYPES, Fragment, row_major
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +47,11 @@ USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
 READ = ("megatron_dist", "megatron")
 """The formats of Megatron."""
 SHARDS = {
-    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts"), READ),
+    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "turn"), READ),
     "layout": ("neox",),
 }
 """Option of `reshard`: the formats that it is for."""
-DIALECTS = {**dict.fromkeys(("norm", "experts"), ("torch", "torch_dist")), "tokens": ("megatron-llm",)}
+DIALECTS = {**dict.fromkeys(("norm", "experts", "turn"), ("torch", "torch_dist")), "tokens": ("megatron-llm",)}
 """Option: each --format of Megatron that it is for."""
 
 
@@ -157,7 +158,8 @@ def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) 
         raise UsageError("one pipeline stage holds all layers", "add --pp")
     vpp = options["vpp"] if layout is None or options["vpp"] > 1 else virtual_chunks(layout, options["pp"])
     spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
-    return Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout, **spread)
+    wanted = Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout, **spread)
+    return replace(wanted, turn=options["turn"] or 0, shared_turn=options.get("shared_turn") or 0)
 
 
 @click.command()
@@ -333,7 +335,9 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
     names = options["experts"] or source.extra.get("experts")
-    wanted = _wanted({**options, "experts": names}, norm, multiple, _dialect(options, source.extra["dialect"]))
+    turns = {name: size if options.get(name) is None else options[name] for name, size in source.extra["turns"].items()}
+    spelled = {**options, "experts": names, **turns}
+    wanted = _wanted(spelled, norm, multiple, _dialect(options, source.extra["dialect"]))
     if not options["with_optimizer"]:
         return plan_megatron(source, request, wanted, iteration, options["tokens"])
     _require_core(wanted.dialect)

@@ -19,7 +19,7 @@ OF_MEGATRON = ("megatron", "megatron_dist", "megatron-llm")
 CUTS = {
     **dict.fromkeys(("tp", "pp"), (*OF_MEGATRON, "neox")),
     **dict.fromkeys(("vpp", "ep", "etp"), OF_MEGATRON),
-    "experts": OF_MEGATRON[:2],
+    **dict.fromkeys(("experts", "turn"), OF_MEGATRON[:2]),
 }
 """Option of `plan`: the formats that are cut by it."""
 
@@ -78,7 +78,9 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     dialects = {"megatron": CORE, "megatron_dist": DIST, "megatron-llm": megatron_llm.NAME}
     if to in dialects:
         spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
-        sizes = Options(options["tp"], options["pp"], options["vpp"], dialect=dialects[to], **spread)
+        sizes = Options(
+            options["tp"], options["pp"], options["vpp"], dialect=dialects[to], turn=options["turn"] or 0, **spread
+        )
         planned = plan_megatron(source, request, sizes, None)
     elif to == "fsdp":
         planned = plan_fsdp(source, request, ranks=1)

@@ -118,6 +118,8 @@ def reading_of(*formats: str) -> Callable[[Command], Command]:
         click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
                      help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000 (JSON, or "
                           "none)."),
+        click.option("--accept", multiple=True, metavar="NAME",
+                     help="Convert in spite of a deviation, by the name that the refusal gives it."),
         own_family,
     )  # fmt: skip
 
@@ -173,6 +175,9 @@ experts = together(
     click.option("--experts", type=click.Choice(["te", "local"]),
                  help="Megatron: names of the experts, Transformer Engine's grouped ones or one by one."
                       "  [default: those of --norm]"),
+    click.option("--glu-interleave", "turn", type=click.IntRange(0), metavar="N",
+                 help="Megatron: in each expert N rows of gate, then N of up, in turn (--moe-mlp-glu-interleave-size); "
+                      "0 for all of gate first.  [default: 0; for reshard as in SRC]"),
 )  # fmt: skip
 MEGATRON = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
 """--format of a Megatron folder: the dialect that its files are written in."""
@@ -232,7 +237,13 @@ READS = {
 
 def flag_of(name: str) -> str:
     """What an option is called on the command line."""
-    spelled = {"settings": "set", "kind": "format", "tokens": "true-vocab-size", "samples": "consumed-samples"}
+    spelled = {
+        "settings": "set",
+        "turn": "glu-interleave",
+        "kind": "format",
+        "tokens": "true-vocab-size",
+        "samples": "consumed-samples",
+    }
     return spelled.get(name, name.replace("_", "-"))
 
 
@@ -339,4 +350,5 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options.get("weights"),
         options["gqa_layout"],
         options["allow_missing"],
+        options["accept"],
     )

@@ -49,6 +49,18 @@ def test_an_even_split_cuts_each_half_of_a_gated_layer_or_the_whole():
     assert picture("(gate: ffn | up: ffn)/tp", 1, 3) == ["g4", "g5", "u0", "u1"]
 
 
+def test_branches_in_turn():
+    """So many elements of each at a time, on each rank by itself, and one after another without that size."""
+    text = "(gate: ffn/tp | up: ffn/tp)%head"
+    assert picture(text) == ["g0", "g1", "u0", "u1", "g2", "g3", "u2", "u3", "g4", "g5", "u4", "u5"]
+    assert picture(text, 1, 3) == ["g2", "g3", "u2", "u3"]
+    assert picture("(gate: ffn/tp | up: ffn/tp)%turn", 1, 2) == ["g3", "g4", "g5", "u3", "u4", "u5"]
+    with pytest.raises(RefusedError, match="3 rows do not divide into turns of 2"):
+        picture(text, 0, 2)
+    with pytest.raises(PatternError, match="only branches can lie in turn"):
+        parse("gate: (ffn hidden)%head")
+
+
 def test_a_split_may_cut_inside_a_group():
     assert picture("(group (query: head | key: | value:))/tp", 1, 4) == ["k0", "v0"]
     assert picture("(embedding: vocab | ~padding)/tp", 1, 2) == ["e4", ".", ".", "."]

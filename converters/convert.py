@@ -21,7 +21,7 @@ from converters.engine import Limits, digest_of, execute
 from converters.journal import Journal, Share, fingerprint, open_journal
 from converters.plan import Job, Plan, make_plan
 from converters.report import Progress, size
-from formats.checkpoint import Checkpoint, Settings, Target
+from formats.checkpoint import MANIFEST, Checkpoint, Settings, Target
 from formats.errors import Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError, some
 from formats.registry import FORMATS, module, open_checkpoint, steps
 from formats.spec import Verbatim, differences
@@ -209,7 +209,7 @@ def _finish(plan: Plan, target: Target, request: Request, digests: Mapping[str, 
     digest.check_source(plan, digests)
     texts = dict(target.texts)
     if plan.again is None:
-        texts[f"{target.home}/{digest.MANIFEST}"] = digest.manifest(plan, digests)
+        texts[f"{target.home}/{MANIFEST}"] = digest.manifest(plan, digests)
     assets.write(request.root, texts, target.copies)
 
 

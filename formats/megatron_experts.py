@@ -167,26 +167,14 @@ def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
     """The arguments that say how experts lie in a checkpoint; `names` are those of Options."""
     if not spec.experts:
         return {"expert_model_parallel_size": 1}
-    return {
+    # without grouped layers the fusion clamps what has no bias yet (fused_bias_geglu.py, 0.15 to 0.19)
+    clamped = {"bias_gelu_fusion": names == "te"} if "expert_down_bias" in spec.tensors else {}
+    return clamped | {
         "expert_model_parallel_size": mesh.ep,
         "expert_tensor_parallel_size": mesh.etp,
         "moe_grouped_gemm": names == "te",
         "moe_use_legacy_grouped_gemm": False,
     }
-
-
-def flags(args: Mapping[str, Any]) -> list[str]:
-    """The flags that Megatron does not take from a checkpoint."""
-    if args["num_experts"] is None:
-        return []
-    found = [
-        f"--expert-model-parallel-size {args['expert_model_parallel_size']}",
-        f"--expert-tensor-parallel-size {args['expert_tensor_parallel_size']}",
-    ]
-    if args["moe_router_num_groups"]:
-        groups = args["moe_router_num_groups"], args["moe_router_group_topk"]
-        found.append("--moe-router-num-groups {} --moe-router-group-topk {}".format(*groups))
-    return found + (["--moe-shared-expert-gate"] if args["moe_shared_expert_gate"] else [])
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------

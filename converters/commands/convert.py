@@ -19,6 +19,7 @@ from converters.commands.options import (
     flag_of,
     iteration_folder,
     layout,
+    megatron_version,
     opened,
     optimizer_kind,
     places,
@@ -46,11 +47,14 @@ USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
 READ = ("megatron_dist", "megatron")
 """The formats of Megatron."""
 SHARDS = {
-    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts"), READ),
+    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "version", "accepted"), READ),
     "layout": ("neox",),
 }
 """Option of `reshard`: the formats that it is for."""
-DIALECTS = {**dict.fromkeys(("norm", "experts"), ("torch", "torch_dist")), "tokens": ("megatron-llm",)}
+DIALECTS = {
+    **dict.fromkeys(("norm", "experts", "version", "accepted"), ("torch", "torch_dist")),
+    "tokens": ("megatron-llm",),
+}
 """Option: each --format of Megatron that it is for."""
 
 
@@ -72,6 +76,7 @@ DIALECTS = {**dict.fromkeys(("norm", "experts"), ("torch", "torch_dist")), "toke
     help="Names of the norms: Transformer Engine's or those of the local layers.  [default: te]",
 )
 @experts
+@megatron_version
 @vocab_multiple
 @click.option("--iteration", type=click.IntRange(1), metavar="N", help="Write iter_N instead of release.")
 @true_vocab_size
@@ -139,7 +144,7 @@ def _dialect(options: Mapping[str, Any], known: str = "") -> str:
     """
     dialect = MEGATRON.get(options["kind"], known)
     for name, kinds in DIALECTS.items():
-        if options[name] is not None and dialect not in map(MEGATRON.get, kinds):
+        if options[name] not in (None, ()) and dialect not in map(MEGATRON.get, kinds):
             known_for = " and ".join(kinds)
             raise UsageError(f"--{flag_of(name)} is for Megatron folders of the format {known_for}", "leave it out")
     return dialect
@@ -157,6 +162,7 @@ def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) 
         raise UsageError("one pipeline stage holds all layers", "add --pp")
     vpp = options["vpp"] if layout is None or options["vpp"] > 1 else virtual_chunks(layout, options["pp"])
     spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
+    spread |= {"version": options["version"], "accepted": options["accepted"]}
     return Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout, **spread)
 
 
@@ -289,6 +295,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @stages
 @click.option("--norm", type=click.Choice(["te", "local"]), help="Megatron: names of the norms.  [default: as in SRC]")
 @experts
+@megatron_version
 @layout
 @click.option(
     "--make-vocab-size-divisible-by",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from formats.errors import SourceError, UsageError
+from formats.megatron_versions import DEVIATIONS, VERSIONS
 
 if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint, Settings
@@ -180,6 +181,12 @@ true_vocab_size = click.option(
     "--true-vocab-size", "tokens", type=click.IntRange(1), metavar="N",
     help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
 )  # fmt: skip
+megatron_version = together(
+    click.option("--megatron-version", "version", type=click.Choice(VERSIONS),
+                 help="Megatron-LM that megatron_flags.txt is for.  [default: the newest that computes the model]"),
+    click.option("--accept", "accepted", type=click.Choice(DEVIATIONS), multiple=True,
+                 help="Write flags for a tree of your own, where stock Megatron-LM ignores this setting."),
+)  # fmt: skip
 optimizer_kind = click.option(
     "--optimizer", type=click.Choice(["plain", "distributed"]),
     help="Megatron: the optimizer of the training that goes on.  [default: as in SRC, else plain]",
@@ -229,6 +236,7 @@ READS = {
 def flag_of(name: str) -> str:
     """What an option is called on the command line."""
     spelled = {"settings": "set", "kind": "format", "tokens": "true-vocab-size", "samples": "consumed-samples"}
+    spelled |= {"version": "megatron-version", "accepted": "accept"}
     return spelled.get(name, name.replace("_", "-"))
 
 

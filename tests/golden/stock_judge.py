@@ -1,14 +1,15 @@
 """Judge: what does stock Megatron-LM compute, fed with our run folder and our flags alone?
 
 The real `pretrain_gpt.py` of the newest release as far as a CPU goes: `parse_args`, `load_args_from_checkpoint`,
-`validate_args`, `gpt_config_from_args` and its builder, `load_checkpoint(strict=True)`. It knows nothing of a Hugging Face
-config. What it computes of the ids is saved; the tests compare that with transformers.
+`validate_args`, `gpt_config_from_args` and its builder, `load_checkpoint(strict=True)`. It knows nothing of a Hugging
+Face config. What it computes of the ids is saved; the tests compare that with transformers.
 
     python stock_judge.py JOBS.json
 
-JOBS.json is a list of {"run": FOLDER, "ids": [[...]], "out": FILE.npy, "ranks": N, "patches": [...], "more": [...]}; the
-answer of each is a line of JSON: null, or the last lines of what failed. `patches` are those that a user of a deviating
-model is told to make. Its Python is that of the environment of megatron-core 0.19.2 (make test-stock): no transformers.
+JOBS.json is a list of {"run": FOLDER, "ids": [[...]], "out": FILE.npy, "ranks": N, "more": [...]}; the answer of each
+is a line of JSON: null, or the last lines of what failed. A change of the tree that our flags ask for is made, in the
+source of the function that they name. Its Python is that of the environment of megatron-core 0.19.2 (make test-stock),
+without transformers.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import inspect
 import json
 import os
-import shlex
+import re
+import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -110,43 +112,36 @@ def patch_for_cpu() -> None:
     random_state.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
 
 
-# --- the patches that users are told -----------------------------------------------------------------------------------
+# --- the changes that users are told ---------------------------------------------------------------------------------
+
+CHANGE = re.compile(r"# .*: in (\w+) in ([\w/]+)\.py, (before|after) (.+) add (.+)")
 
 
-def _llama3_factor() -> None:
-    """Patch B: `kwargs["rope_scaling_factor"] = args.rope_scaling_factor` in `gpt_config_from_args`."""
-    made = argument_utils.gpt_config_from_args
-
-    def patched(args: Any, *more: Any, **kwargs: Any) -> Any:
-        config = made(args, *more, **kwargs)
-        config.rope_scaling_factor = args.rope_scaling_factor
-        return config
-
-    argument_utils.gpt_config_from_args = patched
-
-
-def _latent_yarn(parser: Any) -> Any:
-    """Patch D: options by `extra_args_provider`, whose names are those of the config's fields."""
-    group = parser.add_argument_group("YaRN of latents")
-    group.add_argument("--original-max-position-embeddings", type=int, default=4096)
-    group.add_argument("--beta-fast", type=float, default=32.0)
-    group.add_argument("--beta-slow", type=float, default=1.0)
-    return parser
+def change(text: str) -> None:
+    """Make the changes that flags ask for, in the source of the real functions."""
+    for name, path, side, beside, line in CHANGE.findall(text):
+        module = sys.modules[path.replace("/", ".")]
+        lines = inspect.getsource(getattr(module, name)).splitlines()
+        (at,) = [number for number, one in enumerate(lines) if beside in one]
+        indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+        lines.insert(at + (side == "after"), indent + line)
+        exec("\n".join(lines), vars(module))
 
 
-PATCHES: dict[str, Callable[[], None]] = {"B": _llama3_factor}
-PROVIDERS: dict[str, Callable[[Any], Any]] = {"D": _latent_yarn}
+def split(text: str) -> list[str]:
+    """Flags as a shell splits them."""
+    script = f"flags=({text}); printf '%s\\0' \"${{flags[@]}}\""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
 
 
-# --- a case ------------------------------------------------------------------------------------------------------------
+# --- a case ----------------------------------------------------------------------------------------------------------
 
 
 def arguments(job: dict[str, Any]) -> Any:
     """The namespace that pretrain_gpt.py would have (arguments.py `parse_and_validate_args`)."""
-    flags = shlex.split((Path(job["run"]) / FLAGS).read_text(), comments=True)
-    sys.argv = ["pretrain_gpt.py", *flags, "--load", job["run"], *shlex.split(ANY_RUN), *job.get("more", ())]
-    provider = next((PROVIDERS[name] for name in job.get("patches", ()) if name in PROVIDERS), None)
-    args = parse_args(provider)
+    sys.argv = ["pretrain_gpt.py", *job["flags"], "--load", job["run"], *ANY_RUN.split(), *job.get("more", ())]
+    args = parse_args()
     if args.use_checkpoint_args:
         checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         checkpointing.load_args_from_checkpoint(args)
@@ -157,8 +152,6 @@ def arguments(job: dict[str, Any]) -> Any:
 @torch.no_grad()
 def judge(job: dict[str, Any]) -> None:
     """One case, on this rank."""
-    for name in job.get("patches", ()):
-        PATCHES.get(name, lambda: None)()
     args = arguments(job)
     global_vars.set_args(args)
     ps.initialize_model_parallel(
@@ -207,6 +200,7 @@ def rank_main(job: dict[str, Any], rank: int, folder: str) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]))
         store = f"file://{folder}/store"
         dist.init_process_group("gloo", store, timedelta(seconds=60), job["ranks"], rank)
+        change((Path(job["run"]) / FLAGS).read_text())
         with CpuForCuda():
             judge(job)
         code = 0
@@ -223,7 +217,8 @@ def rank_main(job: dict[str, Any], rank: int, folder: str) -> None:
 def run(job: dict[str, Any]) -> str | None:
     """Fork the ranks of a case; what failed, or None."""
     with tempfile.TemporaryDirectory() as folder:
-        children = []
+        text = (Path(job["run"]) / FLAGS).read_text()
+        job["flags"], children = split(text), []
         for rank in range(job["ranks"]):
             children.append(os.fork())
             if not children[-1]:

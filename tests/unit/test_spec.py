@@ -19,7 +19,8 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, UsageErr
 from formats.families import FAMILIES
 from formats.hf_config import from_huggingface, to_huggingface
 from formats.huggingface import BUFFERS, model_slots
-from formats.megatron_args import Options, flags, from_megatron, namespace, to_megatron
+from formats.megatron_args import Options, from_megatron, namespace, to_megatron
+from formats.megatron_flags import flags
 from formats.megatron_rotary import LLAMA3_SCALING
 from formats.spec import differences, parse_settings
 from formats.verbatim import describe

@@ -1,8 +1,8 @@
 """What a run of Megatron-LM was trained with, where its args ask for something that its version ignored.
 
 Args hold what was asked of a run, not what it computed, and a tree that was changed leaves the same args. So nothing
-proves either reading: where they differ, the user says which one it is. Args that no parser made are those of a converter,
-which nobody has trained with: every save of Megatron writes what its own parser made.
+proves either reading: where they differ, the user says which one it is. Args that no parser made are those of a
+converter, which nobody has trained with: every save of Megatron writes what its own parser made.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Facts: NVIDIA/Megatron-LM at the heads of core_r0.12.0 to core_r0.19.0: megatron/training/arguments.py (the parser),
 checkpointing.py `load_args_from_checkpoint`, pretrain_gpt.py, gpt_builders.py and training/models/gpt.py (what the
-model is given), transformer/multi_latent_attention.py. "Stock" is pretrain_gpt.py with --use-checkpoint-args, unchanged.
+model is given), transformer/multi_latent_attention.py. "Stock" is pretrain_gpt.py, with --use-checkpoint-args.
 The tests compare this page with the releases that are installed, and run the newest.
 """
 

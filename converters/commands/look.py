@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FOLDER, as_json, dtype, experts, opened, own_family, reading, topology
+from converters.commands.options import (
+    FOLDER,
+    as_json,
+    dtype,
+    experts,
+    flag_of,
+    megatron_version,
+    opened,
+    own_family,
+    reading,
+    topology,
+)
 from formats.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -20,6 +31,8 @@ CUTS = {
     **dict.fromkeys(("tp", "pp"), (*OF_MEGATRON, "neox")),
     **dict.fromkeys(("vpp", "ep", "etp"), OF_MEGATRON),
     "experts": OF_MEGATRON[:2],
+    "version": OF_MEGATRON[:2],
+    "accepted": OF_MEGATRON[:2],
 }
 """Option of `plan`: the formats that are cut by it."""
 
@@ -30,8 +43,8 @@ def _require_effect(name: str, given: object, format_name: str, known: Sequence[
     Raises:
         UsageError: it does not.
     """
-    if given not in (None, 1) and format_name not in known:
-        raise UsageError(f"--{name} has no effect on the format {format_name}", "leave it out")
+    if given not in (None, 1, ()) and format_name not in known:
+        raise UsageError(f"--{flag_of(name)} has no effect on the format {format_name}", "leave it out")
 
 
 @click.command()
@@ -59,6 +72,7 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 )
 @topology
 @experts
+@megatron_version
 @dtype
 @click.option("--blocks", is_flag=True, help="List every strided block.")
 @reading
@@ -78,6 +92,7 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     dialects = {"megatron": CORE, "megatron_dist": DIST, "megatron-llm": megatron_llm.NAME}
     if to in dialects:
         spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
+        spread |= {"version": options["version"], "accepted": options["accepted"]}
         sizes = Options(options["tp"], options["pp"], options["vpp"], dialect=dialects[to], **spread)
         planned = plan_megatron(source, request, sizes, None)
     elif to == "fsdp":

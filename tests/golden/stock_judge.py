@@ -28,6 +28,7 @@ import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 warnings.filterwarnings("ignore")
@@ -107,7 +108,7 @@ def patch_for_cpu() -> None:
     backends.LocalSpecProvider.core_attention = lambda self: WideAttention
     latent_attention.HAVE_TE = False
     torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     random_state.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
 

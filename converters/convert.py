@@ -22,7 +22,7 @@ from converters.journal import Journal, Share, fingerprint, open_journal
 from converters.plan import Job, Plan, make_plan
 from converters.report import Progress, size
 from converters.source_checks import SourceChecks, Verdict
-from formats.checkpoint import Checkpoint, Settings, Target
+from formats.checkpoint import MANIFEST, Checkpoint, Settings, Target
 from formats.errors import (
     DamagedError,
     Interrupted,
@@ -235,7 +235,7 @@ def _finish(plan: Plan, target: Target, request: Request, digests: Mapping[str, 
     digest.check_source(plan, digests)
     texts = dict(target.texts)
     if plan.again is None:
-        texts[f"{target.home}/{digest.MANIFEST}"] = digest.manifest(plan, digests)
+        texts[f"{target.home}/{MANIFEST}"] = digest.manifest(plan, digests)
     assets.write(request.root, texts, target.copies)
 
 

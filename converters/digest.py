@@ -15,14 +15,13 @@ from typing import Any
 from blake3 import blake3
 
 from converters.plan import Job, Plan
-from formats.checkpoint import Checkpoint
+from formats.checkpoint import MANIFEST, Checkpoint
 from formats.errors import SourceError, VerificationError, short
 from formats.families import family_named
 from formats.huggingface import read_json
 from formats.optimizer import STATES
 from formats.spec import ModelSpec, Verbatim
 
-MANIFEST = "vitruvian.json"
 UNSETTABLE = {"family", "own", "biases"}
 """The settings that `--set` cannot give."""
 

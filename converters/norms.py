@@ -17,14 +17,13 @@ from pathlib import Path
 from converters.archives import amend
 from converters.blocks import Files
 from converters.convert import Request, check_paths, publish
-from converters.digest import MANIFEST
 from converters.durable import sync_folder
 from converters.engine import Limits, digest_of, execute
 from converters.journal import open_journal
 from converters.plan import Job, Part, Plan, make_plan
 from converters.source_checks import SourceChecks
 from formats import deepspeed, lookalikes, neox
-from formats.checkpoint import Checkpoint, Settings
+from formats.checkpoint import MANIFEST, Checkpoint, Settings
 from formats.errors import OutputError, UnsupportedError
 
 NORMS = ("input_norm", "input_norm_bias", "post_norm", "post_norm_bias", "final_norm", "final_norm_bias")

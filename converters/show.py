@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 from converters import assets
-from converters.digest import MANIFEST
 from converters.optimizer import optimizer_of
 from converters.plan import PADDING, Plan, filled
 from converters.report import size, table
@@ -24,7 +23,7 @@ from formats import (
     universal,
     zero,
 )
-from formats.checkpoint import Checkpoint
+from formats.checkpoint import MANIFEST, Checkpoint
 from formats.errors import VitruvianError, some
 from formats.huggingface import read_json
 

@@ -11,7 +11,18 @@ from converters import agreement, assets
 from converters.convert import Request
 from converters.plan import Plan, cast_dtype, cast_dtypes, make_plan
 from converters.trusted import require_inside
-from formats import fsdp, huggingface, megatron, megatron_dist, megatron_llm, neox, neox_args, neox_writer, optimizer
+from formats import (
+    fsdp,
+    huggingface,
+    megatron,
+    megatron_dist,
+    megatron_flags,
+    megatron_llm,
+    neox,
+    neox_args,
+    neox_writer,
+    optimizer,
+)
 from formats.checkpoint import Checkpoint
 from formats.errors import RefusedError, UnsupportedError
 from formats.megatron_args import DIST, Options
@@ -110,7 +121,8 @@ def plan_megatron(
         places = [require_inside(folder / name, folder) for folder in folders]
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
-    return replace(plan, notes=megatron_llm.window_notes(spec) if llm == [False, True] else ())
+    notes = megatron_flags.remarks(target.texts[megatron.FLAGS].decode())
+    return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 
 
 def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options) -> Plan:

@@ -11,6 +11,9 @@ from formats.errors import RefusedError
 from formats.layout import Placed, Slot
 from formats.spec import Spec
 
+MANIFEST = "vitruvian.json"
+"""What a conversion leaves beside the weights that it wrote, and no other program does."""
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -20,13 +20,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from formats import huggingface, megatron_llm, megatron_mla, megatron_optim
+from formats import huggingface, megatron_flags, megatron_llm, megatron_mla, megatron_optim
 from formats.archived import Held, archived
-from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
+from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.layout import Slot, match, rules, slots
-from formats.megatron_args import CORE, DIST, Options, flags, from_megatron, main_dtype, namespace
+from formats.megatron_args import CORE, DIST, Options, from_megatron, main_dtype, namespace
 from formats.megatron_chained import Parameter, spread
 from formats.megatron_experts import Mesh, require_mesh
 from formats.megatron_optim import SHARDED, Optimizer
@@ -149,7 +149,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     elif any(key.startswith("language_model.") for key in keys):
         table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
     padded = _padded_vocab(found, mesh.tp)
-    spec = spec_of(args, dialect, assets, settings, iteration, first.file.path, padded)
+    settled = table is LEGACY  # whose model was given what its args say (megatron/legacy/model/language_model.py)
+    spec = spec_of(args, dialect, assets, settings, iteration, first.file.path, padded, settled=settled)
     pipeline = pipeline_of(args, pp, len(first.chunks), first.file.path)
     try:
         if dialect == megatron_llm.NAME:
@@ -193,13 +194,20 @@ def spec_of(
     iteration: Path,
     path: Path,
     padded: int,
+    *,
+    settled: bool = False,
 ) -> ModelSpec:
-    """The settings of a model, from its args and from the config that travels with it; `padded` rows are there."""
+    """The settings of a model, from its args and from the config that travels with it; `padded` rows are there.
+
+    What a conversion wrote is `settled`: nobody has trained it, whatever the version would ignore.
+    """
+    settled = settled or (iteration / MANIFEST).is_file()
     base = huggingface.read_spec(assets, replace(settings, vocab_size=None)) if assets else None
     if dialect == megatron_llm.NAME:
         spec = megatron_llm.from_args(args, settings, base, assets, iteration.name == "release", str(path))
     else:
-        spec = _with_vocab(from_megatron(args, settings.values, base, str(path), settings.accept), settings, iteration)
+        spec = from_megatron(args, settings.values, base, str(path), accept=settings.accept, settled=settled)
+        spec = _with_vocab(spec, settings, iteration)
     if spec.vocab is not None and not spec.vocab <= padded:
         raise SourceError(
             f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
@@ -365,9 +373,10 @@ def write(
         if optimizer and optimizer.distributed:
             beside, dtype, first = path.with_name(SHARDED), main_dtype(dtypes.values()), rank < options.tp
             files.append(megatron_optim.sharded_file(beside, optimizer, parameters, dtype, kinds, first=first))
+    told = megatron_llm.flags(merged) if llm else megatron_flags.flags(merged, options.version, options.accepted)
     texts = {
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
-        FLAGS: (megatron_llm.flags if llm else flags)(merged).encode(),
+        FLAGS: told.encode(),
     }
     return Target(tuple(files), texts, {}, folder, padding="last" if llm else "zeros")
 

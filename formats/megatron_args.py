@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from formats import (
+    megatron_asked,
     megatron_experts,
     megatron_fields,
     megatron_gpt_oss,
@@ -60,7 +61,9 @@ def from_megatron(
     settings: Mapping[str, Any],
     base: ModelSpec | None,
     where: str,
+    *,
     accept: Collection[str] = (),
+    settled: bool = False,
 ) -> ModelSpec:
     """Read the `args` of a Megatron checkpoint.
 
@@ -70,12 +73,14 @@ def from_megatron(
         base: the spec of the Hugging Face config that travels with the checkpoint, if there is one.
         where: what to call the file in an error.
         accept: arguments that the user names, to be taken as if they were at a value that is understood.
+        settled: whether the args say what the model computes, whichever version made them: a conversion wrote them.
 
     Raises:
         SourceError: a setting is missing.
         UnsupportedError: the model computes something that has no layout here.
-        RefusedError: args and config contradict each other.
+        RefusedError: args and config contradict each other, or the version that made the args ignored some of them.
     """
+    args = args if settled else megatron_asked.named(args, settings, where)
     rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
     args = {**args, "position_embedding_type": "rope"} if rotary else args
     sinks = megatron_gpt_oss.here(args)
@@ -99,9 +104,13 @@ def from_megatron(
     values["nope_layers"] = _nope_layers(args.get("no_rope_freq"), values["layers"], where)
     kind = args.get("position_embedding_type")
     if latent:
-        values |= megatron_mla.found(args, values["norm_epsilon"], base, where)
-    else:
-        values["rope_scaling"] = megatron_rotary.found(args, kind, base, where)
+        values |= megatron_mla.found(args, values["norm_epsilon"], where)
+
+    def scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        return megatron_mla.scaling(args, base, where) if latent else megatron_rotary.scaling(args, base, where)
+
+    if "rope_scaling" not in settings:
+        values["rope_scaling"] = scaling(args) if settled else megatron_asked.rope_scaling(args, scaling, base, where)
     if sinks:
         values["own"] = megatron_gpt_oss.found(args, values["layers"], base, where)
     learned = kind == "learned_absolute"
@@ -309,6 +318,8 @@ class Options:
         layout: the pipeline in Megatron's words, such as `Et*3|(tt|)*29L`; it must have pp * vpp entries.
         turn: rows of gate and of up that are in turn in an expert; 0 where one is after the other.
         shared_turn: the same of shared experts.
+        version: the Megatron-LM that the flags are for; None for the newest that computes the model.
+        accepted: deviations from the model that the user named (`megatron_versions.DEVIATIONS`).
     """
 
     tp: int = 1
@@ -325,6 +336,8 @@ class Options:
     experts: str | None = None
     turn: int = 0
     shared_turn: int = 0
+    version: str | None = None
+    accepted: tuple[str, ...] = ()
 
     @property
     def pipeline(self) -> Pipeline:
@@ -388,40 +401,3 @@ def namespace(
         "no_save_optim": True,  # so that nobody looks for them in a distributed checkpoint
         "no_save_rng": True,
     }  # fmt: skip
-
-
-def flags(args: Mapping[str, Any]) -> str:
-    """The flags that Megatron does not take from a checkpoint, not even with --use-checkpoint-args."""
-    flags = [
-        f"--norm-epsilon {args['norm_epsilon']}",
-        f"--make-vocab-size-divisible-by {args['make_vocab_size_divisible_by']}",
-        f"--transformer-impl {args['transformer_impl']}",
-        f"--tensor-model-parallel-size {args['tensor_model_parallel_size']}",
-        f"--pipeline-model-parallel-size {args['pipeline_model_parallel_size']}",
-    ]
-    if args["ckpt_format"] != "torch":
-        flags.append(f"--ckpt-format {args['ckpt_format']}")
-    if args["pipeline_model_parallel_layout"]:  # it says how many virtual chunks there are
-        flags.append(f"--pipeline-model-parallel-layout '{args['pipeline_model_parallel_layout']}'")
-    elif args["num_layers_per_virtual_pipeline_stage"]:
-        flags.append(f"--num-layers-per-virtual-pipeline-stage {args['num_layers_per_virtual_pipeline_stage']}")
-    elif args["virtual_pipeline_model_parallel_size"]:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {args['virtual_pipeline_model_parallel_size']}")
-    ends = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
-    flags += [f"--{name.replace('_', '-')} {args[name]}" for name in ends if args[name] is not None]
-    flags += megatron_rotary.flags(args)
-    if args["qk_layernorm"]:
-        flags.append("--qk-layernorm")
-    flags += megatron_plain.flags(args)
-    for name in ("no_rope_freq", "window_attn_skip_freq"):
-        if args[name]:
-            flags.append(f"--{name.replace('_', '-')} '[{','.join(map(str, args[name]))}]'")
-    if args["window_size"]:
-        flags.append(f"--window-size {args['window_size'][0]},{args['window_size'][1]}")
-    flags += megatron_experts.flags(args) + megatron_gpt_oss.flags(args) + megatron_mla.flags(args)
-    flags += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
-    if not args["no_save_optim"] and args["use_distributed_optimizer"]:
-        flags.append("--use-distributed-optimizer")
-    if args["iteration"]:  # a release loads neither
-        flags += [*(["--no-load-optim"] if args["no_save_optim"] else []), "--no-load-rng"]
-    return "--use-checkpoint-args\n" + "\n".join(flags) + "\n"

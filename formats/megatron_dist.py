@@ -24,7 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from formats import dcp, dcp_writer, megatron_common, megatron_mla, megatron_optim
+from formats import dcp, dcp_writer, megatron_common, megatron_flags, megatron_mla, megatron_optim
 from formats.archived import packed_plain
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
@@ -32,7 +32,7 @@ from formats.families import family_named
 from formats.huggingface import read_json
 from formats.layout import Cut, Rule, Slot, match, rules, slots
 from formats.megatron import FLAGS, MCORE, assets_of, spec_of, topology_of
-from formats.megatron_args import DIST, Options, flags, namespace
+from formats.megatron_args import DIST, Options, namespace
 from formats.megatron_chained import BUFFER, CHAINED, spread
 from formats.megatron_experts import INTERLEAVE, Mesh, turns_of
 from formats.megatron_optim import PREFIX, Optimizer
@@ -294,7 +294,7 @@ def write(
         f"{folder}/{megatron_common.FILE}": packed_plain(common),
         f"{folder}/{BACKEND}": json.dumps(ABOUT).encode(),
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
-        FLAGS: flags(merged).encode(),
+        FLAGS: megatron_flags.flags(merged, options.version, options.accepted).encode(),
     }
     return Target(tuple(files), texts, {}, folder)
 

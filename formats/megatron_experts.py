@@ -168,7 +168,9 @@ def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
     """The arguments that say how experts lie in a checkpoint; `names` are those of Options."""
     if not spec.experts:
         return {"expert_model_parallel_size": 1}
-    return {
+    # without grouped layers the fusion clamps what has no bias yet (fused_bias_geglu.py, 0.15 to 0.19)
+    clamped = {"bias_gelu_fusion": names == "te"} if "expert_down_bias" in spec.tensors else {}
+    return clamped | {
         "expert_model_parallel_size": mesh.ep,
         "expert_tensor_parallel_size": mesh.etp,
         "moe_grouped_gemm": names == "te",
@@ -176,23 +178,6 @@ def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
         **{INTERLEAVE[name]: size or None for name, size in mesh.turns.items()},
         ACTS["shared_turn"]: bool(mesh.shared_turn),
     }
-
-
-def flags(args: Mapping[str, Any]) -> list[str]:
-    """The flags that Megatron does not take from a checkpoint."""
-    if args["num_experts"] is None:
-        return []
-    found = [
-        f"--expert-model-parallel-size {args['expert_model_parallel_size']}",
-        f"--expert-tensor-parallel-size {args['expert_tensor_parallel_size']}",
-    ]
-    if args["moe_router_num_groups"]:
-        groups = args["moe_router_num_groups"], args["moe_router_group_topk"]
-        found.append("--moe-router-num-groups {} --moe-router-group-topk {}".format(*groups))
-    if args[INTERLEAVE["shared_turn"]]:
-        found.append("--use-grouped-gemm-for-shared-expert")
-    found += [f"--{key.replace('_', '-')} {args[key]}" for key in INTERLEAVE.values() if args[key]]
-    return found + (["--moe-shared-expert-gate"] if args["moe_shared_expert_gate"] else [])
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------

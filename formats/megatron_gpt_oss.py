@@ -100,14 +100,3 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
         "window_attn_skip_freq": [int(one == SLIDING) for one in kinds],
         "activation_func_clamp_value": float(limit),
     }
-
-
-def flags(args: Mapping[str, Any]) -> list[str]:
-    """The flags that Megatron does not take from a checkpoint."""
-    if not here(args):
-        return []
-    return [
-        f"--softmax-type {args['softmax_type']}",
-        f"--quick-geglu --glu-linear-offset {args['glu_linear_offset']}",
-        f"--activation-func-clamp-value {args['activation_func_clamp_value']}",
-    ]

@@ -58,33 +58,42 @@ def here(args: Mapping[str, Any]) -> bool:
     return args.get("multi_latent_attention") is True
 
 
-def found(args: Mapping[str, Any], epsilon: Any, base: ModelSpec | None, where: str) -> dict[str, Any]:
-    """The settings that args say, the rope scaling among them.
+def found(args: Mapping[str, Any], epsilon: Any, where: str) -> dict[str, Any]:
+    """The settings that args say, but for the rope scaling.
 
     Args:
         args: those of the checkpoint.
         epsilon: that of all norms.
-        base: the spec of the config that travels with it.
         where: what to call the file in an error.
 
     Raises:
-        SourceError: a number is missing.
         UnsupportedError: transformers has no such model.
     """
-    settings = {name: args.get(key) for name, key in ARGS.items()}
     if epsilon != EPSILON:
         raise UnsupportedError(
             f"{where}: layernorm_epsilon = {short(epsilon)} is not supported with latents, only {EPSILON}"
         )
+    return {name: args.get(key) for name, key in ARGS.items()}
+
+
+def scaling(args: Mapping[str, Any], base: ModelSpec | None, where: str) -> Mapping[str, Any] | None:
+    """The rope scaling that args say, as the config spells it where that means the same.
+
+    Raises:
+        SourceError: a number is missing.
+        UnsupportedError: transformers has no such scaling.
+    """
     kind = args.get("rope_type") or "yarn"  # the default of MLATransformerConfig
+    if kind == "yarn" and args.get("rotary_scaling_factor") == 1:  # which is plain rope
+        return None
     if kind == "yarn":
-        return settings | {"rope_scaling": megatron_rotary.yarn_of(args, megatron_rotary.LATENT, base, where)}
+        return megatron_rotary.yarn_of(args, megatron_rotary.LATENT, base, where)
     if kind != "rope" or args.get("mscale_all_dim"):  # by which scores are scaled, even then
         said = args.get("mscale_all_dim")
         raise UnsupportedError(
             f"{where}: rope_type = {short(kind)} with mscale_all_dim = {short(said)} is not supported"
         )
-    return settings | {"rope_scaling": None}
+    return None
 
 
 def arguments(spec: ModelSpec) -> dict[str, Any]:
@@ -100,7 +109,7 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
         )
     plain = {"rope_type": "rope", "rotary_scaling_factor": 1.0, **megatron_rotary.NO_SCALE}
     names = megatron_rotary.LATENT
-    yarn = megatron_rotary.yarn(spec.rope_scaling, names) if spec.rope_scaling else plain
+    yarn = megatron_rotary.yarn(spec.rope_scaling, names, spec.max_positions) if spec.rope_scaling else plain
     one_sided = not (spec.rope_scaling or {}).get("mscale") and (spec.rope_scaling or {}).get("mscale_all_dim")
     if yarn is None or one_sided:
         raise RefusedError(
@@ -112,16 +121,6 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
         yarn = {"rope_type": "yarn", **yarn}
     only = {name: allowed[0] for name, allowed in ONLY.items()}
     return only | {key: getattr(spec, name) for name, key in ARGS.items()} | yarn
-
-
-def flags(args: Mapping[str, Any]) -> list[str]:
-    """The flags that Megatron does not take from a checkpoint."""
-    if not here(args):
-        return []
-    names = [*ARGS.values(), *(key for key in megatron_rotary.LATENT.values() if key in args), "rope_type"]
-    return ["--multi-latent-attention"] + [
-        f"--{name.replace('_', '-')} {args[name]}" for name in names if args[name] is not None
-    ]
 
 
 def require_names(spec: ModelSpec, norm: str, tp: int) -> None:

@@ -104,11 +104,3 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
         "apply_layernorm_1p": facts.centred,
         "layernorm_zero_centered_gamma": facts.centred,
     }
-
-
-def flags(args: Mapping[str, Any]) -> list[str]:
-    """The flags that Megatron does not take from a checkpoint."""
-    if not here(args):
-        return []
-    fusion = [] if args["bias_gelu_fusion"] else ["--no-bias-gelu-fusion"]
-    return fusion + (["--apply-layernorm-1p"] if args["apply_layernorm_1p"] else [])

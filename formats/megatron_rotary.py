@@ -37,15 +37,17 @@ NO_SCALE = {"mscale": 1.0, "mscale_all_dim": 0.0}
 ASSUMED = {"original_max_position_embeddings": 4096, **DEFAULTS, **NO_SCALE}
 """What Megatron does."""
 
+INERT = {"linear": ("original_max_position_embeddings", "finetuned"), "llama3": ("finetuned",)}
+"""Kind of scaling: what transformers 5.23.0 accepts beside it, and does not read."""
+
 ARGS = ("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", *YARN.values())
 
 
-def found(args: Mapping[str, Any], kind: Any, base: ModelSpec | None, where: str) -> Mapping[str, Any] | None:
+def scaling(args: Mapping[str, Any], base: ModelSpec | None, where: str) -> Mapping[str, Any] | None:
     """The rope scaling that args say, in transformers' terms.
 
     Args:
         args: those of the checkpoint.
-        kind: the type of its position embedding.
         base: the spec of the config that travels with it, whose spelling is taken where it means the same.
         where: what to call the file in an error.
 
@@ -53,18 +55,48 @@ def found(args: Mapping[str, Any], kind: Any, base: ModelSpec | None, where: str
         SourceError: a number is missing.
         UnsupportedError: transformers has no such scaling.
     """
+    kind, linear = args.get("position_embedding_type"), args.get("rotary_seq_len_interpolation_factor")
+    if kind == "none":
+        raise UnsupportedError(f"{where}: nothing rotates")
     if kind == "yarn":
         if args.get("rotary_percent") not in (None, 1.0):  # which its class does not heed
             said = short(args["rotary_percent"])
             raise UnsupportedError(f"{where}: YaRN with rotary_percent = {said} is not supported")
         return yarn_of(args, YARN, base, where)
+    if args.get("use_rope_scaling") and linear is not None:  # since 0.19 it is scaled by both
+        raise UnsupportedError(f"{where}: use_rope_scaling with rotary_seq_len_interpolation_factor is not supported")
     if args.get("use_rope_scaling"):
         factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
-        return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
-    if args.get("rotary_seq_len_interpolation_factor") is not None:
-        factor = real(args["rotary_seq_len_interpolation_factor"], "rotary_seq_len_interpolation_factor", where)
-        return {"rope_type": "linear", "factor": factor}
+        return _as_config({"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}, base)
+    if linear is not None:
+        factor = real(linear, "rotary_seq_len_interpolation_factor", where)
+        return _as_config({"rope_type": "linear", "factor": factor}, base)
     return None
+
+
+def _as_config(found: Mapping[str, Any], base: ModelSpec | None) -> Mapping[str, Any]:
+    """A rope scaling, as the config spells it where that means the same."""
+    same = base and base.rope_scaling and plain(base.rope_scaling, base.max_positions) == found
+    return base.rope_scaling if base and base.rope_scaling and same else found
+
+
+def plain(scaling: Mapping[str, Any], positions: int | None) -> dict[str, Any]:
+    """A rope scaling without what says nothing, in the numbers that Megatron has where they compute the same.
+
+    llama3 knows its three lengths by their ratios alone: those that are the same multiple of Megatron's mean the same.
+    Where transformers is not told the original length, it is the number of positions (`standardize_rope_params`).
+    """
+    kind = str(scaling.get("rope_type"))
+    said = {name: value for name, value in scaling.items() if value is not None and name not in INERT.get(kind, ())}
+    if kind == "llama3" and positions is not None:
+        said.setdefault("original_max_position_embeddings", positions)
+    if kind == "llama3" and said.keys() == {"rope_type", "factor", *LLAMA3_SCALING}:
+        numbers = [said[name] for name in ("factor", *LLAMA3_SCALING)]
+        if all(type(one) in (int, float) and one > 0 for one in numbers):
+            times = said["low_freq_factor"] / LLAMA3_SCALING["low_freq_factor"]
+            if all(math.isclose(said[name], value * times) for name, value in LLAMA3_SCALING.items()):
+                said |= LLAMA3_SCALING
+    return said
 
 
 def yarn_of(args: Mapping[str, Any], names: Mapping[str, str], base: ModelSpec | None, where: str) -> Mapping[str, Any]:
@@ -76,10 +108,11 @@ def yarn_of(args: Mapping[str, Any], names: Mapping[str, str], base: ModelSpec |
     scale = {name: said.pop(name) for name in NO_SCALE}
     said |= {} if scale == NO_SCALE else scale
     scaling = {"rope_type": "yarn", **said}
-    spelled = yarn(scaling, names)
+    spelled = yarn(scaling, names, None)
     if spelled is None or not (scale == NO_SCALE or all(scale.values())):
         raise UnsupportedError(f"{where}: YaRN with {short(said)} has no counterpart in transformers")
-    return base.rope_scaling if base and base.rope_scaling and yarn(base.rope_scaling, names) == spelled else scaling
+    same = base and base.rope_scaling and yarn(base.rope_scaling, names, base.max_positions) == spelled
+    return base.rope_scaling if base and base.rope_scaling and same else scaling
 
 
 def _meant(scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,9 +126,15 @@ def _meant(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-def yarn(scaling: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any] | None:
-    """The arguments of a rope scaling; None if it is no YaRN that Megatron has."""
-    said = _meant(scaling)
+def yarn(scaling: Mapping[str, Any], names: Mapping[str, str], positions: int | None) -> dict[str, Any] | None:
+    """The arguments of a rope scaling; None if it is no YaRN that Megatron has.
+
+    Without an original length it is `positions` (transformers 5.23.0, `standardize_rope_params`).
+    """
+    said = {"original_max_position_embeddings": positions, **_meant(scaling)}
+    said = {
+        name: value for name, value in said.items() if value or name not in ("beta_fast", "beta_slow")
+    }  # 0: as none
     if said.pop("rope_type") != "yarn" or not said.keys() <= YARN.keys():
         return None
     scale = all(said.get(name) for name in NO_SCALE)
@@ -117,16 +156,17 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
         RefusedError: Megatron has no such scaling.
     """
     none = {"use_rope_scaling": False, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None}
-    scaling = dict(spec.rope_scaling or {})
-    factor, turned = scaling.get("factor"), yarn(scaling, YARN) if scaling else None
+    scaling = plain(spec.rope_scaling or {}, spec.max_positions)
+    factor, turned = scaling.get("factor"), yarn(scaling, YARN, spec.max_positions) if scaling else None
     whole_heads = spec.rotary_fraction in (None, 1.0)  # its class turns all of a head
+    number = type(factor) in (int, float)
     match scaling.pop("rope_type", None):
         case None:
             return none
-        case "llama3" if isinstance(factor, int | float) and LLAMA3_SCALING.items() <= scaling.items():
-            return none | {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
-        case "linear" if isinstance(factor, int | float) and factor == int(factor):
-            return none | {"rotary_seq_len_interpolation_factor": int(factor)}
+        case "llama3" if number and scaling == {"factor": factor, **LLAMA3_SCALING}:
+            return none | {"use_rope_scaling": True, "rope_scaling_factor": float(factor or 0)}
+        case "linear" if number and scaling.keys() == {"factor"} and factor == int(factor or 0):
+            return none | {"rotary_seq_len_interpolation_factor": int(factor or 0)}
         case "yarn" if turned and whole_heads:
             return none | {"position_embedding_type": "yarn", **turned}
         case "dynamic" if scaling.keys() <= {"factor"}:
@@ -138,19 +178,6 @@ def arguments(spec: ModelSpec) -> dict[str, Any]:
             foreign = _meant(scaling).keys() - YARN.keys() if kind == "yarn" else ()
             raise RefusedError(
                 f"Megatron has no rope scaling {kind} with these settings: {', '.join(sorted(foreign) or scaling)}",
-                f"it knows llama3 with {LLAMA3_SCALING}, linear with a whole factor, and yarn of whole heads with a "
-                "factor above 1, original_max_position_embeddings and no attention_factor but YaRN's own",
+                f"it knows llama3 with {LLAMA3_SCALING} or multiples of these three, linear with a whole factor, and "
+                "yarn of whole heads with a factor above 1 and no attention_factor but YaRN's own",
             )
-
-
-def flags(args: Mapping[str, Any]) -> list[str]:
-    """The flags that Megatron does not take from a checkpoint."""
-    if args["position_embedding_type"] == "yarn":
-        turned = "" if args[YARN["truncate"]] else "no-"
-        named = [f"--{key.replace('_', '-')} {args[key]}" for name, key in YARN.items() if name != "truncate"]
-        return [*named, f"--{turned}{YARN['truncate'].replace('_', '-')}"]
-    if args["use_rope_scaling"]:
-        return [f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}"]
-    if args["rotary_seq_len_interpolation_factor"]:
-        return [f"--rotary-seq-len-interpolation-factor {args['rotary_seq_len_interpolation_factor']}"]
-    return []

@@ -14,6 +14,8 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 20000.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": True,
     "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.4,
 }  # fmt: skip
+LATENT_YARN = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+"""That of latents in stock Megatron, which has no options for these three."""
 PLAIN_YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
     "original_max_position_embeddings": 32,
@@ -131,7 +133,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "jais2-tied": {"model_type": "jais2", "hidden_act": "gelu", **TIED},
     "ministral": {"model_type": "ministral", "head_dim": 16, "sliding_window": 8, "layer_types": ALTERNATING},
     "ministral-tied": {"model_type": "ministral", "head_dim": 8, "sliding_window": 8, "layer_types": FIRST, **TIED},
-    "cwm": {"model_type": "cwm", "head_dim": 16, "sliding_window": 8, **TOKENS},
+    "cwm": {"model_type": "cwm", "head_dim": 16, "sliding_window": 8, "rope_parameters": LLAMA3, **TOKENS},
     "cwm-tied": {"model_type": "cwm", "head_dim": 8, "sliding_window": 8, "rope_parameters": PLAIN_YARN, **TIED},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **TOKENS},
     "mixtral-tied": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8, **TIED},
@@ -143,9 +145,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "dots1-tied": {"model_type": "dots1", "n_routed_experts": 8, "n_group": 4, "topk_group": 2, **DOTS, **FOUR, **TIED},
     "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16, "rope_parameters": YARN, **OSS},
     "gpt_oss-tied": {"model_type": "gpt_oss", "num_local_experts": 4, "swiglu_limit": 0.3, **OSS, **TIED},
-    "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, "rope_parameters": YARN, **LATENT},
+    "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, "rope_parameters": LATENT_YARN, **LATENT},
     "deepseek_v2-tied": {"model_type": "deepseek_v2", "q_lora_rank": 24, **LATENT, **TIED, **ALL},
-    "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 24, "rope_parameters": YARN, **GROUPS, **LATENT},
+    "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 24, "rope_parameters": LATENT_YARN, **GROUPS, **LATENT},
     "deepseek_v3-tied": {"model_type": "deepseek_v3", "q_lora_rank": None, **GROUPS, **LATENT, **TIED},
     "glm4_moe": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM},
     "glm4_moe-plain": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM, "attention_bias": False},

@@ -64,7 +64,8 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
 
     A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32.
     """
-    from converters.digest import MANIFEST, contradictions, is_verbatim, read_manifest, remembered_states, total
+    from converters.digest import contradictions, is_verbatim, read_manifest, remembered_states, total
+    from formats.checkpoint import MANIFEST
     from formats.spec import Verbatim, differences
 
     if src is None and out.is_dir() and not any(out.rglob(MANIFEST)):
@@ -113,8 +114,8 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
 
 def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
     from converters.archives import archives, check
-    from converters.digest import MANIFEST
     from converters.report import Progress
+    from formats.checkpoint import MANIFEST
 
     paths = archives(folder)
     with Progress("checking", sum(path.stat().st_size for path in paths), as_json) as progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from converters.commands.options import (
     flag_of,
     iteration_folder,
     layout,
+    megatron_version,
     opened,
     optimizer_kind,
     places,
@@ -47,11 +47,14 @@ USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
 READ = ("megatron_dist", "megatron")
 """The formats of Megatron."""
 SHARDS = {
-    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "turn"), READ),
+    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "turn", "version"), READ),
     "layout": ("neox",),
 }
 """Option of `reshard`: the formats that it is for."""
-DIALECTS = {**dict.fromkeys(("norm", "experts", "turn"), ("torch", "torch_dist")), "tokens": ("megatron-llm",)}
+DIALECTS = {
+    **dict.fromkeys(("norm", "experts", "turn", "version"), ("torch", "torch_dist")),
+    "tokens": ("megatron-llm",),
+}
 """Option: each --format of Megatron that it is for."""
 
 
@@ -73,6 +76,7 @@ DIALECTS = {**dict.fromkeys(("norm", "experts", "turn"), ("torch", "torch_dist")
     help="Names of the norms: Transformer Engine's or those of the local layers.  [default: te]",
 )
 @experts
+@megatron_version
 @vocab_multiple
 @click.option("--iteration", type=click.IntRange(1), metavar="N", help="Write iter_N instead of release.")
 @true_vocab_size
@@ -140,7 +144,7 @@ def _dialect(options: Mapping[str, Any], known: str = "") -> str:
     """
     dialect = MEGATRON.get(options["kind"], known)
     for name, kinds in DIALECTS.items():
-        if options[name] is not None and dialect not in map(MEGATRON.get, kinds):
+        if options[name] not in (None, ()) and dialect not in map(MEGATRON.get, kinds):
             known_for = " and ".join(kinds)
             raise UsageError(f"--{flag_of(name)} is for Megatron folders of the format {known_for}", "leave it out")
     return dialect
@@ -158,8 +162,9 @@ def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) 
         raise UsageError("one pipeline stage holds all layers", "add --pp")
     vpp = options["vpp"] if layout is None or options["vpp"] > 1 else virtual_chunks(layout, options["pp"])
     spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
-    wanted = Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout, **spread)
-    return replace(wanted, turn=options["turn"] or 0, shared_turn=options.get("shared_turn") or 0)
+    spread |= {"turn": options["turn"] or 0, "shared_turn": options.get("shared_turn") or 0}
+    spread |= {"version": options["version"], "accepted": options["accept"]}
+    return Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout, **spread)
 
 
 @click.command()
@@ -291,6 +296,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @stages
 @click.option("--norm", type=click.Choice(["te", "local"]), help="Megatron: names of the norms.  [default: as in SRC]")
 @experts
+@megatron_version
 @layout
 @click.option(
     "--make-vocab-size-divisible-by",

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FOLDER, as_json, dtype, experts, opened, own_family, reading, topology
+from converters.commands.options import (
+    FOLDER,
+    as_json,
+    dtype,
+    experts,
+    flag_of,
+    megatron_version,
+    opened,
+    own_family,
+    reading,
+    topology,
+)
 from formats.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +30,7 @@ OF_MEGATRON = ("megatron", "megatron_dist", "megatron-llm")
 CUTS = {
     **dict.fromkeys(("tp", "pp"), (*OF_MEGATRON, "neox")),
     **dict.fromkeys(("vpp", "ep", "etp"), OF_MEGATRON),
-    **dict.fromkeys(("experts", "turn"), OF_MEGATRON[:2]),
+    **dict.fromkeys(("experts", "turn", "version"), OF_MEGATRON[:2]),
 }
 """Option of `plan`: the formats that are cut by it."""
 
@@ -30,8 +41,8 @@ def _require_effect(name: str, given: object, format_name: str, known: Sequence[
     Raises:
         UsageError: it does not.
     """
-    if given not in (None, 1) and format_name not in known:
-        raise UsageError(f"--{name} has no effect on the format {format_name}", "leave it out")
+    if given not in (None, 1, ()) and format_name not in known:
+        raise UsageError(f"--{flag_of(name)} has no effect on the format {format_name}", "leave it out")
 
 
 @click.command()
@@ -59,6 +70,7 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 )
 @topology
 @experts
+@megatron_version
 @dtype
 @click.option("--blocks", is_flag=True, help="List every strided block.")
 @reading
@@ -78,9 +90,8 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     dialects = {"megatron": CORE, "megatron_dist": DIST, "megatron-llm": megatron_llm.NAME}
     if to in dialects:
         spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
-        sizes = Options(
-            options["tp"], options["pp"], options["vpp"], dialect=dialects[to], turn=options["turn"] or 0, **spread
-        )
+        spread |= {"turn": options["turn"] or 0, "version": options["version"], "accepted": options["accept"]}
+        sizes = Options(options["tp"], options["pp"], options["vpp"], dialect=dialects[to], **spread)
         planned = plan_megatron(source, request, sizes, None)
     elif to == "fsdp":
         planned = plan_fsdp(source, request, ranks=1)

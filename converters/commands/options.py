@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from formats.errors import SourceError, UsageError
+from formats.megatron_versions import VERSIONS
 
 if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint, Settings
@@ -189,6 +190,10 @@ true_vocab_size = click.option(
     "--true-vocab-size", "tokens", type=click.IntRange(1), metavar="N",
     help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
 )  # fmt: skip
+megatron_version = click.option(
+    "--megatron-version", "version", type=click.Choice(VERSIONS),
+    help="Megatron-LM that megatron_flags.txt is for.  [default: the newest that computes the model]",
+)  # fmt: skip
 optimizer_kind = click.option(
     "--optimizer", type=click.Choice(["plain", "distributed"]),
     help="Megatron: the optimizer of the training that goes on.  [default: as in SRC, else plain]",
@@ -240,6 +245,7 @@ def flag_of(name: str) -> str:
     spelled = {
         "settings": "set",
         "turn": "glu-interleave",
+        "version": "megatron-version",
         "kind": "format",
         "tokens": "true-vocab-size",
         "samples": "consumed-samples",

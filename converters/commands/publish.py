@@ -61,10 +61,10 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
 
 def _send(plan: Push, quiet: bool, as_json: bool) -> None:
     """Verify, send, and say what came of it."""
-    from converters.digest import MANIFEST
     from converters.publish import hub
     from converters.publish.push_plan import verify_folder
     from converters.report import size
+    from formats.checkpoint import MANIFEST
 
     digest = verify_folder(plan.folder, quiet=quiet)
     notes = [

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.assets import files as assets
 from converters.assets import has_tokenizer
-from converters.digest import MANIFEST
 from converters.publish.small_files import held_template
+from formats.checkpoint import MANIFEST
 from formats.errors import SourceError
 from formats.huggingface import read_json
 

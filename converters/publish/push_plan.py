@@ -184,11 +184,11 @@ def verify_folder(folder: Path, *, quiet: bool = True) -> str | None:
     Raises:
         VerificationError: weights or settings are not those of the manifest, or a weight is NaN or infinite.
     """
-    from converters.digest import MANIFEST, is_verbatim, read_manifest, total
+    from converters.digest import is_verbatim, read_manifest, total
     from converters.engine import Limits, digest_of
     from converters.report import Progress
     from converters.targets import plan_reading
-    from formats.checkpoint import Settings
+    from formats.checkpoint import MANIFEST, Settings
     from formats.registry import open_checkpoint
 
     remembered = read_manifest(folder)

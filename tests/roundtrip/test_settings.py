@@ -50,7 +50,12 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "linear": ("llama", rope("linear", factor=4.0), (*MEGATRON, LLM), "of the kind linear"),
     "linear, not whole": ("llama", rope("linear", factor=1.5), (LLM,), "linear with a whole factor|of the kind linear"),
     "llama3": ("llama", {"rope_parameters": LLAMA3}, MEGATRON, "llama3"),
-    "llama3 of another factor": ("llama", {"rope_parameters": {**LLAMA3, "factor": 32.0}}, MEGATRON, "llama3"),
+    "llama3 of another factor": (
+        "llama",
+        {"rope_parameters": {**LLAMA3, "factor": 32.0}},
+        (),
+        "llama3|rope_scaling_factor",
+    ),
     "llama3 of other frequencies": ("llama", {"rope_parameters": {**LLAMA3, "high_freq_factor": 3.0}}, (), "llama3"),
     "yarn": ("llama", rope("yarn", **YARN), (), "yarn"),
     "dynamic": ("llama", rope("dynamic", factor=2.0), (), "dynamic"),

@@ -19,7 +19,8 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, UsageErr
 from formats.families import FAMILIES
 from formats.hf_config import from_huggingface, to_huggingface
 from formats.huggingface import BUFFERS, model_slots
-from formats.megatron_args import Options, flags, from_megatron, namespace, to_megatron
+from formats.megatron_args import Options, from_megatron, namespace, to_megatron
+from formats.megatron_flags import flags
 from formats.megatron_rotary import LLAMA3_SCALING
 from formats.spec import differences, parse_settings
 from formats.verbatim import describe
@@ -444,7 +445,6 @@ def test_older_spellings_of_megatron():
     [
         {**LLAMA3, "low_freq_factor": 2.0},
         {**LLAMA3, "original_max_position_embeddings": 4096},
-        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 1.5},
         {**YARN, "attention_factor": 1.2},
         {**YARN, "factor": 1.0},
@@ -608,9 +608,12 @@ def test_what_transformers_assumes_of_deepseek_v3(name):
     [
         ({"rope_type": "rope", "mscale_all_dim": 1.0}, UnsupportedError, "mscale_all_dim = 1.0"),
         ({"rope_type": "mrope"}, UnsupportedError, "rope_type = 'mrope'"),
-        ({"rotary_scaling_factor": 1.0}, UnsupportedError, "has no counterpart in transformers"),
         ({"qk_layernorm": False}, UnsupportedError, "qk_layernorm = False"),
-        ({"layernorm_epsilon": 1e-5}, UnsupportedError, "layernorm_epsilon = 1e-05 is not supported with latents"),
+        (
+            {"norm_epsilon": 1e-5, "layernorm_epsilon": 1e-5},
+            UnsupportedError,
+            "layernorm_epsilon = 1e-05 is not supported with latents",
+        ),
         ({"group_query_attention": True, "num_query_groups": 4}, UnsupportedError, "8 heads in 4 groups"),
         ({"qk_pos_emb_head_dim": 7}, UnsupportedError, "of which 7 elements rotate"),
         ({"kv_lora_rank": None}, SourceError, "does not say latent_rank"),

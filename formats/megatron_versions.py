@@ -1,0 +1,336 @@
+"""Megatron-LM 0.12 to 0.19: which options each release has, what it takes from a checkpoint, and what it ignores.
+
+Facts: NVIDIA/Megatron-LM at the heads of core_r0.12.0 to core_r0.19.0: megatron/training/arguments.py (the parser),
+checkpointing.py `load_args_from_checkpoint`, pretrain_gpt.py, gpt_builders.py and training/models/gpt.py (what the
+model is given), transformer/multi_latent_attention.py. "Stock" is pretrain_gpt.py, with --use-checkpoint-args.
+The tests compare this page with the releases that are installed, and run the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+VERSIONS = tuple(f"0.{minor}" for minor in range(12, 20))
+"""The releases that this page knows; the first stands for older ones too."""
+FIRST, NEWEST = VERSIONS[0], VERSIONS[-1]
+ALWAYS = object()
+"""The default of an option that is always given: releases differ in it, or it says which files these are."""
+
+Args = Mapping[str, Any]
+
+
+def since(version: str, first: str | None, last: str = NEWEST) -> bool:
+    """Whether a version is among `first` to `last`; none is since None."""
+    place = VERSIONS.index
+    return first is not None and place(first) <= place(version) <= place(last)
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """An argument that a run of stock Megatron can be given.
+
+    Attributes:
+        dest: its name in `args`.
+        default: the value that needs no option.
+        known: the first version that has it.
+        loaded: the first version that takes it from a checkpoint; None if none does.
+        form: how it is spelled: `value`, `quoted`, `true`, `false` (`--no-…`), `switch` (either), `list` or `pair`.
+        option: its name, where it is not the dest's.
+        when: the kind of model or checkpoint that it is for (`KINDS`).
+    """
+
+    dest: str
+    default: Any = None
+    known: str = FIRST
+    loaded: str | None = None
+    form: str = "value"
+    option: str = ""
+    when: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called on the command line."""
+        return "--" + (self.option or ("no-" if self.form == "false" else "") + self.dest.replace("_", "-"))
+
+
+OPTIONS = (
+    Option("norm_epsilon", ALWAYS),
+    Option("make_vocab_size_divisible_by", ALWAYS),
+    Option("transformer_impl", ALWAYS),
+    Option("tensor_model_parallel_size", ALWAYS),
+    Option("pipeline_model_parallel_size", ALWAYS),
+    Option("ckpt_format", "torch"),
+    Option("pipeline_model_parallel_layout", known="0.13", form="quoted"),
+    Option("num_layers_per_virtual_pipeline_stage", when="even"),
+    Option("virtual_pipeline_model_parallel_size", option="num-virtual-stages-per-pipeline-rank", when="uneven"),
+    Option("decoder_first_pipeline_num_layers"),
+    Option("decoder_last_pipeline_num_layers"),
+    Option("use_rope_scaling", False, form="true"),
+    Option("rope_scaling_factor", 8.0, when="llama3"),
+    Option("rotary_seq_len_interpolation_factor", when="rope"),
+    Option("rotary_scaling_factor", ALWAYS, when="yarn"),
+    Option("yarn_original_max_position_embeddings", ALWAYS, known="0.19", when="yarn"),
+    Option("yarn_beta_fast", ALWAYS, known="0.19", when="yarn"),
+    Option("yarn_beta_slow", ALWAYS, known="0.19", when="yarn"),
+    Option("mscale", ALWAYS, when="yarn"),
+    Option("mscale_all_dim", ALWAYS, when="yarn"),
+    Option("yarn_correction_range_round_to_int", ALWAYS, known="0.19", form="switch", when="yarn"),
+    Option("qk_layernorm", False, form="true"),
+    Option("bias_gelu_fusion", True, form="false", when="gelu"),
+    Option("apply_layernorm_1p", False, form="true"),
+    Option("no_rope_freq", known="0.13", form="list"),
+    Option("window_attn_skip_freq", known="0.15", form="list"),
+    Option("window_size", known="0.15", form="pair"),
+    Option("expert_model_parallel_size", ALWAYS, when="experts"),
+    Option("expert_tensor_parallel_size", ALWAYS, when="experts"),
+    Option("moe_router_num_groups", when="experts"),
+    Option("moe_router_group_topk", when="experts"),
+    Option("moe_router_score_function", "softmax", loaded="0.16", when="experts"),
+    Option("moe_router_enable_expert_bias", False, loaded="0.16", form="true", when="experts"),
+    Option("moe_router_topk_scaling_factor", loaded="0.16", when="experts"),
+    Option("moe_shared_expert_gate", False, known="0.16", form="true", when="experts"),
+    Option("use_grouped_gemm_for_shared_expert", False, known="0.19", form="true", when="experts"),
+    Option("moe_mlp_glu_interleave_size", known="0.18", when="experts"),
+    Option("moe_shared_expert_glu_interleave_size", known="0.19", when="experts"),
+    Option("softmax_type", "vanilla", known="0.15"),
+    Option("quick_geglu", False, known="0.15", form="true"),
+    Option("glu_linear_offset", 0.0, known="0.15"),
+    Option("activation_func_clamp_value", known="0.15"),
+    Option("multi_latent_attention", False, form="true"),
+    Option("q_lora_rank", when="latent"),
+    Option("kv_lora_rank", ALWAYS, when="latent"),
+    Option("qk_head_dim", ALWAYS, when="latent"),
+    Option("qk_pos_emb_head_dim", ALWAYS, when="latent"),
+    Option("v_head_dim", ALWAYS, when="latent"),
+    Option("rotary_scaling_factor", ALWAYS, when="latent"),
+    Option("mscale", ALWAYS, when="latent"),
+    Option("mscale_all_dim", ALWAYS, when="latent"),
+    Option("bf16", False, form="true"),
+    Option("fp16", False, form="true"),
+    Option("use_distributed_optimizer", False, form="true", when="optimizer"),
+    Option("no_save_optim", False, form="true", option="no-load-optim", when="iteration"),
+    Option("iteration", 0, form="true", option="no-load-rng"),
+)
+"""What is given to a run, in this order; all that is not here every version takes from the checkpoint."""
+BEFORE_OTHERS = (Option("rope_type", known="0.14", when="latent"),)
+"""Options whose absence means the same in the versions that lack them: there rope is YaRN with a factor of 1."""
+
+
+def _uneven(args: Args) -> bool:
+    return bool(args.get("virtual_pipeline_model_parallel_size")) and not args.get(
+        "num_layers_per_virtual_pipeline_stage"
+    )
+
+
+KINDS: Mapping[str, Callable[[Args], bool]] = {
+    "": lambda _: True,
+    "even": lambda args: not args.get("pipeline_model_parallel_layout"),
+    "uneven": lambda args: not args.get("pipeline_model_parallel_layout") and _uneven(args),
+    "rope": lambda args: not _latent(args) and args.get("position_embedding_type") == "rope",
+    "llama3": lambda args: not _latent(args) and bool(args.get("use_rope_scaling")),
+    "yarn": lambda args: not _latent(args) and args.get("position_embedding_type") == "yarn",
+    "latent": lambda args: args.get("multi_latent_attention") is True,
+    "latent yarn": lambda args: _latent(args) and args.get("rope_type") != "rope",
+    "latent local": lambda args: _latent(args) and args.get("transformer_impl") == "local",
+    "gelu": lambda args: args.get("swiglu") is False,
+    "experts": lambda args: args.get("num_experts") is not None,
+    "optimizer": lambda args: not args.get("no_save_optim"),
+    "iteration": lambda args: bool(args.get("iteration")),
+}
+"""The kinds of models and checkpoints that a row is for."""
+
+
+def _latent(args: Args) -> bool:
+    return args.get("multi_latent_attention") is True
+
+
+# --- what is ignored -------------------------------------------------------------------------------------------------
+
+
+class Of(NamedTuple):
+    """The value of another argument."""
+
+    dest: str
+
+
+class Patch(NamedTuple):
+    """A line in the user's own tree that makes a version heed an argument.
+
+    Attributes:
+        name: what `--accept` calls the deviation.
+        place: the function, and its file.
+        beside: before or after which line of it.
+        line: what to add; `{dest}` stands for the value of an argument.
+    """
+
+    name: str
+    place: str
+    beside: str
+    line: str
+
+
+OLD_CALL, CALL = ("model_provider in pretrain_gpt.py", "gpt_builder in gpt_builders.py")
+IN_CALL, BEFORE_CALL = "after model = GPTModel(", "before model = GPTModel("
+ARGUMENTS, LATER_ARGUMENTS = (
+    f"{name} in megatron/training/{file}.py"
+    for name, file in (
+        ("core_transformer_config_from_args", "arguments"),
+        ("core_transformer_config_from_args", "argument_utils"),
+    )
+)
+BUILDER = "gpt_config_from_args in megatron/training/argument_utils.py"
+BEFORE_CONFIG, BEFORE_BUILT = "before config_class(**kw_args)", "before return model_config_cls(**kwargs)"
+
+LINEAR, LLAMA3, YARN, LATENT = "rotary_seq_len_interpolation_factor", "rope_scaling_factor", "yarn", "latent_yarn"
+"""Deviations that `--accept` knows."""
+LINEAR_LINE = "seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,"
+LLAMA3_LINE = "rope_scaling_factor=args.rope_scaling_factor,"
+LLAMA3_BUILT = 'kwargs["rope_scaling_factor"] = args.rope_scaling_factor'
+YARN_LINE = (
+    "vars(config).update(yarn_rotary_scaling_factor={rotary_scaling_factor}, "
+    "yarn_original_max_position_embeddings={yarn_original_max_position_embeddings}, yarn_beta_fast={yarn_beta_fast}, "
+    "yarn_beta_slow={yarn_beta_slow}, yarn_mscale={mscale}, yarn_mscale_all_dim={mscale_all_dim}, "
+    "yarn_correction_range_round_to_int={yarn_correction_range_round_to_int})"
+)
+LATENT_LINE = (
+    "kw_args.update(original_max_position_embeddings={original_max_position_embeddings}, beta_fast={beta_fast}, "
+    "beta_slow={beta_slow})"
+)
+OLD_LATENT = Patch(LATENT, ARGUMENTS, BEFORE_CONFIG, LATENT_LINE)
+NEW_LATENT = Patch(LATENT, LATER_ARGUMENTS, BEFORE_CONFIG, LATENT_LINE)
+FAILS = object()
+"""What a version computes with that ends without the patch."""
+
+
+class Ignored(NamedTuple):
+    """An argument that some versions do not hand to the model.
+
+    Attributes:
+        dest: its name.
+        computed: with which value they compute instead, or `FAILS`.
+        when: the kind of model.
+        first: the first of them.
+        last: the last of them.
+        patch: what makes it right.
+    """
+
+    dest: str
+    computed: Any
+    when: str
+    first: str
+    last: str
+    patch: Patch | None = None
+
+
+IGNORED = (
+    Ignored(LINEAR, None, "rope", "0.12", "0.14", Patch(LINEAR, OLD_CALL, IN_CALL, LINEAR_LINE)),
+    Ignored(LINEAR, None, "rope", "0.15", "0.18", Patch(LINEAR, CALL, IN_CALL, LINEAR_LINE)),
+    Ignored(LLAMA3, 8.0, "llama3", "0.12", "0.14", Patch(LLAMA3, OLD_CALL, IN_CALL, LLAMA3_LINE)),
+    Ignored(LLAMA3, 8.0, "llama3", "0.15", "0.18", Patch(LLAMA3, CALL, IN_CALL, LLAMA3_LINE)),
+    Ignored(LLAMA3, 8.0, "llama3", "0.19", "0.19", Patch(LLAMA3, BUILDER, BEFORE_BUILT, LLAMA3_BUILT)),
+    Ignored("position_embedding_type", "none", "yarn", "0.12", "0.14"),
+    Ignored("rotary_scaling_factor", FAILS, "yarn", "0.15", "0.18", Patch(YARN, CALL, BEFORE_CALL, YARN_LINE)),
+    Ignored("original_max_position_embeddings", Of("max_position_embeddings"), "latent yarn", "0.12", "0.13"),
+    Ignored("mscale_all_dim", Of("mscale"), "latent yarn", "0.12", "0.13"),
+    Ignored("beta_fast", 32.0, "latent yarn", "0.12", "0.13"),
+    Ignored("beta_slow", 1.0, "latent yarn", "0.12", "0.13"),
+    Ignored("original_max_position_embeddings", 4096, "latent yarn", "0.14", "0.17", OLD_LATENT),
+    Ignored("beta_fast", 32.0, "latent yarn", "0.14", "0.17", OLD_LATENT),
+    Ignored("beta_slow", 1.0, "latent yarn", "0.14", "0.17", OLD_LATENT),
+    Ignored("original_max_position_embeddings", 4096, "latent yarn", "0.18", "0.19", NEW_LATENT),
+    Ignored("beta_fast", 32.0, "latent yarn", "0.18", "0.19", NEW_LATENT),
+    Ignored("beta_slow", 1.0, "latent yarn", "0.18", "0.19", NEW_LATENT),
+)
+"""What stock does with an argument that it knows, or that has no option at all."""
+
+
+class Ends(NamedTuple):
+    """A value with which newer versions end, and why."""
+
+    dest: str
+    value: Any
+    when: str
+    first: str
+    why: str
+
+
+ENDS = (
+    Ends(
+        "q_lora_rank",
+        None,
+        "latent local",
+        "0.19",
+        "its local layers refuse latents whose queries have none (mla_qk_norm_config.py)",
+    ),
+)
+DEVIATIONS = tuple(dict.fromkeys(row.patch.name for row in IGNORED if row.patch))
+
+
+def ignored(args: Args, version: str) -> list[Ignored]:
+    """The rows of what a version does not heed of these args."""
+    return [
+        row
+        for row in IGNORED
+        if KINDS[row.when](args) and since(version, row.first, row.last) and args.get(row.dest) != computed(row, args)
+    ]
+
+
+def computed(row: Ignored, args: Args) -> Any:
+    """The value that a version computes with instead."""
+    return args.get(row.computed.dest) if isinstance(row.computed, Of) else row.computed
+
+
+def heeded(args: Args, version: str) -> dict[str, Any]:
+    """The args that a version computed with.
+
+    Fields of the config that no version has an option for are in the args of a run only if its tree has one, and then
+    they reach the model.
+    """
+    rows = [
+        row
+        for row in ignored(args, version)
+        if row.computed is not FAILS and not (row.patch and row.patch.name == LATENT and args.get(row.dest) is not None)
+    ]
+    return {**args, **{row.dest: computed(row, args) for row in rows}}
+
+
+# --- the version of a checkpoint -------------------------------------------------------------------------------------
+
+WROTE = {
+    "sft": "0.13",
+    "save_retain_interval": "0.14",
+    "perform_rl_step": "0.15",
+    "dump_param_to_param_group_map": "0.16",
+    "async_strategy": "0.17",
+    "eval_global_batch_size": "0.18",
+    "freeze_all_layers": "0.19",
+}
+"""An argument that a parser has whatever is asked of it: the first version that has it."""
+OLDEST = ("lr_decay_style", "clip_grad")
+"""What all of them have, and converters do not write."""
+
+
+RENAMED = (
+    ("norm_epsilon", "layernorm_epsilon", "0.16"),
+    ("apply_layernorm_1p", "layernorm_zero_centered_gamma", "0.16"),
+)
+"""Two names of one argument, and since when the second is the one that counts."""
+
+
+def by_name(args: Args, version: str) -> dict[str, Any]:
+    """The args of a version, those of two names as the name says that counts in it."""
+    known = dict(args)
+    for old, new, first in RENAMED:
+        counts, other = (new, old) if since(version, first) else (old, new)
+        if counts in args and other in args:
+            known[other] = args[counts]
+    return known
+
+
+def version_of(args: Args) -> str | None:
+    """The version whose parser made these args, the oldest for all that are older; None if it was none's."""
+    found = [version for name, version in WROTE.items() if name in args]
+    return found[-1] if found else FIRST if all(name in args for name in OLDEST) else None

@@ -17,6 +17,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
+from converters.digest import check_manifest
 from formats.checkpoint import Checkpoint
 from formats.coherence import Finding, contradictions, losses, predicts_further
 from formats.errors import SourceError
@@ -57,6 +58,7 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     """
     if not (isinstance(spec, Verbatim) and isinstance(source.spec, Verbatim)):
         return []
+    check_manifest(source)  # it has the better sentence, where there is one
     said = json.loads(config)
     answer = {"why": "the weights are quantized"} if "quantization_config" in said else ask(said, spec.shapes)
     if "why" not in answer:

@@ -57,7 +57,7 @@ def predicts_further(config: dict[str, Any], key: str) -> bool:
     depth = of.get("num_hidden_layers")
     if item is None or item[1].rpartition(".")[2] not in LISTS or not isinstance(depth, int):
         return False
-    return depth <= int(item[2]) < depth + more
+    return bool(depth <= int(item[2]) < depth + more)
 
 
 def losses(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:

@@ -17,8 +17,9 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
+from converters.digest import check_manifest
 from formats.checkpoint import Checkpoint
-from formats.coherence import Finding, contradictions, losses
+from formats.coherence import Finding, contradictions, losses, predicts_further
 from formats.errors import SourceError
 from formats.huggingface import has_weights, read_files
 from formats.rows import EMBEDDING, HEAD, rows
@@ -57,10 +58,11 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     """
     if not (isinstance(spec, Verbatim) and isinstance(source.spec, Verbatim)):
         return []
+    check_manifest(source)  # it has the better sentence, where there is one
     said = json.loads(config)
     answer = {"why": "the weights are quantized"} if "quantization_config" in said else ask(said, spec.shapes)
     if "why" not in answer:
-        _refuse(source, _of_transformers(answer))
+        _refuse(source, _of_transformers(answer, said))
         return [f"{CHECKED} transformers"]
     differing = _against_base(source, source.spec)
     if differing is not None:
@@ -136,11 +138,12 @@ def _same(key: str, here: tuple[int, ...], there: tuple[int, ...], spec: Verbati
     return here == there or (grown and bool(EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)))
 
 
-def _of_transformers(answer: Mapping[str, Any]) -> list[Finding]:
+def _of_transformers(answer: Mapping[str, Any], config: dict[str, Any]) -> list[Finding]:
+    unknown = [key for key in answer["unexpected"] if not predicts_further(config, key)]
     return [
         *(Finding(key, f"{key} is {here}, and {wanted} in the model") for key, here, wanted in answer["mismatched"]),
         *(Finding(key, f"{key} is missing") for key in answer["missing"]),
-        *(Finding(key, f"{key} is no tensor of the model") for key in answer["unexpected"]),
+        *(Finding(key, f"{key} is no tensor of the model") for key in unknown),
         *(Finding("", text) for text in answer["errors"]),
     ]
 

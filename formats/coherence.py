@@ -50,6 +50,16 @@ def contradictions(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
         yield from _sizes(config, spec, embedding)
 
 
+def predicts_further(config: dict[str, Any], key: str) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens, which its config says it has after the others."""
+    of, item = language(config), ITEM.fullmatch(key)
+    more = sum(of[name] for name in FURTHER if type(of.get(name)) is int)
+    depth = of.get("num_hidden_layers")
+    if item is None or item[1].rpartition(".")[2] not in LISTS or not isinstance(depth, int):
+        return False
+    return bool(depth <= int(item[2]) < depth + more)
+
+
 def losses(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
     """What the names themselves show to be missing."""
     lists = _lists(spec.shapes)

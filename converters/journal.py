@@ -1,7 +1,8 @@
 """The journal: which jobs of a conversion are done and on disk, so that a killed run can go on.
 
 `OUT.partial/journal.jsonl` begins with a fingerprint of the conversion; then comes a line for each finished job, its
-name and its digest. Lines are written after the data that they speak of was forced to disk.
+name and its digest, and lines of the entries of the source's archives that were found sound. Lines are written after
+the data that they speak of was forced to disk.
 
 A conversion can be split over processes on any nodes: each does a share, with a journal of its own beside the common
 one, and what any journal says is done is done. A process that works on all of it locks the common journal for itself,

@@ -217,7 +217,7 @@ def refuse_damaged(folder: Path, damaged: Sequence[str]) -> None:
     others = [path.name for path in ours(folder.parent) if path.name != folder.name]
     instead = f", or resume from another: echo {others[-1]} > {quote(str(folder.parent / LATEST))}" if others else ""
     raise SourceError(
-        f"{folder} is damaged: {len(damaged)} parts have another CRC-32 than their file says: {some(damaged, 3)}",
+        f"{folder} is damaged: {len(damaged)} parts are not what was written: {some(damaged, 3)}",
         f"copy it again{instead}",
     )
 

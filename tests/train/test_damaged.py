@@ -24,7 +24,7 @@ def test_a_damaged_checkpoint_is_not_resumed(settings, run, engine, ranks):
     found = run(config, *words, ranks=ranks)
     assert found.code == 3, found.out
     assert found.out.count("error: ") == 1, found.out
-    assert f"{newest} is damaged: 1 parts have another CRC-32 than their file says: {path}: " in found.out
+    assert f"{newest} is damaged: 1 parts are not what was written: {path}: " in found.out
     assert f"echo global_step101 > {stopped.save}/latest" in found.out
     assert "optim.lr" not in found.out
 

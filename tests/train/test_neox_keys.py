@@ -142,7 +142,7 @@ def test_a_cool_down(read):
     with pytest.raises(UsageError, match=r"lr is 0.0002, start_cd_lr is 0\.00016"):
         read(BARE + COOL, "--optim.lr", "2e-4")
     config, _ = read(BARE + "lr_decay_style: constant\nmin_lr: 3.0e-4\n")
-    with pytest.raises(UsageError, match=r"schedule\.floor 0.0003 is above optim\.lr 0\.00016"):
+    with pytest.raises(UsageError, match=r"min_lr \(schedule\.floor\) 0\.0003 is above optimizer\.params\.lr"):
         check_schedule(config, 100)
     config, _ = read(BARE + COOL.replace("sqrt", "constant"))
     assert (config.schedule.start, config.schedule.min_lr) == (None, 0)

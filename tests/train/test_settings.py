@@ -228,6 +228,10 @@ def test_a_rate_climbs_stays_and_falls(style, total, offset, floor, warmup, star
     end = offset + total if length is None else begin + length
     said = {"style": style, "min_lr": 0.25, "floor": floor, "start": start, "end": None if length is None else end}
     config = Config(**told, schedule=said | {"warmup": warmup})
+    if steps > total:
+        with pytest.raises(UsageError, match="would never be reached"):
+            check_schedule(config, total)
+        return
     check_schedule(config, total)
     rates = [learning_rate(config, step, total) for step in range(total)]
     assert rates[:climb] == pytest.approx([(step + 1) / climb for step in range(total)[:climb]])

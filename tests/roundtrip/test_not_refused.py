@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2CLS, ACT2FN
 
-from formats.hf_config import SYNONYMS
+from formats.families import FAMILIES, known
+from formats.hf_config import SYNONYMS, from_huggingface
 
 RIGHT = {
     "swish": ("llama", {"hidden_act": "swish"}),
@@ -82,3 +84,11 @@ def test_both_names_of_the_element_type_say_the_same(model, convert, tmp_path, w
     assert convert("hf2hf", source, tmp_path / "out", *way).code == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {written["dtype"], written["torch_dtype"]} == {"bfloat16" if way else "float32"}
+
+
+@pytest.mark.parametrize(("meant", "said"), [("swish", "silu"), ("silu", "swish"), ("swish", "swish")])
+def test_a_family_of_the_user_may_say_either_name(model, meant, said):
+    config = json.loads((model("llama") / "config.json").read_text()) | {"model_type": "own", "hidden_act": said}
+    own = replace(FAMILIES["llama"], name="own", requires={"hidden_act": meant})
+    with known(own):
+        assert from_huggingface(config, {}, "config.json").family == "own"

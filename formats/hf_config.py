@@ -162,7 +162,8 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
             raise UnsupportedError(f"{where}: models with a {key} are not supported{known}")
     for key, only in family.requires.items():
         value = config.get(key, only)
-        if SYNONYMS.get(str(value), value) != only and not (value is None and only is False):
+        same = SYNONYMS.get(str(value), value) == SYNONYMS.get(str(only), only)
+        if not same and not (value is None and only is False):
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
     apart = {*family.own, *family.keys.values()}
     layer_types = [] if "layer_types" in apart else config.get("layer_types") or []

@@ -230,7 +230,7 @@ def _nope_layers(frequency: Any, layers: Any, where: str) -> tuple[int, ...]:
 
 def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
     """The family with these facts."""
-    in_order = sorted(FAMILIES.values(), key=lambda family: (family.file is None, family.name not in USUAL))
+    in_order = sorted(FAMILIES.values(), key=lambda one: (one.file is None, one.name not in USUAL, bool(one.biases)))
     fitting = [family.name for family in in_order if family.fits(facts)]
     if base and base.family in fitting:
         return base.family

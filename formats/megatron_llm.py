@@ -230,12 +230,14 @@ def check_topology(spec: ModelSpec, tp: int, pipeline: Pipeline) -> None:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def lacks(family: Family) -> str:
-    """Why Megatron-LLM holds no model of a family; empty where it does."""
+def lacks(family: Family, biases: Collection[str] | None = None) -> str:
+    """Why Megatron-LLM holds no model of a family, with the usual biases or others; empty where it does."""
+    biases = family.biases_of({}) if biases is None else biases
     reasons = {
+        "its Llama and Mistral have no biases": bool({"output_bias", "mlp_bias"}.intersection(biases)),
         "its norms are RMSNorm and its MLP has a gate": family.facts.plain,
         "its linear layers have biases everywhere or nowhere, and this model has them on query, key and value": (
-            family.facts_with(family.biases_of({})).qkv_bias
+            family.facts_with(biases).qkv_bias
         ),
         "it has no norms on query and key": family.facts.qk_norm,
         "its positions are rotary, in every layer": family.rope_theta is None or "nope_layers" in family.keys,
@@ -251,7 +253,7 @@ def check_spec(spec: ModelSpec) -> None:
     Raises:
         RefusedError: it has other tensors or another rotary embedding than Megatron-LLM's Llama and Mistral.
     """
-    family_lacks = lacks(family_named(spec.family)) or ("its linear layers have no biases" if spec.biases else "")
+    family_lacks = lacks(family_named(spec.family), spec.biases)
     scaling = dict(spec.rope_scaling or {})
     reasons = {
         family_lacks: bool(family_lacks),

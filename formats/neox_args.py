@@ -331,10 +331,7 @@ def _topology(spec: ModelSpec, theta: float, tp: int, pp: int, multiple: int) ->
 
 
 def _model(spec: ModelSpec) -> dict[str, Any]:
-    if spec.biases:
-        said = " and ".join(spec.biases)
-        raise UnsupportedError(f"a {spec.family} with {said} has no layout of GPT-NeoX", "see `convert formats`")
-    if spec.family in ("llama", "mistral"):
+    if spec.family in ("llama", "mistral") and not spec.biases:
         return {
             **({"num_kv_heads": spec.kv_heads} if spec.kv_heads != spec.heads else {}),
             **({WINDOW: spec.sliding_window - 1} if spec.sliding_window else {}),
@@ -362,7 +359,8 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
             "gpt_j_residual": spec.parallel_residual,
         }
     activation = f" with the activation {spec.activation}" if spec.family == "gpt_neox" else ""
-    raise UnsupportedError(f"GPT-NeoX has no {spec.family}{activation}", "it has Llama, Mistral and GPT-NeoX")
+    biases = f" with {' and '.join(spec.biases)}" if spec.biases else ""
+    raise UnsupportedError(f"GPT-NeoX has no {spec.family}{activation}{biases}", "it has Llama, Mistral and GPT-NeoX")
 
 
 def dump_yml(config: Mapping[str, Any]) -> bytes:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 
 from converters.cli import NAMES, cli, meant
@@ -72,3 +77,53 @@ def test_a_name_of_the_hub_is_no_folder(convert, tmp_path, monkeypatch):
     assert asked in convert("hf2megatron", "org/name", "out").err
     assert asked in convert("inspect", "out", "--config", "org/name").err
     assert asked not in convert("inspect", tmp_path / "gone").err
+
+
+def texts(tree: ast.AST) -> list[str]:
+    """The texts of a module; what is put into one is a word."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(one.value) if isinstance(one, ast.Constant) else "X" for one in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+@pytest.mark.parametrize("room", ["formats", "converters", "train"])
+def test_every_command_that_the_code_names_has_its_options(room):
+    """Whether a hint or a help offers it."""
+    groups, seen = {"convert": cli, "train": train}, 0
+    for path in sorted((Path(__file__).parents[2] / room).rglob("*.py")):
+        for text in texts(ast.parse(path.read_text())):
+            for program, name, rest in re.findall(r"(?:^|`)(convert|train) ([a-z]\w+)((?: [^`\n]*)?)", text):
+                command = groups[program].commands.get(name)
+                if command is None or name in ("submit", "run"):  # a sentence; or one that takes any option
+                    continue
+                seen += 1
+                every = [command, *getattr(command, "commands", {}).values()]
+                known = {
+                    word for one in every for option in one.params for word in (*option.opts, *option.secondary_opts)
+                }
+                typed = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.split(" #|, ", rest)[0])) - {"--help"}
+                assert typed <= known, f"{path}: {program} {name}{rest}"
+    assert seen
+
+
+def test_force_is_not_offered_for_the_source_itself(model, convert, tmp_path):
+    source = Path(shutil.copytree(model("llama"), tmp_path / "hf"))
+    for out in (source, source / "inner", tmp_path / "hf" / ".." / "hf"):
+        for more in ((), ("--force",)):
+            ran = convert("hf2hf", source, out, *more)
+            assert (ran.code, "lie inside each other" in ran.err, "--force" in ran.err) == (7, True, False)
+
+
+def test_the_folder_of_a_file_is_offered_only_if_it_is_a_checkpoint(model, convert, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    ran = convert("inspect", tmp_path / "model.gguf")
+    assert (ran.code, "llama.cpp" in ran.err) == (4, True)
+    (tmp_path / "notes.txt").write_text("")
+    assert "hint" not in convert("inspect", tmp_path / "notes.txt").err
+    ran = convert("inspect", model("llama") / "model.safetensors")
+    assert ran.err.splitlines()[-1] == f"hint: name its folder: {model('llama')}"
+    assert convert("inspect", model("llama")).code == 0

@@ -392,7 +392,7 @@ def test_a_width_of_heads_that_is_null_is_that_of_all_others(name, width):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}),
         ("smollm3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}),
         ("smollm3", {"partial_rotary_factor": 0.5}),
         ("ernie4_5", {"use_bias": True}),

@@ -15,8 +15,9 @@ from converters.blocks import Files
 from converters.engine import Limits, execute
 from converters.plan import Job, Part, prove_tiling
 from converters.regions import Nearby, region, runs, tiles
+from formats.boxes import overlap
 from formats.layout import _in_order
-from formats.pattern import Leaf, Pattern, Span, at, clip, lower, overlap, parse, shape
+from formats.pattern import Leaf, Pattern, Span, at, clip, lower, parse, shape
 from formats.storage import Fragment, row_major
 from formats.tensors import TENSORS
 

@@ -14,12 +14,12 @@ import pytest
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from formats import megatron_experts
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, VitruvianError
 from formats.families import FAMILIES
 from formats.hf_config import from_huggingface, to_huggingface
 from formats.huggingface import BUFFERS, model_slots
 from formats.megatron_args import Options, from_megatron, namespace, to_megatron
+from formats.megatron_fields import FIELDS
 from formats.megatron_flags import flags
 from formats.megatron_rotary import LLAMA3_SCALING
 from formats.spec import differences, parse_settings
@@ -704,7 +704,7 @@ MANY = [
 @pytest.mark.parametrize("name", EXPERTS)
 def test_arguments_of_experts_of_any_type_are_read_or_refused(name):
     args = to_megatron(from_huggingface(config(name), {}, "config.json"))
-    names = [*megatron_experts.ARGS.values(), *megatron_experts.ONLY, *megatron_experts.MORE, "num_layers"]
+    names = ["num_experts", "num_layers", *(field for field in FIELDS if field.startswith("moe_"))]
     for key, value in product(names, MANY):
         try:
             spec = from_megatron(args | {key: value}, {}, None, "args")

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from converters.digest import check_manifest
@@ -27,7 +28,7 @@ from formats.spec import Spec, Verbatim
 
 NEEDED = ("transformers", "torch", "accelerate")
 """What has to be installed to ask transformers; accelerate is what places a model on the meta device."""
-PROGRAM = ("-m", "converters.meta_model")
+PROGRAM = (str(Path(__file__).with_name("meta_model.py")),)
 SECONDS = 300
 """How long transformers may take: the largest models take ten seconds, a slow file system a minute to import it."""
 SHOWN = 4

@@ -77,5 +77,6 @@ def _line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, whose modules are of a package; the current folder is not among the places either
     answer = report(json.load(sys.stdin))
     sys.stdout.write("\n" + json.dumps(answer) + "\n")

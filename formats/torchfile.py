@@ -16,8 +16,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zlib_ng.zlib_ng import crc32
+
 from formats import pickles
-from formats.crc32 import crc32
 from formats.errors import DamagedError, SourceError, UnsupportedError, short
 from formats.storage import DTYPES, Fragment, Member, file_size, read_into
 from formats.streams import Reader

@@ -19,7 +19,7 @@ from formats import (
     megatron_rotary,
 )
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.families import FAMILIES, IN_MEGATRON, Facts, family_named
+from formats.families import FAMILIES, IN_MEGATRON, Facts, Family, family_named
 from formats.megatron_fields import ASSUMED, FIELDS
 from formats.pickles import DTYPES, Dtype, keeps
 from formats.pipeline import Pipeline
@@ -230,8 +230,12 @@ def _nope_layers(frequency: Any, layers: Any, where: str) -> tuple[int, ...]:
 
 def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
     """The family with these facts."""
-    in_order = sorted(FAMILIES.values(), key=lambda one: (one.file is None, one.name not in USUAL, bool(one.biases)))
-    fitting = [family.name for family in in_order if family.fits(facts)]
+    def order(family: Family) -> tuple[bool, int, bool, bool]:
+        """One of the user's own comes first, then the usual ones, then those of which least has to be chosen."""
+        usual = USUAL.index(family.name) if family.name in USUAL else len(USUAL)
+        return family.file is None, usual, family.chosen(facts) != family.biases_of({}), bool(family.biases)
+
+    fitting = [family.name for family in sorted(FAMILIES.values(), key=order) if family.fits(facts)]
     if base and base.family in fitting:
         return base.family
     if base:

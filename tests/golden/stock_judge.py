@@ -33,6 +33,7 @@ from typing import Any
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which every run of Megatron with tensor ranks sets
 
 import megatron.core.fusions.fused_layer_norm as fused_norm
 import megatron.core.models.backends as backends

@@ -63,7 +63,7 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     said = json.loads(config)
     answer = {"why": "the weights are quantized"} if "quantization_config" in said else ask(said, spec.shapes)
     if "why" not in answer:
-        _refuse(source, _of_transformers(answer, said))
+        _refuse(source, _of_transformers(answer, said, known_only=not source.settings.verbatim))
         return [f"{CHECKED} transformers"]
     differing = _against_base(source, source.spec)
     if differing is not None:
@@ -122,9 +122,10 @@ def _against_base(source: Checkpoint, spec: Verbatim) -> list[Finding] | None:
     base = {key: fragment.shape for key, fragment in read_files(folder).items()}
     copies = {*spec.copies, *([key for key in base if HEAD.fullmatch(key)] if spec.tied else [])}
     shared = set() if any(map(HEAD.fullmatch, base)) else {key for key in spec.shapes if HEAD.fullmatch(key)}
+    unknown = [] if source.settings.verbatim else [key for key in spec.shapes if key not in {*base, *shared}]
     return [
         *(Finding(key, f"{key} is missing") for key in base if key not in spec.shapes and key not in copies),
-        *(Finding(key, f"{key} is no tensor of {folder}") for key in spec.shapes if key not in {*base, *shared}),
+        *(Finding(key, f"{key} is no tensor of {folder}") for key in unknown),
         *(
             Finding(key, f"{key} is {list(shape)}, {list(base[key])} in {folder}")
             for key, shape in spec.shapes.items()
@@ -139,8 +140,9 @@ def _same(key: str, here: tuple[int, ...], there: tuple[int, ...], spec: Verbati
     return here == there or (grown and bool(EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)))
 
 
-def _of_transformers(answer: Mapping[str, Any], config: dict[str, Any]) -> list[Finding]:
-    unknown = [key for key in answer["unexpected"] if not predicts_further(config, key)]
+def _of_transformers(answer: Mapping[str, Any], config: dict[str, Any], *, known_only: bool) -> list[Finding]:
+    """What transformers reports. Without `known_only` the model may have more than its class: --verbatim means so."""
+    unknown = [key for key in answer["unexpected"] if known_only and not predicts_further(config, key)]
     return [
         *(Finding(key, f"{key} is {here}, and {wanted} in the model") for key, here, wanted in answer["mismatched"]),
         *(Finding(key, f"{key} is missing") for key in answer["missing"]),

@@ -11,7 +11,9 @@ Tags may be links, and have any name. Facts: deepspeed/runtime/engine.py and run
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from formats.errors import SourceError, UnsupportedError, short
 from formats.torchfile import TorchFile, read_torch
@@ -36,6 +38,17 @@ def model_name(rank: int) -> str:
 def is_model(name: str) -> bool:
     """Whether a file is named as one with the state of a model parallel rank."""
     return bool(MODEL.fullmatch(name) or MODEL_OF_STAGE_3.fullmatch(name))
+
+
+def value_of(file: Path) -> Any:
+    """What a file holds, by which a program is recognised; parsed once for all who ask. Raises as `read_torch` does."""
+    status = file.stat()
+    return _value_of(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=2)
+def _value_of(file: Path, *_: int) -> Any:
+    return read_torch(file).value
 
 
 def holds(folder: Path) -> bool:

@@ -16,13 +16,12 @@ from formats import dcp, deepspeed
 from formats.errors import SourceError, UnsupportedError
 from formats.megatron_shards import locate
 from formats.pickles import Namespace
-from formats.torchfile import read_torch
 
 MOST_YAML = 1 << 20
 MEGATRON_DCP = ("args", "checkpoint_version", "iteration")
 """Objects that Megatron's plain DCP has at the top, as torch.save wrote them; in torch_dist they are in one."""
 FEW = 4
-"""Layer files that are opened: the first are of the embedding and of a layer."""
+"""Layer files that are opened where there is no other: the first are of the embedding and of a layer."""
 
 
 class Lookalike(NamedTuple):
@@ -83,9 +82,9 @@ def _megatron_deepspeed(path: Path) -> Path | None:
         files = sorted(tag.iterdir())
         models = (file for file in files if deepspeed.is_model(file.name))
         layers = (file for file in files if deepspeed.LAYER.fullmatch(file.name))
-        for file in [*islice(models, 1), *islice(layers, FEW)]:
+        for file in [*islice(models, 1)] or [*islice(layers, FEW)]:
             try:
-                value = read_torch(file).value
+                value = deepspeed.value_of(file)
             except (SourceError, UnsupportedError):  # which a reader will tell
                 continue
             held = value if isinstance(value, Mapping) else {}

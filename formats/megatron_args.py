@@ -230,6 +230,7 @@ def _nope_layers(frequency: Any, layers: Any, where: str) -> tuple[int, ...]:
 
 def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
     """The family with these facts."""
+
     def order(family: Family) -> tuple[bool, int, bool, bool]:
         """One of the user's own comes first, then the usual ones, then those of which least has to be chosen."""
         usual = USUAL.index(family.name) if family.name in USUAL else len(USUAL)

@@ -26,7 +26,7 @@ from formats.optimizer import STATES
 from formats.scattered import Scattered, spread
 from formats.spec import ModelSpec
 from formats.storage import Fragment
-from formats.torchfile import TorchFile, read_torch
+from formats.torchfile import TorchFile
 from formats.zero_partitions import Partition
 
 NAME = "neox"
@@ -95,7 +95,7 @@ def detect(path: Path) -> bool:
         models = [one for one in sorted(place.iterdir()) if deepspeed.MODEL.fullmatch(one.name)]
         for file in [*layers[:1], *models[:1]]:
             try:
-                value = read_torch(file).value
+                value = deepspeed.value_of(file)
             except SourceError:  # which `read` will tell
                 return bool(layers) or (place / "configs").is_dir()
             if isinstance(value, Mapping) and "args" in value and value.get("module") is None:

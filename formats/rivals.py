@@ -24,6 +24,8 @@ SHARDS = (
 """What torch's distributed checkpoints and Megatron's leave in a folder itself."""
 TRACKERS = (*deepspeed.TRACKERS, "latest_checkpointed_iteration.txt")
 """Files of a run that name the checkpoint which is read."""
+LONGEST = 200
+"""Bytes of a name that a file system can hold, with room for a prefix."""
 
 
 def require_one(path: Path, known: Callable[[Path], bool]) -> None:
@@ -37,8 +39,8 @@ def require_one(path: Path, known: Callable[[Path], bool]) -> None:
         RefusedError: it holds two.
     """
     ours = weights(path)
-    other = tracked(path, known) or shards(path)
-    if ours is None or other is None or (path / ONE_MODEL).is_file():
+    other = None if ours is None or (path / ONE_MODEL).is_file() else tracked(path, known) or shards(path)
+    if ours is None or other is None:
         return
     run = other.is_dir()
     raise RefusedError(
@@ -68,6 +70,6 @@ def tracked(path: Path, known: Callable[[Path], bool]) -> Path | None:
         file = path / tracker
         said = file.read_bytes()[:1000].decode(errors="replace").strip() if file.is_file() else ""
         for name in (said, f"iter_{said:0>7}"):
-            if said and Path(name).name == name and (path / name).is_dir() and known(path / name):
+            if 0 < len(said) < LONGEST and Path(name).name == name and (path / name).is_dir() and known(path / name):
                 return path / name
     return None

@@ -565,7 +565,8 @@ def test_a_tensor_in_args_does_not_become_another_one(sound, convert, tmp_path):
     import torch
 
     root = infected(sound, tmp_path / "m", VALUES["tensor"], "args calibration")
-    assert convert("reshard", root, tmp_path / "out", "--tp", 2).code == 0
+    refused(convert("reshard", root, tmp_path / "out", "--tp", 2), root, 4)
+    assert convert("reshard", root, tmp_path / "out", "--tp", 2, "--accept", "calibration").code == 0
     for path in (tmp_path / "out").rglob("*.pt"):
         with torch.serialization.safe_globals([argparse.Namespace]):
             held = torch.load(path, weights_only=True)

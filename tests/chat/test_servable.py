@@ -82,7 +82,7 @@ def test_no_tokenizer(tmp_path):
     assert not findings(dict(files(folder)), length)[0].blocks
     assert findings(dict(files(folder)), length, need_template=True)[0].blocks
     (folder / "tokenizer.json").write_text("{}")
-    assert problems(folder, length)[0].startswith("tokenizer.json is no tokenizer that can be loaded: ")
+    assert problems(folder, length)[0] == "tokenizer.json is no tokenizer: it has no model"
 
 
 def test_no_config(tmp_path):

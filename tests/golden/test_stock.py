@@ -62,7 +62,7 @@ SCALED = (
     rope("llama", **YARN),
     rope("qwen3", **{**PLAIN_YARN, "truncate": False}),
     rope("qwen3", **{name: value for name, value in PLAIN_YARN.items() if name != "original_max_position_embeddings"}),
-    rope("mixtral", **{**PLAIN_YARN, "factor": 8.0, "original_max_position_embeddings": 16384}),
+    rope("qwen3_moe", **{**PLAIN_YARN, "factor": 8.0, "original_max_position_embeddings": 16384}),
     rope("deepseek_v3", "latent_yarn", **YARN),
     rope("deepseek_v3", "latent_yarn", **{**YARN, "original_max_position_embeddings": 4096, "beta_fast": 16.0}),
 )  # fmt: skip

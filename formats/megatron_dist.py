@@ -57,7 +57,7 @@ ABOUT = {
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
-GATED = "linear_fc1.weight"
+GATED = ("linear_fc1.weight", "linear_fc1.bias")
 
 STACKED = rules("""
 decoder.layers.{layer}.{pre_mlp_layernorm.weight|mlp.linear_fc1.layer_norm_weight}    post_norm: hidden    sparse
@@ -74,6 +74,8 @@ TABLE = (*(rule for rule in MCORE if not APART.fullmatch(rule.key)), *STACKED)
 SPLIT = rules("""
 decoder.layers.{layer}.mlp.linear_fc1.weight_w    gate: ffn hidden    dense
 decoder.layers.{layer}.mlp.linear_fc1.weight_v    up: ffn hidden    dense
+decoder.layers.{layer}.mlp.linear_fc1.bias_w      gate_bias: ffn    dense
+decoder.layers.{layer}.mlp.linear_fc1.bias_v      up_bias: ffn    dense
 decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight_w    expert_gate: expert_ffn hidden    sparse
 decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight_v    expert_up: expert_ffn hidden    sparse
 decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.bias_w      expert_gate_bias: expert_ffn    sparse
@@ -202,7 +204,7 @@ def _layers(folder: Path, name: str, tensor: Scattered) -> Iterator[tuple[str, S
 def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
     """The layout of a checkpoint with these keys."""
     table = [rule for rule in TABLE if "copy" not in rule.conditions or rule.key in keys]
-    if any(key.endswith(f"{GATED}_w") for key in keys):
+    if any(key.endswith(f"{GATED[0]}_w") for key in keys):
         table = [rule for rule in table if not rule.key.endswith(GATED) and "ep" not in rule.splits] + [*SPLIT]
     return tuple(table)
 

@@ -40,6 +40,8 @@ CASES = (
     Case("mistral", 1, 2, "stacked", optimizer="fully_reshardable"),
     Case("qwen2", 4, 2, "numbered", "bfloat16"),
     Case("qwen2-tied", 1, 4, "split", optimizer="dp_reshardable", norm="te"),
+    Case("llama-biased", 2, 1, "stacked"),
+    Case("llama-biased", 1, 2, "split", "bfloat16"),
     Case("starcoder2", 2, 2, "stacked"),
     Case("gpt2", 2, 2, "stacked", norm="te"),
     Case("gpt2-untied", 1, 2, "numbered"),

@@ -23,7 +23,7 @@ LEGEND = """\
 group  key/value group             head  query head within its group    dim  a head that nothing permutes
 half   half of a rotary head       pair  index within that half         ~    fill that belongs to no tensor
 /tp    an even split over tensor ranks; /etp and /ep those of experts
-%turn  so many rows of each in turn where the training said so, else one after the other"""
+%interleave  interleaved by so many rows where the training said so, else one after the other"""
 """What the names in a pattern mean."""
 
 

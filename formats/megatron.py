@@ -82,14 +82,14 @@ decoder.layers.{layer}.mlp.linear_fc2.bias                                      
 decoder.layers.{layer}.mlp.router.weight                                                     router: expert hidden    sparse
 decoder.layers.{layer}.mlp.router.expert_bias                                                router_bias: expert    sparse
 decoder.layers.{layer}.mlp.router.bias                                                       router_score_bias: expert    sparse
-decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp)%turn hidden    sparse separate
-decoder.layers.{layer}.mlp.experts.{linear_fc1.bias{expert}|local_experts.{expert}.linear_fc1.bias}  (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)%turn    sparse separate
+decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp)%interleave hidden    sparse separate
+decoder.layers.{layer}.mlp.experts.{linear_fc1.bias{expert}|local_experts.{expert}.linear_fc1.bias}  (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)%interleave    sparse separate
 decoder.layers.{layer}.mlp.experts.{linear_fc2.weight{expert}|local_experts.{expert}.linear_fc2.weight}  expert_down: hidden expert_ffn/etp    sparse separate
 decoder.layers.{layer}.mlp.experts.{linear_fc2.bias{expert}|local_experts.{expert}.linear_fc2.bias}  expert_down_bias: hidden    sparse separate
 decoder.layers.{layer}.mlp.experts.weight1                                                   (expert/ep hidden (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp))    sparse fused
 decoder.layers.{layer}.mlp.experts.weight2                                                   expert_down: (expert/ep expert_ffn/etp hidden)    sparse fused
 decoder.layers.{layer}.mlp.shared_experts.gate_weight                                        shared_router: () hidden    sparse
-decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight                                  (shared_gate: shared_ffn/tp | shared_up: shared_ffn/tp)%shared_turn hidden    sparse
+decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight                                  (shared_gate: shared_ffn/tp | shared_up: shared_ffn/tp)%shared_interleave hidden    sparse
 decoder.layers.{layer}.mlp.shared_experts.linear_fc2.weight                                  shared_down: hidden shared_ffn/tp    sparse
 decoder.final_layernorm.weight                                                               final_norm: hidden    last
 decoder.final_layernorm.bias                                                                 final_norm_bias: hidden    last
@@ -101,7 +101,7 @@ output_layer.weight                                                             
 
 `weight1` and `weight2` are the experts of its grouped GEMM before Transformer Engine's: matrices by their shapes, and
 stacks of transposed experts by what they hold (transformer/moe/experts.py `GroupedMLP`, 0.16.1). They are only read.
-Gate and up of grouped experts lie in turn where `moe_mlp_glu_interleave_size` says so (the same file,
+Gate and up of grouped experts are interleaved where `moe_mlp_glu_interleave_size` says so (the same file,
 `_remove_glu_interleaving`, 0.19.2).
 """
 GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
@@ -174,7 +174,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "padded_vocab": padded,
         "norm": names_of(keys),
         "experts": "local" if any(".local_experts." in key for key in keys) else "te",
-        "turns": mesh.turns,
+        "interleaves": mesh.interleaves,
         "dialect": dialect,
         "added_tokens": megatron_llm.added_tokens(args),
     }
@@ -317,7 +317,7 @@ def slots_of(
         for rank, tp, ep in mesh.files():
             found += slots(
                 here,
-                spec.sizes(padded_vocab) | mesh.turns,
+                spec.sizes(padded_vocab) | mesh.interleaves,
                 tensors=spec.tensors,
                 file=f"{folder_of(tp, chunk.stage, ep, pipeline.stages, mesh)} {_chunk_key(chunk.virtual, pipeline)}",
                 layers=enumerate(chunk.layers),
@@ -394,9 +394,9 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
         megatron_llm.check_spec(spec)
         megatron_llm.check_topology(spec, options.tp, options.pipeline)
     require_mesh(options.mesh, spec, classic=options.dialect != DIST)
-    if options.turn and "local" in (options.norm, options.experts):
+    if options.interleave and "local" in (options.norm, options.experts):
         raise RefusedError(
-            f"Megatron's local layers have no gate and up in turn: --glu-interleave {options.turn}",
+            f"Megatron's local layers do not interleave gate and up: --glu-interleave {options.interleave}",
             "--norm te and --experts te, or leave --glu-interleave out",
         )
     if options.vpp > 1 and options.pp == 1:

@@ -321,8 +321,8 @@ class Options:
         first_layers: layers of the first stage, where it has not as many as the others.
         last_layers: the same for the last stage.
         layout: the pipeline in Megatron's words, such as `Et*3|(tt|)*29L`; it must have pp * vpp entries.
-        turn: rows of gate and of up that are in turn in an expert; 0 where one is after the other.
-        shared_turn: the same of shared experts.
+        interleave: rows of gate, then of up, that alternate in an expert; 0 where all of gate is first.
+        shared_interleave: the same of shared experts.
         version: the Megatron-LM that the flags are for; None for the newest that computes the model.
         accepted: deviations from the model that the user named (`megatron_versions.DEVIATIONS`).
     """
@@ -339,8 +339,8 @@ class Options:
     ep: int = 1
     etp: int | None = None
     experts: str | None = None
-    turn: int = 0
-    shared_turn: int = 0
+    interleave: int = 0
+    shared_interleave: int = 0
     version: str | None = None
     accepted: tuple[str, ...] = ()
 
@@ -352,7 +352,7 @@ class Options:
     @property
     def mesh(self) -> megatron_experts.Mesh:
         """How the tensors of a pipeline stage are cut."""
-        return megatron_experts.Mesh(self.tp, self.ep, self.etp or self.tp, self.turn, self.shared_turn)
+        return megatron_experts.Mesh(self.tp, self.ep, self.etp or self.tp, self.interleave, self.shared_interleave)
 
 
 def main_dtype(dtypes: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ from formats.layout import Cut, Placed, Slot
 from formats.megatron import MCORE, parameters_of, pipeline_of, slots_of
 from formats.megatron_args import Options
 from formats.megatron_chained import CHAINED, Parameter, joined, same_scaler
-from formats.megatron_experts import Mesh, turns_of
+from formats.megatron_experts import Mesh, interleaves_of
 from formats.megatron_optim import ALIGNMENT, stored_name
 from formats.megatron_shards import folder_of
 from formats.optimizer import STATES
@@ -104,9 +104,9 @@ def _trained(source: Checkpoint) -> list[list[list[Parameter]]]:
         shares = [megatron_chained.shares(parameters, {True} if several else ()) for parameters in ranks]
         return [list(share) for share in zip(*shares, strict=True)]
 
-    turns = turns_of(args, str(path)).values()
-    dense = of(Mesh(tp, 1, tp, *turns))
-    return [dense[0], of(Mesh(etp, args["expert_model_parallel_size"], etp, *turns))[1]] if several else dense
+    interleaves = interleaves_of(args, str(path)).values()
+    dense = of(Mesh(tp, 1, tp, *interleaves))
+    return [dense[0], of(Mesh(etp, args["expert_model_parallel_size"], etp, *interleaves))[1]] if several else dense
 
 
 def _settings(source: Checkpoint, ranks: Sequence[int]) -> Settings:

@@ -34,7 +34,7 @@ from formats.layout import Cut, Rule, Slot, match, rules, slots
 from formats.megatron import FLAGS, MCORE, assets_of, spec_of, topology_of
 from formats.megatron_args import DIST, Options, namespace
 from formats.megatron_chained import BUFFER, CHAINED, spread
-from formats.megatron_experts import INTERLEAVE, Mesh, turns_of
+from formats.megatron_experts import INTERLEAVE, Mesh, interleaves_of
 from formats.megatron_optim import PREFIX, Optimizer
 from formats.megatron_shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate, name_of, vocab_multiple
 from formats.pattern import splits
@@ -61,8 +61,8 @@ GATED = ("linear_fc1.weight", "linear_fc1.bias")
 
 STACKED = rules("""
 decoder.layers.{layer}.{pre_mlp_layernorm.weight|mlp.linear_fc1.layer_norm_weight}    post_norm: hidden    sparse
-decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight    expert/ep (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp)%turn hidden    sparse
-decoder.layers.{layer}.mlp.experts.experts.linear_fc1.bias      expert/ep (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)%turn    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight    expert/ep (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp)%interleave hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc1.bias      expert/ep (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)%interleave    sparse
 decoder.layers.{layer}.mlp.experts.experts.linear_fc2.weight    expert_down: expert/ep hidden expert_ffn/etp    sparse
 decoder.layers.{layer}.mlp.experts.experts.linear_fc2.bias      expert_down_bias: expert/ep hidden    sparse
 """)
@@ -124,9 +124,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     assets = assets_of(run, settings)
     spec = spec_of(args, DIST, assets, settings, folder, common.path, padded)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
-    turns, table = turns_of(args, str(common.path)), _table(tensors)
-    _require_turns(turns, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
-    placed, dropped = match(_slots(spec, table, padded, turns), {"": whole}, DROPS, folder)
+    interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
+    _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
+    placed, dropped = match(_slots(spec, table, padded, interleaves), {"": whole}, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
     held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
     files = {item.path for entry in entries for item in entry.items}
@@ -138,7 +138,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         "vocab_multiple": vocab_multiple(args, common.path),
         "state": tuple(name for name in STATE if name in held),
         "padded_vocab": padded,
-        "turns": turns,
+        "interleaves": interleaves,
         "dialect": DIST,
         "norm": "local" if args.get("transformer_impl") == "local" else "te",
         "experts": "local" if args.get("moe_grouped_gemm") is False else None,
@@ -209,8 +209,8 @@ def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
     return tuple(table)
 
 
-def _require_turns(turns: Mapping[str, int], args: Mapping[str, Any], *, apart: bool, where: str) -> None:
-    """Where gate and up lie in turn, a rank has the whole of each.
+def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any], *, apart: bool, where: str) -> None:
+    """Where gate and up are interleaved, a rank has the whole of each.
 
     Raises:
         UnsupportedError: it has not: megatron-core stores the first and the second half of what each rank has as if
@@ -218,24 +218,24 @@ def _require_turns(turns: Mapping[str, int], args: Mapping[str, Any], *, apart: 
             another topology, nor a reader, finds the rows of either.
     """
     tp = args.get("tensor_model_parallel_size") or 1
-    sizes = {"turn": args.get("expert_tensor_parallel_size") or tp, "shared_turn": tp}
+    sizes = {"interleave": args.get("expert_tensor_parallel_size") or tp, "shared_interleave": tp}
     for name, size in sizes.items():
-        if turns[name] and (apart or size != 1):
+        if interleaves[name] and (apart or size != 1):
             raise UnsupportedError(
-                f"{where}: {INTERLEAVE[name]} = {turns[name]} with a tensor parallel size of {size} is not supported in "
+                f"{where}: {INTERLEAVE[name]} = {interleaves[name]} with a tensor parallel size of {size} is not supported in "
                 "torch_dist: the halves that it stores are not gate and up",
                 "save with --ckpt-format torch",
             )
 
 
-def _slots(spec: ModelSpec, table: Sequence[Rule], padded: int, turns: Mapping[str, int]) -> list[Slot]:
+def _slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
     """Every tensor of the model as one rank holds it, each layer by itself."""
     conditions = {*spec.conditions, "first", "last"}
     layers = enumerate(range(spec.layers))
     return list(
         slots(
             table,
-            {**spec.sizes(padded), **turns},
+            {**spec.sizes(padded), **interleaves},
             tensors=spec.tensors,
             layers=layers,
             conditions=conditions,
@@ -268,7 +268,7 @@ def write(
     folder = name_of(iteration)
     parts = chunks(pipeline, spec.layers)
     ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
-    wanted = _slots(spec, _table({}), padded, options.mesh.turns)
+    wanted = _slots(spec, _table({}), padded, options.mesh.interleaves)
     for slot in wanted:
         stage = _stage(slot, parts)
         for rank, cut in _cuts(slot, options.mesh):
@@ -278,7 +278,7 @@ def write(
     extra = dict.fromkeys(_extra_states(spec, options.norm), packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
-    _require_turns(options.mesh.turns, merged, apart=False, where=f"tp = {options.tp}")
+    _require_interleaves(options.mesh.interleaves, merged, apart=False, where=f"tp = {options.tp}")
     merged |= optimizer.args() if optimizer else {}
     kinds = spread(wanted, options.mesh.ep)
     if optimizer and kinds:

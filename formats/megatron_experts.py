@@ -26,9 +26,9 @@ ARGS = {
 }
 """Setting: argument."""
 
-INTERLEAVE = {"turn": "moe_mlp_glu_interleave_size", "shared_turn": "moe_shared_expert_glu_interleave_size"}
-"""Rows of gate and of up that lie in turn in an expert, and in the shared ones: since 0.18, and 0.19."""
-ACTS = {"turn": "moe_grouped_gemm", "shared_turn": "use_grouped_gemm_for_shared_expert"}
+INTERLEAVE = {"interleave": "moe_mlp_glu_interleave_size", "shared_interleave": "moe_shared_expert_glu_interleave_size"}
+"""Rows of gate and of up that alternate in an expert, and in the shared ones: since 0.18, and 0.19."""
+ACTS = {"interleave": "moe_grouped_gemm", "shared_interleave": "use_grouped_gemm_for_shared_expert"}
 """The argument without which each has no effect (transformer/moe/experts.py, shared_experts.py, 0.19.2)."""
 
 BALANCING = (None, "aux_loss", "seq_aux_loss", "global_aux_loss", "none")
@@ -76,13 +76,13 @@ def found(args: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tup
     return settings, frozenset(name for name, there in has.items() if there), score
 
 
-def turns_of(args: Mapping[str, Any], where: str) -> dict[str, int]:
-    """How many rows of gate and up lie in turn, by the name that patterns have for it; 0 where they do not.
+def interleaves_of(args: Mapping[str, Any], where: str) -> dict[str, int]:
+    """How many rows of gate and up alternate, by the name that patterns have for it; 0 where they do not.
 
-    Experts one by one, as the local layers have them, know no turns.
+    Experts one by one, as the local layers have them, are never interleaved.
     """
-    known = {"turn": args.get("moe_grouped_gemm") is not False and args.get("transformer_impl") != "local"}
-    known["shared_turn"] = bool(args.get(ACTS["shared_turn"]))
+    known = {"interleave": args.get("moe_grouped_gemm") is not False and args.get("transformer_impl") != "local"}
+    known["shared_interleave"] = bool(args.get(ACTS["shared_interleave"]))
     sizes = {name: args.get(key) if args.get("num_experts") is not None else None for name, key in INTERLEAVE.items()}
     return {
         name: whole(size, INTERLEAVE[name], where) if size is not None and known[name] else 0
@@ -175,8 +175,8 @@ def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
         "expert_tensor_parallel_size": mesh.etp,
         "moe_grouped_gemm": names == "te",
         "moe_use_legacy_grouped_gemm": False,
-        **{INTERLEAVE[name]: size or None for name, size in mesh.turns.items()},
-        ACTS["shared_turn"]: bool(mesh.shared_turn),
+        **{INTERLEAVE[name]: size or None for name, size in mesh.interleaves.items()},
+        ACTS["shared_interleave"]: bool(mesh.shared_interleave),
     }
 
 
@@ -187,20 +187,20 @@ def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
 class Mesh:
     """How the tensors of one pipeline stage are cut: dense ones over `tp`, experts over `ep` and each over `etp`.
 
-    In an expert gate and up are one after the other, or, `turn` rows at a time, in turn; `shared_turn` rows in the
+    In an expert gate is before up, or they alternate, `interleave` rows at a time; `shared_interleave` rows in the
     shared ones.
     """
 
     tp: int = 1
     ep: int = 1
     etp: int = 1
-    turn: int = 0
-    shared_turn: int = 0
+    interleave: int = 0
+    shared_interleave: int = 0
 
     @property
-    def turns(self) -> dict[str, int]:
-        """The sizes of turns, as patterns name them."""
-        return {"turn": self.turn, "shared_turn": self.shared_turn}
+    def interleaves(self) -> dict[str, int]:
+        """The sizes of interleaved blocks, as patterns name them."""
+        return {"interleave": self.interleave, "shared_interleave": self.shared_interleave}
 
     @property
     def ranks(self) -> int:
@@ -240,8 +240,8 @@ def require_mesh(mesh: Mesh, spec: ModelSpec, *, classic: bool) -> None:
     """
     if not spec.experts and (mesh.ep, mesh.etp) != (1, mesh.tp):
         raise RefusedError(f"a {spec.family} has no experts to spread over ep = {mesh.ep} and etp = {mesh.etp}")
-    if not spec.experts and mesh.turn:
-        raise RefusedError(f"a {spec.family} has no experts whose gate and up could be in turn", "leave it out")
+    if not spec.experts and mesh.interleave:
+        raise RefusedError(f"a {spec.family} has no experts whose gate and up could be interleaved", "leave it out")
     if mesh.etp > 1 and "expert_down_bias" in spec.tensors:
         raise RefusedError(
             f"megatron-core cuts no experts that have biases: etp = {mesh.etp}", "--etp 1, and --ep to spread them"

@@ -11,7 +11,7 @@ from typing import Any
 from formats import megatron_llm
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout import Placed
-from formats.megatron_experts import Mesh, turns_of
+from formats.megatron_experts import Mesh, interleaves_of
 from formats.megatron_fields import FIELDS
 from formats.pickles import Namespace, TensorRef
 from formats.spec import whole
@@ -149,7 +149,7 @@ def mesh_of(shards: Sequence[Shard], args: Mapping[str, Any], iteration: Path) -
     etp = tp if etp is None or args.get("num_experts") is None else etp
     if type(etp) is not int or not 0 < etp <= MOST_RANKS:
         raise SourceError(f"{iteration}: args say expert_tensor_parallel_size = {short(etp)}")
-    return Mesh(tp, ep, etp, *turns_of(args, str(iteration)).values())
+    return Mesh(tp, ep, etp, *interleaves_of(args, str(iteration)).values())
 
 
 def args_of(file: TorchFile) -> dict[str, Any]:

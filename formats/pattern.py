@@ -6,7 +6,7 @@ A pattern is a row of terms, one for each physical dimension:
     (group head dim)            a row-major product: one physical dimension that holds three axes
     (gate: ffn | up: ffn)       a sum: a concatenation; a label names the logical tensor of its branch
     (ffn (gate: | up:))         one element of each in turn: nothing is left to a branch but its tensor
-    (gate: ffn | up: ffn)%turn  `turn` elements of each in turn; a concatenation where that size is absent or 0
+    (gate: ffn | up: ffn)%interleave  alternating, `interleave` elements of each; concatenated where that is absent or 0
     ~padding                    fill: addresses that belong to no tensor
     (...)/tp                    an even split of a dimension over a mesh axis: rank r of n holds the r-th n-th
     query: (group head) hidden  a label in front names the logical tensor of the whole pattern
@@ -79,8 +79,8 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """The branches of a sum in turn, so many elements of each at a time, or one after another where that is 0."""
+class Interleaved:
+    """The branches of a sum, interleaved by so many elements of each, or one after another where that is 0."""
 
     term: Sum
     size: str
@@ -94,7 +94,7 @@ class Split:
     mesh: str
 
 
-Term = Axis | Fill | Product | Sum | Turns | Split
+Term = Axis | Fill | Product | Sum | Interleaved | Split
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Pattern:
 
 def _branches(terms: Sequence[Term]) -> Iterator[tuple[str | None, Product]]:
     for term in terms:
-        if isinstance(term, Split | Turns):
+        if isinstance(term, Split | Interleaved):
             yield from _branches([term.term])
         elif isinstance(term, Product):
             yield from _branches(term.terms)
@@ -197,8 +197,8 @@ class _Parser:
         if self.peek() == "%":
             self.take("%")
             if not isinstance(term, Sum):
-                raise self.fail("only branches can lie in turn")
-            term = Turns(term, self.name("the size of a turn"))
+                raise self.fail("only branches can be interleaved")
+            term = Interleaved(term, self.name("the size of an interleaved block"))
         if self.peek() == "/":
             self.take("/")
             term = Split(term, self.name("a mesh axis"))
@@ -343,8 +343,8 @@ def _lower(term: Term, sizes: Sizes, mesh: Mesh) -> tuple[int, list[Leaf]]:
             leaves += [replace(leaf, tensor=label or leaf.tensor, base=leaf.base + total) for leaf in inside]
             total += size
         return total, leaves
-    if isinstance(term, Turns):
-        return _turns(term, sizes, mesh) if sizes.get(term.size) else _lower(term.term, sizes, mesh)
+    if isinstance(term, Interleaved):
+        return _interleaved(term, sizes, mesh) if sizes.get(term.size) else _lower(term.term, sizes, mesh)
     size, inside = _lower(term.term, sizes, mesh)
     rank, ranks = mesh[term.mesh]
     if size % ranks:
@@ -353,16 +353,16 @@ def _lower(term: Term, sizes: Sizes, mesh: Mesh) -> tuple[int, list[Leaf]]:
     return part, cut(inside, rank * part, (rank + 1) * part)
 
 
-def _turns(term: Turns, sizes: Sizes, mesh: Mesh) -> tuple[int, list[Leaf]]:
-    """Branches whose elements lie in turn: a leaf for each turn of each."""
+def _interleaved(term: Interleaved, sizes: Sizes, mesh: Mesh) -> tuple[int, list[Leaf]]:
+    """Interleaved branches: a leaf for each block of each."""
     total, leaves, step, every = 0, [], sizes[term.size], len(term.term.branches)
     for place, (label, body) in enumerate(term.term.branches):
         size, inside = _lower(body, sizes, mesh)
         if size % step:
-            raise RefusedError(f"{size} rows do not divide into turns of {step}")
-        for turn in range(size // step):
-            base = (turn * every + place) * step
-            pieces = cut(inside, turn * step, (turn + 1) * step)
+            raise RefusedError(f"{size} rows do not divide into blocks of {step}")
+        for block in range(size // step):
+            base = (block * every + place) * step
+            pieces = cut(inside, block * step, (block + 1) * step)
             leaves += [replace(leaf, tensor=label or leaf.tensor, base=leaf.base + base) for leaf in pieces]
         total += size
     return total, leaves
@@ -427,7 +427,7 @@ def splits(term: Term) -> tuple[str, ...]:
     match term:
         case Split():
             return (term.mesh,)
-        case Turns(inner):
+        case Interleaved(inner):
             return splits(inner)
         case Product(terms):
             return tuple(axis for inner in terms for axis in splits(inner))

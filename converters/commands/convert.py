@@ -47,12 +47,12 @@ USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
 READ = ("megatron_dist", "megatron")
 """The formats of Megatron."""
 SHARDS = {
-    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "turn", "version"), READ),
+    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "interleave", "version"), READ),
     "layout": ("neox",),
 }
 """Option of `reshard`: the formats that it is for."""
 DIALECTS = {
-    **dict.fromkeys(("norm", "experts", "turn", "version"), ("torch", "torch_dist")),
+    **dict.fromkeys(("norm", "experts", "interleave", "version"), ("torch", "torch_dist")),
     "tokens": ("megatron-llm",),
 }
 """Option: each --format of Megatron that it is for."""
@@ -162,7 +162,7 @@ def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) 
         raise UsageError("one pipeline stage holds all layers", "add --pp")
     vpp = options["vpp"] if layout is None or options["vpp"] > 1 else virtual_chunks(layout, options["pp"])
     spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
-    spread |= {"turn": options["turn"] or 0, "shared_turn": options.get("shared_turn") or 0}
+    spread |= {"interleave": options["interleave"] or 0, "shared_interleave": options.get("shared_interleave") or 0}
     spread |= {"version": options["version"], "accepted": options["accept"]}
     return Options(options["tp"], options["pp"], vpp, norm, multiple, dialect, *ends, layout, **spread)
 
@@ -341,8 +341,10 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     norm = options["norm"] or source.extra["norm"]
     iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
     names = options["experts"] or source.extra.get("experts")
-    turns = {name: size if options.get(name) is None else options[name] for name, size in source.extra["turns"].items()}
-    spelled = {**options, "experts": names, **turns}
+    interleaves = {
+        name: size if options.get(name) is None else options[name] for name, size in source.extra["interleaves"].items()
+    }
+    spelled = {**options, "experts": names, **interleaves}
     wanted = _wanted(spelled, norm, multiple, _dialect(options, source.extra["dialect"]))
     if not options["with_optimizer"]:
         return plan_megatron(source, request, wanted, iteration, options["tokens"])

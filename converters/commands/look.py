@@ -30,7 +30,7 @@ OF_MEGATRON = ("megatron", "megatron_dist", "megatron-llm")
 CUTS = {
     **dict.fromkeys(("tp", "pp"), (*OF_MEGATRON, "neox")),
     **dict.fromkeys(("vpp", "ep", "etp"), OF_MEGATRON),
-    **dict.fromkeys(("experts", "turn", "version"), OF_MEGATRON[:2]),
+    **dict.fromkeys(("experts", "interleave", "version"), OF_MEGATRON[:2]),
 }
 """Option of `plan`: the formats that are cut by it."""
 
@@ -90,7 +90,11 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     dialects = {"megatron": CORE, "megatron_dist": DIST, "megatron-llm": megatron_llm.NAME}
     if to in dialects:
         spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
-        spread |= {"turn": options["turn"] or 0, "version": options["version"], "accepted": options["accept"]}
+        spread |= {
+            "interleave": options["interleave"] or 0,
+            "version": options["version"],
+            "accepted": options["accept"],
+        }
         sizes = Options(options["tp"], options["pp"], options["vpp"], dialect=dialects[to], **spread)
         planned = plan_megatron(source, request, sizes, None)
     elif to == "fsdp":

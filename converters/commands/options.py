@@ -176,8 +176,8 @@ experts = together(
     click.option("--experts", type=click.Choice(["te", "local"]),
                  help="Megatron: names of the experts, Transformer Engine's grouped ones or one by one."
                       "  [default: those of --norm]"),
-    click.option("--glu-interleave", "turn", type=click.IntRange(0), metavar="N",
-                 help="Megatron: in each expert N rows of gate, then N of up, in turn (--moe-mlp-glu-interleave-size); "
+    click.option("--glu-interleave", "interleave", type=click.IntRange(0), metavar="N",
+                 help="Megatron: in each expert N rows of gate, N of up, and so on (--moe-mlp-glu-interleave-size); "
                       "0 for all of gate first.  [default: 0; for reshard as in SRC]"),
 )  # fmt: skip
 MEGATRON = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
@@ -244,7 +244,7 @@ def flag_of(name: str) -> str:
     """What an option is called on the command line."""
     spelled = {
         "settings": "set",
-        "turn": "glu-interleave",
+        "interleave": "glu-interleave",
         "version": "megatron-version",
         "kind": "format",
         "tokens": "true-vocab-size",

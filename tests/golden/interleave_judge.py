@@ -1,6 +1,6 @@
 """Judge: what do the grouped experts of stock megatron-core compute from the weights of a run?
 
-The real `TEGroupedMLP` (transformer/moe/experts.py, 0.19.2), which has gate and up in turn where the run's args say
+The real `TEGroupedMLP` (transformer/moe/experts.py, 0.19.2), which interleaves gate and up where the run's args say
 so, is built from these args alone and loads the experts of each layer with strict=True. Its two grouped products, which
 only Transformer Engine has, are torch's. Its Python is that of the environment of megatron-core (make test-stock).
 

@@ -1,4 +1,4 @@
-"""Experts with gate and up in turn (`moe_mlp_glu_interleave_size`): read, written, and judged by stock Megatron."""
+"""Experts with gate and up interleaved (`moe_mlp_glu_interleave_size`): read, written, and judged by stock Megatron."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ def load(path: Path) -> Any:
 
 
 @pytest.mark.stock
-@pytest.mark.parametrize(("name", "turn"), [("qwen3_moe", None), ("qwen3_moe", 8), ("mixtral", 32), ("qwen3_moe", 48)])
-def test_stock_megatron_computes_with_them_what_transformers_computes(model, convert, tmp_path, name, turn):
+@pytest.mark.parametrize(
+    ("name", "interleave"), [("qwen3_moe", None), ("qwen3_moe", 8), ("mixtral", 32), ("qwen3_moe", 48)]
+)
+def test_stock_megatron_computes_with_them_what_transformers_computes(model, convert, tmp_path, name, interleave):
     import torch
     from transformers import AutoModelForCausalLM
 
     assert STOCK, "VITRUVIAN_STOCK names no interpreter: make test-stock"
     source = model(name)
-    given = [] if turn is None else ["--glu-interleave", turn]
+    given = [] if interleave is None else ["--glu-interleave", interleave]
     assert convert("hf2megatron", source, tmp_path / "m", *given).code == 0
     x = np.random.default_rng(1).standard_normal((4, 5, 64)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
@@ -48,28 +50,28 @@ def test_stock_megatron_computes_with_them_what_transformers_computes(model, con
     assert abs(found.reshape(wanted.shape) - wanted).max() < 1e-5 * abs(wanted).max() + 1e-6
 
 
-def in_turn(rows: Any, turn: int) -> Any:
+def interleaved(rows: Any, interleave: int) -> Any:
     """Rows of gate and up as `_remove_glu_interleaving` expects them."""
-    return rows.reshape(2, -1, turn, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    return rows.reshape(2, -1, interleave, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
-@pytest.mark.parametrize(("cut", "turn"), [((1, 1, 1), 16), ((2, 2, 1), 8), ((2, 1, 2), 8)])
-def test_each_rank_has_gate_and_up_in_turn(model, convert, tmp_path, cut, turn):
+@pytest.mark.parametrize(("cut", "interleave"), [((1, 1, 1), 16), ((2, 2, 1), 8), ((2, 1, 2), 8)])
+def test_each_rank_has_gate_and_up_interleaved(model, convert, tmp_path, cut, interleave):
     """The files differ in nothing but the order of rows, in each rank by itself."""
     source, words = model("qwen2_moe"), [f"--{n}={v}" for n, v in zip(("tp", "ep", "etp"), cut, strict=True)]
     assert convert("hf2megatron", source, tmp_path / "plain", *words).code == 0
-    assert convert("hf2megatron", source, tmp_path / "turns", *words, "--glu-interleave", turn).code == 0
+    assert convert("hf2megatron", source, tmp_path / "interleaves", *words, "--glu-interleave", interleave).code == 0
     changed = 0
-    for one, other in zip(shards(tmp_path / "plain"), shards(tmp_path / "turns"), strict=True):
-        plain, turns = load(one), load(other)
-        assert turns["args"].moe_mlp_glu_interleave_size == turn
+    for one, other in zip(shards(tmp_path / "plain"), shards(tmp_path / "interleaves"), strict=True):
+        plain, interleaves = load(one), load(other)
+        assert interleaves["args"].moe_mlp_glu_interleave_size == interleave
         for key, rows in plain["model"].items():
             expert = ".experts.linear_fc1." in key
-            assert (in_turn(rows, turn) if expert else rows).equal(turns["model"][key]), key
+            assert (interleaved(rows, interleave) if expert else rows).equal(interleaves["model"][key]), key
             changed += expert
     assert changed >= 16
-    assert f"--moe-mlp-glu-interleave-size {turn}" in (tmp_path / "turns/megatron_flags.txt").read_text()
-    assert convert("megatron2hf", tmp_path / "turns", tmp_path / "hf").code == 0
+    assert f"--moe-mlp-glu-interleave-size {interleave}" in (tmp_path / "interleaves/megatron_flags.txt").read_text()
+    assert convert("megatron2hf", tmp_path / "interleaves", tmp_path / "hf").code == 0
     assert convert("diff", tmp_path / "hf", source).code == 0
 
 
@@ -77,33 +79,33 @@ def test_reshard_keeps_turns_changes_them_and_undoes_them(model, convert, tmp_pa
     source = model("qwen3_moe")
     convert("hf2megatron", source, tmp_path / "m", "--glu-interleave", 8)
     assert convert("reshard", tmp_path / "m", tmp_path / "two", "--tp", 2, "--ep", 2, "--etp", 1).code == 0
-    assert open_checkpoint(tmp_path / "two").extra["turns"]["turn"] == 8
+    assert open_checkpoint(tmp_path / "two").extra["interleaves"]["interleave"] == 8
     assert convert("reshard", tmp_path / "m", tmp_path / "other", "--glu-interleave", 16).code == 0
-    assert open_checkpoint(tmp_path / "other").extra["turns"]["turn"] == 16
+    assert open_checkpoint(tmp_path / "other").extra["interleaves"]["interleave"] == 16
     assert convert("reshard", tmp_path / "m", tmp_path / "dist", "--format", "torch_dist", "--ep", 2).code == 0
-    assert open_checkpoint(tmp_path / "dist").extra["turns"]["turn"] == 8
+    assert open_checkpoint(tmp_path / "dist").extra["interleaves"]["interleave"] == 8
     assert convert("reshard", tmp_path / "dist", tmp_path / "plain", "--glu-interleave", 0).code == 0
-    assert open_checkpoint(tmp_path / "plain").extra["turns"]["turn"] == 0
+    assert open_checkpoint(tmp_path / "plain").extra["interleaves"]["interleave"] == 0
     for name in ("two", "other", "dist", "plain"):
         assert convert("diff", tmp_path / name, source).code == 0
 
 
-def test_shared_experts_have_turns_of_their_own(model, convert, tmp_path):
+def test_shared_experts_have_interleaves_of_their_own(model, convert, tmp_path):
     """Only with --use-grouped-gemm-for-shared-expert, and whatever the others have."""
     import torch
 
     source = model("qwen2_moe")
     convert("hf2megatron", source, tmp_path / "plain", "--glu-interleave", 8)
     name, size = "use_grouped_gemm_for_shared_expert", "moe_shared_expert_glu_interleave_size"
-    run = with_args(tmp_path / "plain", tmp_path / "turns", **{name: True, size: 16})
+    run = with_args(tmp_path / "plain", tmp_path / "interleaves", **{name: True, size: 16})
     for path in shards(run):
         record = load(path)
         for key, rows in record["model"].items():
             if ".shared_experts.linear_fc1." in key:
-                record["model"][key] = in_turn(rows, 16)
+                record["model"][key] = interleaved(rows, 16)
         torch.save(record, path)
     assert convert("reshard", run, tmp_path / "again", "--tp", 2).code == 0
-    assert open_checkpoint(tmp_path / "again").extra["turns"] == {"turn": 8, "shared_turn": 16}
+    assert open_checkpoint(tmp_path / "again").extra["interleaves"] == {"interleave": 8, "shared_interleave": 16}
     flags = (tmp_path / "again/megatron_flags.txt").read_text()
     assert "--use-grouped-gemm-for-shared-expert\n--moe-mlp-glu-interleave-size 8\n" in flags
     for folder in (run, tmp_path / "again"):
@@ -115,7 +117,7 @@ def test_shared_experts_have_turns_of_their_own(model, convert, tmp_path):
 def test_what_cannot_be_in_turn_is_refused(model, convert, tmp_path):
     source, words = model("qwen3_moe"), ("--glu-interleave", 8)
     ran = convert("hf2megatron", source, tmp_path / "m", "--glu-interleave", 7, "-n")
-    assert (ran.code, "48 rows do not divide into turns of 7" in ran.err) == (5, True)
+    assert (ran.code, "48 rows do not divide into blocks of 7" in ran.err) == (5, True)
     ran = convert("hf2megatron", source, tmp_path / "m", *words, "--norm", "local", "-n")
     assert (ran.code, "local layers" in ran.err) == (5, True)
     ran = convert("hf2megatron", model("llama"), tmp_path / "m", *words, "-n")

@@ -54,10 +54,10 @@ def test_branches_in_turn():
     text = "(gate: ffn/tp | up: ffn/tp)%head"
     assert picture(text) == ["g0", "g1", "u0", "u1", "g2", "g3", "u2", "u3", "g4", "g5", "u4", "u5"]
     assert picture(text, 1, 3) == ["g2", "g3", "u2", "u3"]
-    assert picture("(gate: ffn/tp | up: ffn/tp)%turn", 1, 2) == ["g3", "g4", "g5", "u3", "u4", "u5"]
-    with pytest.raises(RefusedError, match="3 rows do not divide into turns of 2"):
+    assert picture("(gate: ffn/tp | up: ffn/tp)%interleave", 1, 2) == ["g3", "g4", "g5", "u3", "u4", "u5"]
+    with pytest.raises(RefusedError, match="3 rows do not divide into blocks of 2"):
         picture(text, 0, 2)
-    with pytest.raises(PatternError, match="only branches can lie in turn"):
+    with pytest.raises(PatternError, match="only branches can be interleaved"):
         parse("gate: (ffn hidden)%head")
 
 

@@ -59,7 +59,7 @@ def weights(path: Path) -> Path | None:
 
 
 def shards(path: Path) -> Path | None:
-    """A file or folder of shards that lies in a folder itself, None if there is none."""
+    """A file or folder of shards directly in a folder, None if there is none."""
     found = (one for pattern in SHARDS for one in path.glob(pattern))
     return next(found, None) or next((one for one in path.iterdir() if deepspeed.is_model(one.name)), None)
 

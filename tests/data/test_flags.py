@@ -126,7 +126,7 @@ def test_a_key_that_stands_twice(tokenized):
         ran, _ = tokenized([dialogue({}), line])
         assert ran.code == 5
         assert ".jsonl:2, '" in ran.err
-        assert "a key stands twice" in ran.err
+        assert "a key is given twice" in ran.err
     said = 'a "b": c \\" \\\\": d\\'
     reply = {"role": "assistant", "content": said, 'x\\": 1': None}
     record = {"messages": [{"role": "user", "content": said}, reply]}

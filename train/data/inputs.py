@@ -245,7 +245,7 @@ def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
 
 
 def _key_twice(line: bytes, found: Any) -> str | None:
-    """A key that stands twice in an object of a line; orjson takes the last one without a word.
+    """A key that is given twice in an object of a line; orjson silently takes the last one.
 
     Keys are counted first, where that tells: quotation marks in texts have a backslash before them, those of keys have
     none but after a key that ends in backslashes.

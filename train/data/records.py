@@ -48,7 +48,7 @@ REASONS: Mapping[str, str] = {
     "bins": "a reply that is not trained, which neither role bins nor markers can tell",
     "untrained": "no reply that is trained",
     "both": "the record has conversations and messages, and they differ",
-    "key": "a key stands twice in the record",
+    "key": "a key is given twice in the record",
     "template": "the chat template refuses the turns",
     "literal": "the text holds a control token, and the tokenizer cannot keep the two apart",
     "nothing": "nothing is left after tokenization",

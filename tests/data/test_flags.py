@@ -10,7 +10,6 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from tests.data.test_templates import MODEL, TOKENS, byte_level
-from tests.fuzz.records import attack
 from train.data.documents import open_documents
 from train.data.flags import ALLOWED, FLAGS, HARMLESS, MORE
 from train.data.records import GRAVE, REASONS, Malformed, reader
@@ -208,8 +207,3 @@ def test_text_of_wide_characters_is_named(train, tmp_path, encoding):
     assert ran.code == 3
     assert "not UTF-8" in ran.err
     assert "iconv -f UTF-" in ran.err
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_records(tmp_path, seed):
-    attack(seed, tmp_path)

@@ -42,7 +42,10 @@ def is_model(name: str) -> bool:
 
 def value_of(file: Path) -> Any:
     """What a file holds, by which a program is recognised; parsed once for all who ask. Raises as `read_torch` does."""
-    status = file.stat()
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise SourceError(f"{file}: {error.strerror}") from None
     return _value_of(file, status.st_size, status.st_mtime_ns)
 
 

@@ -131,6 +131,9 @@ def _shards(folder: Path, _: Settings) -> Listing:
     lost = sorted(set(range(1, max(ranks) + 1)) - ranks)
     if lost or len({count for _, _, count in found}) > 1:
         raise SourceError(f"{folder} lacks the files of shard {', '.join(map(str, lost))} of {max(ranks)} or more")
+    numbers, (count,) = {number for _, number, _ in found}, {count for _, _, count in found}
+    if lost := sorted(set(range(1, count + 1)) - numbers):
+        raise SourceError(f"{folder} lacks files model-{lost[0]:05d}-of-{count:05d} of all of its shards")
     pieces: dict[str, list[tuple[tuple[int, ...], Fragment]]] = {}
     for file in files:
         tensors, metadata = read_safetensors(file)

@@ -16,6 +16,7 @@ from train.data.records import GRAVE, REASONS, Malformed, reader
 
 OFF = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"masked": True}]
 WRONG = [
+    {"weight": ""}, {"train": []}, {"masked": {}},
     {"weight": 0.5}, {"weight": "0"}, {"weight": True}, {"weight": 2}, {"train": 0}, {"train": "false"}, {"loss": 1},
     {"weight": 1, "train": False}, {"train_detail": [{"begin_offset": 0}]}, {"train_on_input": False}, {"Weight": 0},
 ]  # fmt: skip
@@ -117,6 +118,22 @@ def test_what_a_record_says_of_all_its_turns(tokenized, record, told):
     ran, _ = tokenized([dialogue({}), dialogue({}) | record])
     assert ran.code == 5
     assert f".jsonl:2, {told}" in ran.err
+
+
+MARKED = "<<<|user|>>>ask<<<|user|>>><<<|assistant|>>>say<<<|assistant|>>>"
+
+
+@pytest.mark.parametrize("text", [MARKED, "saule un upe"], ids=["markers", "plain"])
+@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"masked": True}, {"weight": 0.5}], ids=str)
+def test_texts_that_say_that_they_are_not_trained(tokenized, train, text, flag):
+    ran, prefix = tokenized([{"text": text}, {"text": text} | flag])
+    assert ran.code == 5
+    assert f".jsonl:2, the record has '{next(iter(flag))}'" in ran.err
+    assert train("lint", next(prefix.parent.glob("*.jsonl"))).code == 6
+
+
+def test_a_column_of_another_kind_is_no_flag(tokenized):
+    assert tokenized([{"text": "saule un upe", "loss": 2.31, "weight": 1, "train": True, "masked": None}])[0].code == 0
 
 
 def test_a_key_that_stands_twice(tokenized):

@@ -64,3 +64,12 @@ def test_a_lost_last_shard_shortens_the_model_in_torch(shards, base, convert, tm
     ran = convert("fsdp2hf", shards, tmp_path / "out", "--config", base)
     assert ran.code == 3, ran.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_every_shard_lacks_is_named(shards, base, convert, tmp_path):
+    """Names count the files of a shard; the tensors of a lost one are in no other."""
+    for path in shards.glob("shard-*"):
+        path.rename(path.with_name(path.name.replace("00001-of-00001", "00002-of-00002")))
+    ran = convert("fsdp2hf", shards, tmp_path / "out", "--config", base)
+    assert ran.code == 3, ran.err
+    assert "lacks files model-00001-of-00002 of all of its shards" in ran.err

@@ -79,7 +79,8 @@ def told(turn: Mapping[str, Any], number: int, own: Collection[str], read: Colle
         return None
     found: dict[str, bool] = {}
     for key, value in turn.items():
-        if key in own or is_empty(value) or (key in HARMLESS and key not in read):
+        absent = value is None if key in FLAGS else is_empty(value)
+        if key in own or absent or (key in HARMLESS and key not in read):
             continue
         shown = f"turn {number} has {key!r}"
         if key in MORE:
@@ -106,7 +107,7 @@ def check_record(record: Mapping[str, Any], systems: Collection[str]) -> None:
         Unclear: it says something else.
     """
     for key, value in record.items():
-        if is_empty(value):
+        if value is None or (key not in FLAGS and is_empty(value)):
             continue
         shown = f"the record has {key!r}"
         if key in MORE:
@@ -117,3 +118,17 @@ def check_record(record: Mapping[str, Any], systems: Collection[str]) -> None:
             raise Unclear("record", f"{shown} false")
         if key in SYSTEM and value not in systems:
             raise Unclear("record", shown)
+
+
+def check_text(record: Mapping[str, Any]) -> None:
+    """Refuse a record of plain text that is not to be trained, or not like the others; all of a text is trained.
+
+    A column of the same name may hold something else, such as the loss of a filter: only the types of flags count.
+
+    Raises:
+        Unclear: it says so.
+    """
+    for key, flag in FLAGS.items():
+        value = record.get(key)
+        if type(value) in flag.kinds and not flag.trained.get(value, False):
+            raise Unclear("record", f"the record has {key!r}")

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from train.data.flags import Unclear, check_record, told
+from train.data.flags import Unclear, check_record, check_text, told
 
 MARKER = re.compile(r"<<<\|([^|<>]*)\|>>>")
 READ = re.compile(r"""(\w+)(?:\.|\[["'])(\w+)""")
@@ -106,18 +106,20 @@ def reader(
     shared = _conversation(known, any_turns, SPELLED, SHAREGPT, read)
 
     def control_text(value: Any) -> Record:
-        return _dialogue(_field(value, key, str), known)
+        found = _field(value, key, str)
+        _judged(check_record, value, ())
+        return _dialogue(found, known)
 
     def text(value: Any) -> Record:
         found = _field(value, key, str)
         if MARKER.search(found):
             raise Malformed("marker")
+        _judged(check_text, value)
         return _plain(found)
 
     def mixed(value: Any) -> Record:
         if isinstance(value, dict) and _named(value) is None:
-            found = _field(value, key, str)
-            return _dialogue(found, known) if MARKER.search(found) else _plain(found)
+            return (control_text if MARKER.search(_field(value, key, str)) else text)(value)
         return turns(value)
 
     def conversations(value: Any) -> Record:
@@ -144,6 +146,14 @@ def form_of(value: Any, key: str = "text") -> str:
         return "conversations"
     text = value.get(key) if isinstance(value, dict) else None
     return "control-text" if isinstance(text, str) and MARKER.search(text) else "text"
+
+
+def _judged(check: Callable[..., None], *of: Any) -> None:
+    """Refuse what a check does not understand."""
+    try:
+        check(*of)
+    except Unclear as error:
+        raise Malformed(error.reason, error.detail) from None
 
 
 def _named(value: dict[str, Any]) -> str | None:

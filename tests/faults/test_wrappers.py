@@ -141,4 +141,7 @@ def test_every_sign_in_every_container(base, model, convert, tmp_path, container
      "reward_model.v_head_norm.weight", "model.layers.0.mlp.hada.weight"],
 )  # fmt: skip
 def test_names_that_only_look_like_one(key, tmp_path):
-    require_plain([key], tmp_path)
+    """They pass, and hide no real one beside them."""
+    assert require_plain([key], tmp_path) is None
+    with pytest.raises(UnsupportedError, match="lora_A"):
+        require_plain([key, "model.layers.0.self_attn.q_proj.lora_A.weight"], tmp_path)

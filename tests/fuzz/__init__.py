@@ -1,8 +1,8 @@
 """Attacks with random cases: what ends with exit code 0 has to be right, as another program judges it.
 
-Each module here but `__main__` and `test_small` is one attack: `attack(seed, folder)` makes one random case in an empty
-folder, runs the project on it, and returns a word for the outcome. It raises AssertionError when something ends with
-exit code 0 and a wrong result, or as a bug.
+Each module here but `__main__`, `runner` and `test_small` is one attack: `attack(seed, folder)` makes one random case
+in an empty folder, runs the project on it, and returns a word for the outcome. It raises AssertionError when something
+ends with exit code 0 and a wrong result, or as a bug.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ def attacks() -> dict[str, Attack]:
     return {
         name: importlib.import_module(f"{__name__}.{name}").attack
         for name in sorted(names)
-        if name not in ("__main__", "test_small")
+        if name not in ("__main__", "runner", "test_small")
     }

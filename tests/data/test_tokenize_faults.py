@@ -208,7 +208,7 @@ def test_dropped_records_are_counted_with_their_lines(train, tmp_path):
     assert linted.code == 6
     assert json.loads(linted.out)["malformed"] == 12
     (tmp_path / "in.jsonl").write_text(bad["keys"] + "\n")
-    none = train(*words_of(tmp_path, "S"))
+    none = train(*words_of(tmp_path, "S", "--format", "conversations"))
     assert none.code == 3
     assert "sharegpt" in none.err
     assert not list(tmp_path.glob("S*"))

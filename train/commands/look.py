@@ -34,7 +34,7 @@ record_format = together(
         type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
         default="auto",
         show_default=True,
-        help="What the records are; auto looks at the first.",
+        help="What the records are; auto takes what the first is, and refuses a record with two readings.",
     ),
     click.option(
         "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."

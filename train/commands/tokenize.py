@@ -126,7 +126,7 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     """What the options ask for, checked against the tokenizer."""
     from train.data.encode import check_template
     from train.data.inputs import first_value
-    from train.data.records import form_of
+    from train.data.shapes import form_of
     from train.data.vocabulary import Fast, control_ids, eod_id, names_digest, open_vocabulary
     from train.data.workers import Job
 
@@ -155,7 +155,7 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
         raise UsageError(f"--jsonl-keys {key} becomes part of a file name, and cannot hold a slash")
     return Job(
         vocabulary.path, vocabulary.digest, vocabulary.size, names_digest(vocabulary, vocabulary.size), form, key,
-        control, eod, token, template, ftfy=_ftfy() if options["ftfy"] else None,
+        control, eod, token, template, ftfy=_ftfy() if options["ftfy"] else None, auto=options["form"] == "auto",
     )  # fmt: skip
 
 

@@ -23,8 +23,9 @@ from formats.errors import OutputError, SourceError, UsageError
 from train.data.files import Row
 from train.data.flags import FLAGS
 from train.data.recipe import Recipe, nearest
-from train.data.records import MARKER, REASONS, Malformed, Record, reader
+from train.data.records import REASONS, Malformed, Record, reader
 from train.data.sample import Sample
+from train.data.shapes import MARKER
 from train.data.sources import Source
 
 OUR_REASONS: Mapping[str, str] = {

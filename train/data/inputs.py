@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, overload
 
 from formats.errors import SourceError, UnsupportedError, UsageError, short
 from train.data.flags import ALLOWED, MORE, SYSTEM
-from train.data.records import FIELDS, Malformed
+from train.data.records import Malformed
+from train.data.shapes import FIELDS, NAMES
 
 RANGE = 1 << 20
 """Bytes of a range."""
@@ -193,7 +194,7 @@ def values(part: Range, key: str) -> Iterator[Any]:
     """The JSON value of each line or row of a range, in order: None for a blank one, Malformed for what is none."""
     kind = _kind(part.path)
     if kind == "parquet":
-        yield from _rows(part, dict.fromkeys((key, *FIELDS, *MORE, *ALLOWED, *SYSTEM, "label")))
+        yield from _rows(part, dict.fromkeys((key, *FIELDS, *sorted(NAMES), *MORE, *ALLOWED, *SYSTEM, "label")))
         return
     load = _loader(kind, key)
     for line in _lines(part):

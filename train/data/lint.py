@@ -11,7 +11,8 @@ from typing import Any
 from formats.errors import SourceError
 from train.data.encode import Encoder
 from train.data.inputs import Ranges, ranges, values
-from train.data.records import Malformed, Reader, Record, form_of, reader
+from train.data.records import Malformed, Reader, Record, reader
+from train.data.shapes import form_of
 
 NOTES = {
     "token": "contents that spell a control token; they stay text",
@@ -64,7 +65,7 @@ def lint(
 
     Args:
         paths: the files.
-        form: one of `records.FORMS`, or auto.
+        form: one of `shapes.FORMS`, or auto.
         roles: those that have a control token; empty if a chat template judges them.
         key: the field that holds text.
         encode: tokenization, to count tokens.
@@ -88,7 +89,7 @@ def lint(
                     raise value
                 if read is None:
                     found.form = form_of(value, key) if form == "auto" else form
-                    read = reader(found.form, roles, key, template=template)
+                    read = reader(found.form, roles, key, template=template, auto=form == "auto")
                 record = read(value)
             except Malformed as error:
                 found.note(error.reason, place + (f", {error.detail}" if error.detail else ""))

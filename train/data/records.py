@@ -14,14 +14,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from train.data.flags import Unclear, check_record, check_text, told
+from train.data.flags import Unclear, check_record, check_text, is_empty, told
+from train.data.shapes import FIELDS, MARKER, SPELLED, shapes_of, turns_field
+from train.data.shapes import told as told_shapes
 
-MARKER = re.compile(r"<<<\|([^|<>]*)\|>>>")
 READ = re.compile(r"""(\w+)(?:\.|\[["'])(\w+)""")
 NO_TURN = re.compile("loop|ns$|namespace|tool|function|param")
 """What a chat template reads of something, and the names of what is no turn."""
-FIELDS = ("conversations", "messages")
-SPELLED = ("from", "value")
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 REASONS: Mapping[str, str] = {
     "json": "the line is no JSON that can be read (NaN and Infinity are none)",
@@ -48,6 +47,8 @@ REASONS: Mapping[str, str] = {
     "bins": "a reply that is not trained, which neither role bins nor markers can tell",
     "untrained": "no reply that is trained",
     "both": "the record has conversations and messages, and they differ",
+    "shapes": "the record can be read in two ways, one of which would be lost; --format says which is meant",
+    "recipe": "fields that no format reads; train fetch makes records of them, a recipe says which field is what",
     "key": "a key is given twice in the record",
     "template": "the chat template refuses the turns",
     "literal": "the text holds a control token, and the tokenizer cannot keep the two apart",
@@ -80,22 +81,28 @@ class Malformed(Exception):
 Reader = Callable[[Any], Record]
 
 
-GRAVE = ("unknown", "weight", "asked", "record", "both", "key")
+GRAVE = ("unknown", "weight", "asked", "record", "both", "shapes", "key")
 """Reasons that end the work: what the data says of the training is not understood, so no other record is trusted."""
 
 
 def reader(
-    form: str, roles: Sequence[str], key: str = "text", any_turns: bool = False, template: str | None = None
+    form: str,
+    roles: Sequence[str],
+    key: str = "text",
+    any_turns: bool = False,
+    template: str | None = None,
+    auto: bool = False,
 ) -> Reader:
     """The function that reads records of a format.
 
     Args:
-        form: one of `FORMS`.
+        form: one of `shapes.FORMS`.
         roles: roles that have a control token; empty if a chat template judges roles.
         key: the field that holds text.
         any_turns: whether turns may have no text and conversations no reply, as role bins have them; plain text is
             no record then.
         template: the chat template, which may read more of a turn than its role and its content.
+        auto: whether nobody named the format, so that nobody chose among the fields of a record.
 
     Returns:
         A function that takes a JSON value and gives its record, or raises Malformed.
@@ -118,34 +125,38 @@ def reader(
         return _plain(found)
 
     def mixed(value: Any) -> Record:
-        if isinstance(value, dict) and _named(value) is None:
+        if isinstance(value, dict) and turns_field(value) is None:
             return (control_text if MARKER.search(_field(value, key, str)) else text)(value)
         return turns(value)
 
     def conversations(value: Any) -> Record:
-        if isinstance(value, dict) and value.get(key) is not None and _named(value) is None and not any_turns:
+        if isinstance(value, dict) and value.get(key) is not None and turns_field(value) is None and not any_turns:
             return text(value)
         return turns(value)
 
-    return {
+    found: Reader = {
         "control-text": control_text,
         "conversations": conversations,
         "sharegpt": shared,
         "text": text,
         "mixed": mixed,
     }[form]
+    return _unambiguous(found, key, auto) if auto or form == "mixed" else found
 
 
-FORMS = ("control-text", "conversations", "sharegpt", "text", "mixed")
-"""conversations takes plain text rows too; mixed also takes dialogues with markers."""
+def _unambiguous(read: Reader, key: str, auto: bool) -> Reader:
+    """A reader that refuses records of two shapes; with auto also those of a shape that nothing reads."""
 
+    def judged(value: Any) -> Record:
+        if isinstance(value, dict):
+            shapes = [shape for shape in shapes_of(value, key) if auto or shape.is_read]
+            if len(shapes) > 1 and shapes[0].is_read:
+                raise Malformed("shapes", told_shapes(shapes, key))
+            if shapes and not shapes[0].is_read:
+                raise Malformed("recipe", told_shapes(shapes, key))
+        return read(value)
 
-def form_of(value: Any, key: str = "text") -> str:
-    """The format that a record has: what `--format auto` makes of the first one."""
-    if isinstance(value, dict) and _named(value) is not None:
-        return "conversations"
-    text = value.get(key) if isinstance(value, dict) else None
-    return "control-text" if isinstance(text, str) and MARKER.search(text) else "text"
+    return judged
 
 
 def _judged(check: Callable[..., None], *of: Any) -> None:
@@ -154,11 +165,6 @@ def _judged(check: Callable[..., None], *of: Any) -> None:
         check(*of)
     except Unclear as error:
         raise Malformed(error.reason, error.detail) from None
-
-
-def _named(value: dict[str, Any]) -> str | None:
-    """The field that holds turns; null counts as absent, for tables have every field in every row."""
-    return next((name for name in FIELDS if value.get(name) is not None), None)
 
 
 def _field(value: Any, key: str, kind: type) -> Any:
@@ -209,7 +215,7 @@ def _checked(roles: Sequence[str], contents: Sequence[str], known: frozenset[str
 def _turns(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, dict):
         raise Malformed("object")
-    name = _named(value)
+    name = turns_field(value)
     if name is None:
         raise Malformed("field")
     turns = value[name]
@@ -217,7 +223,7 @@ def _turns(value: Any) -> list[dict[str, Any]]:
         raise Malformed("type")
     if not turns:
         raise Malformed("empty")
-    if any(value.get(other) not in (None, turns) for other in FIELDS):
+    if any(not is_empty(value.get(other)) and value[other] != turns for other in FIELDS):
         raise Malformed("both", " and ".join(FIELDS))
     return turns
 

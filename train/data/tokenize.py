@@ -42,6 +42,15 @@ EVERY = 5.0
 AHEAD = 4
 """Ranges that each worker may be ahead of the writer."""
 
+HINT = (
+    "train lint names each record; a key that says nothing of the training can go: jq -c '.messages |= map(del(.KEY))'"
+)
+HINTS = {
+    "both": "train lint names each record; leave one of the two out: jq -c 'del(.conversations)'",
+    "shapes": "name what is to be trained: --format conversations, or text, control-text, sharegpt",
+}
+"""What to do about a reason that ends the work, where it is not what to do about the others."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -276,8 +285,7 @@ def _require_clear(request: Request, done: Done) -> None:
         shutil.rmtree(request.staging)
         raise RefusedError(
             f"{done.examples[grave][0]}: {REASONS[grave]}",
-            "train lint names each record; a key that says nothing of the training can go: "
-            "jq -c '.messages |= map(del(.KEY))'",
+            HINTS.get(grave, HINT),
         )
 
 

@@ -29,7 +29,8 @@ from formats.errors import SourceError
 from train.data.encode import CHATML, ROLE_NUMBERS, Encoder, TemplateEncoder, control_encoder, role_encoder
 from train.data.indexed import best_dtype
 from train.data.inputs import Range, values
-from train.data.records import FIELDS, GRAVE, Malformed, Record, reader
+from train.data.records import GRAVE, Malformed, Record, reader
+from train.data.shapes import FIELDS
 from train.data.vocabulary import Fast, open_vocabulary
 
 BATCH = 1 << 20
@@ -53,7 +54,7 @@ class Job:
         digest: BLAKE3 of that file.
         vocabulary: how many tokens it has.
         names: BLAKE3 of their names.
-        form: the format of the records, one of `records.FORMS`.
+        form: the format of the records, one of `shapes.FORMS`.
         key: the field that holds text.
         control: role to the id of its control token.
         eod: what ends a document, None for nothing.
@@ -61,6 +62,7 @@ class Job:
         template: the text of a chat template, None for control tokens.
         special: name to id of the special tokens that role bins are made with, None for other files.
         ftfy: the version of ftfy that mends texts, None if they stay as they are.
+        auto: whether the format is that of the first record, and nobody named it.
     """
 
     tokenizer: Path
@@ -75,6 +77,7 @@ class Job:
     template: str | None
     special: dict[str, int] | None = None
     ftfy: str | None = None
+    auto: bool = False
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -168,7 +171,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(job: Job, part: Range) -> Iterator[_Batch]:
-    read = reader(job.form, job.roles, job.key, any_turns=job.special is not None, template=job.template)
+    read = reader(job.form, job.roles, job.key, any_turns=job.special is not None, template=job.template, auto=job.auto)
     records: list[Record] = []
     numbers: list[int] = []
     dropped: list[Dropped] = []

@@ -91,6 +91,7 @@ def from_megatron(
     understood = {*only, *(megatron_gpt_oss.READ if sinks else ())}
     notes = megatron_fields.require_understood(args, where, understood=understood, accept=accept)
     require_only(args, only, where)
+    notes += megatron_gpt_oss.clamped(args, accept, where) if sinks and not settled else []
     values = found_in(args, MEGATRON) | {"notes": notes}
     if not args.get("group_query_attention") or values["kv_heads"] is None:
         values["kv_heads"] = values["heads"]

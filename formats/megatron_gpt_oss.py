@@ -7,10 +7,11 @@ Facts: megatron-core 0.16.1, transformer/dot_product_attention.py (sinks), trans
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
+from formats.megatron_versions import version_of
 from formats.spec import ModelSpec, real, some_layers
 
 ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -23,9 +24,10 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "softmax_type": ("learnable",),
     "bias_gelu_fusion": (True, False),
 }
-"""What sets it apart; the first value is also what an absent argument means. A fusion computes the same."""
+"""What sets it apart; the first value is also what an absent argument means. `clamped` judges the fusion."""
 READ = ("activation_func_clamp_value",)
 """The arguments that are settings."""
+FUSION = "bias_gelu_fusion"
 ALPHA = 1.702
 """That of Megatron's quick GELU."""
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -48,6 +50,36 @@ def found(args: Mapping[str, Any], layers: Any, base: ModelSpec | None, where: s
     own = {"layer_types": kinds, "swiglu_alpha": ALPHA, "swiglu_limit": limit}
     same = base and base.own.keys() == own.keys() and {**base.own, "layer_types": _kinds(base)} == own
     return base.own if base and same else own
+
+
+def clamped(args: Mapping[str, Any], accept: Collection[str], where: str) -> list[str]:
+    """Refuse a run whose experts clamped before they added their bias, which no Hugging Face model does.
+
+    Those are runs of experts one by one with the fusion (0.15 to 0.19: transformer/mlp.py leaves the bias to
+    fusions/fused_bias_geglu.py `weighted_bias_quick_geglu_impl`, which clamps first). Grouped experts have added it by
+    then (transformer/moe/experts.py, `skip_bias_add=False`). Args that no parser made are those of a converter, and
+    nobody has trained with them.
+
+    Args:
+        args: those of a checkpoint.
+        accept: arguments that the user names, to be taken as if they were at a known value.
+        where: what to call its file in an error.
+
+    Returns:
+        What the user should know, if it was accepted.
+
+    Raises:
+        UnsupportedError: the run clamped before the bias, and this was not accepted.
+    """
+    if version_of(args) is None or args.get("moe_grouped_gemm") or not args.get(FUSION, True):
+        return []
+    if FUSION in accept:
+        return [f"{FUSION} = True is taken as False: the run clamped before it added the biases of its experts"]
+    raise UnsupportedError(
+        f"{where}: {FUSION} = True with moe_grouped_gemm = {short(args.get('moe_grouped_gemm'))} clamps before the "
+        "biases of experts are added, and transformers clamps after it",
+        f"--accept {FUSION} converts the weights as if it were False; the two differ only where a value is clamped",
+    )
 
 
 def windows(args: Mapping[str, Any], layers: Any, where: str) -> list[bool]:

@@ -137,6 +137,47 @@ def test_experts_one_by_one_clamp_after_their_bias():
     assert "--no-bias-gelu-fusion" not in flags(args_of("gpt_oss"))
 
 
+@pytest.mark.megatron
+def test_the_fusion_of_real_megatron_clamps_before_the_bias(monkeypatch):
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
+
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # the kernel would want a C++ compiler
+    torch.manual_seed(0)
+    hidden, bias, weights = 4 * torch.randn(5, 12), 4 * torch.randn(12), torch.rand(5, 1)
+
+    def computed(before: bool):
+        glu, linear = (hidden if before else hidden + bias).chunk(2, -1)
+        both = torch.cat((glu.clamp(max=2.0), linear.clamp(-2.0, 2.0)), -1)
+        glu, linear = (both + bias if before else both).chunk(2, -1)
+        return quick_gelu(glu) * (linear + 1.0) * weights
+
+    found = weighted_bias_quick_geglu_impl(hidden, bias, weights, False, 1.0, 2.0)
+    assert torch.allclose(found, computed(before=True))
+    assert not torch.allclose(found, computed(before=False), atol=0.1)
+
+
+@pytest.mark.parametrize("version", ["0.15", "0.16", "0.19"])
+def test_a_run_whose_experts_clamped_before_their_bias_is_refused_until_it_is_accepted(version):
+    """No config of transformers says so. Each other run is read: grouped, not fused, or written by a conversion."""
+    local, grouped = (args_of("gpt_oss", Options(norm=norm)) for norm in ("local", "te"))
+    assert (local["bias_gelu_fusion"], local["moe_grouped_gemm"]) == (False, False)
+    fused = local | {"bias_gelu_fusion": True}
+    for args in (
+        trained(local, version),
+        trained(grouped, version),
+        trained(grouped | {"bias_gelu_fusion": False}, version),
+        fused,
+    ):
+        assert not from_megatron(args, {}, None, "args").notes
+    with pytest.raises(
+        UnsupportedError, match=r"bias_gelu_fusion = True with moe_grouped_gemm = False clamps before"
+    ) as raised:
+        from_megatron(trained(fused, version), {}, None, "args")
+    assert raised.value.hint.startswith("--accept bias_gelu_fusion ")
+    accepted = from_megatron(trained(fused, version), {}, None, "args", accept=("bias_gelu_fusion",))
+    assert "clamped before it added the biases" in accepted.notes[0]
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_version_of_a_checkpoint(version):
     assert version_of(trained(args_of(), version)) == version

@@ -77,6 +77,7 @@ def test_killed_at_any_moment_and_run_again(tmp_path, expected):
         ran = spawn(words_of(tmp_path, "P"))
         try:
             ran.wait(timeout=chosen.uniform(0.3, 1.2))
+            assert ran.returncode == 0, ran.stderr.read()
             break
         except subprocess.TimeoutExpired:
             ran.kill()

@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters import source_checks
+from converters import engine, source_checks
 from converters.digest import MANIFEST
 from converters.plan import Job, Part
 from converters.source_checks import SourceChecks, claim
 from formats import crc32
 from formats.checkpoint import Settings
-from formats.errors import DamagedError
+from formats.errors import DamagedError, Interrupted
 from formats.pattern import Leaf
 from formats.registry import open_checkpoint
 from formats.storage import Fragment, Member, read_into
@@ -312,23 +312,26 @@ def test_checksums_that_were_not_written(model, convert, tmp_path):
 # --- runs that are killed, and parts ---------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_checks_what_the_first_one_read(source, convert, monkeypatch, tmp_path):
-    """The first run reads the damaged tensor and is stopped before its entry is complete."""
-    from converters import engine
-    from formats.errors import Interrupted
-
-    folder, command = source("zero")
-    words = [command[0], folder, tmp_path / "out", *command[1:], "-j", 1]
-    flip_weight(folder, weights="fp32-master", gqa_layout="blocked")
+def stop_after(number, monkeypatch):
+    """Let a signal come when so many jobs are done. Returns their names, as they come to be done."""
     run_job, done = engine.run_job, []
 
     def stopped(job, *rest):
-        if len(done) == 3:
+        if len(done) == number:
             raise Interrupted("stopped by a test")
         done.append(job.name)
         return run_job(job, *rest)
 
     monkeypatch.setattr(engine, "run_job", stopped)
+    return done
+
+
+def test_a_resumed_run_checks_what_the_first_one_read(source, convert, monkeypatch, tmp_path):
+    """The first run reads the damaged tensor and is stopped before its entry is complete."""
+    folder, command = source("zero")
+    words = [command[0], folder, tmp_path / "out", *command[1:], "-j", 1]
+    flip_weight(folder, weights="fp32-master", gqa_layout="blocked")
+    done = stop_after(3, monkeypatch)
     assert convert(*words).code == 75
     monkeypatch.undo()
     journal = (tmp_path / "out.partial" / "journal.jsonl").read_text()
@@ -338,21 +341,10 @@ def test_a_resumed_run_checks_what_the_first_one_read(source, convert, monkeypat
 
 
 def test_what_a_first_run_found_sound_is_not_read_again(source, convert, monkeypatch, tmp_path):
-    from converters import engine
-    from formats.errors import Interrupted
-
     monkeypatch.setattr(source_checks, "SMALL", 1)
     folder, command = source("dcp")
     words = [command[0], folder, tmp_path / "out", *command[1:], "-j", 1]
-    run_job, done = engine.run_job, []
-
-    def stopped(job, *rest):
-        if len(done) == 9:
-            raise Interrupted("stopped by a test")
-        done.append(job.name)
-        return run_job(job, *rest)
-
-    monkeypatch.setattr(engine, "run_job", stopped)
+    stop_after(9, monkeypatch)
     assert convert(*words).code == 75
     monkeypatch.undo()
     monkeypatch.setattr(source_checks, "SMALL", 1)

@@ -6,21 +6,17 @@ Megatron. They are made once a process.
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import shutil
-import signal
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from converters import cli
 from converters.digest import MANIFEST
+from tests.in_process import convert
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "neox"
 BINARY = (".distcp", ".metadata", ".pt", ".bin")
@@ -52,7 +48,7 @@ def attack(seed: int, folder: Path) -> str:
     at, bit = _place(draw, raw), draw.randrange(8)
     raw[at] ^= 1 << bit
     path.write_bytes(raw)
-    code, said = _convert(command[0], src, out, *command[1:], "-q")
+    code, said = convert(command[0], src, out, *command[1:], "-q")
     case = (
         f"seed {seed}: bit {bit} of byte {at} of {len(raw)} in {path.relative_to(src)} of {kind}: exit {code}\n{said}"
     )
@@ -85,22 +81,6 @@ def _all(raw: bytes, mark: bytes) -> list[int]:
     return found
 
 
-def _convert(*words: object) -> tuple[int | None, str]:
-    """Run the command in this process: its exit code, and what it said."""
-    told, argv = io.StringIO(), sys.argv
-    sys.argv = ["convert", *map(str, words)]
-    try:
-        with redirect_stdout(told), redirect_stderr(told):
-            cli.main()
-        code: int | None = 0
-    except SystemExit as done:
-        code = done.code if isinstance(done.code, int) else 0 if done.code is None else None
-    finally:
-        sys.argv = argv
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # `main` lets a closed pipe end the process
-    return code, told.getvalue()
-
-
 def _tensors(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Every tensor of a Hugging Face folder: element type, shape and bytes."""
     found = {}
@@ -131,7 +111,7 @@ def _source(kind: str) -> tuple[Path, list[object], dict[str, tuple[str, list[in
     for path in folder.rglob(MANIFEST):  # as another program leaves it
         path.unlink()
     config = ["--config", _hf()] if command[0] == "fsdp2hf" else []
-    code, said = _convert(command[0], folder, out, *command[1:], *config)
+    code, said = convert(command[0], folder, out, *command[1:], *config)
     assert code == 0, said
     return folder, [*command, *config], _tensors(out)
 
@@ -191,7 +171,7 @@ def _pickled(folder: Path) -> None:
 
 def _made(*words: object) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
-        code, said = _convert(words[0], _hf(), folder, *words[1:])
+        code, said = convert(words[0], _hf(), folder, *words[1:])
         assert code == 0, said
 
     return make

@@ -6,19 +6,15 @@ tensor ranks, with `common.pt`. Both are converted to Hugging Face, and resharde
 
 from __future__ import annotations
 
-import io
 import random
 import shutil
-import signal
-import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-from converters import cli
 from converters.digest import MANIFEST
+from tests.in_process import convert
 
 REAL = Path(__file__).parents[1] / "golden/megatron_0192/dp_reshardable"
 VOCAB = ("--vocab-size", 28)
@@ -103,19 +99,8 @@ def attack(seed: int, folder: Path) -> str:
 
 
 def _convert(command: tuple[object, ...], src: Path, out: Path) -> tuple[int | None, str]:
-    """Run a command in this process: its exit code, and what it said."""
-    told, argv = io.StringIO(), sys.argv
-    sys.argv = ["convert", *map(str, [command[0], src, out, *command[1:], *VOCAB, "-q"])]
-    try:
-        with redirect_stdout(told), redirect_stderr(told):
-            cli.main()
-        code: int | None = 0
-    except SystemExit as done:
-        code = done.code if isinstance(done.code, int) else 0 if done.code is None else None
-    finally:
-        sys.argv = argv
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # `main` lets a closed pipe end the process
-    return code, told.getvalue()
+    """Run a command on a run: its exit code, and what it said."""
+    return convert(command[0], src, out, *command[1:], *VOCAB, "-q")
 
 
 def _files(folder: Path) -> dict[str, bytes]:

@@ -17,6 +17,7 @@ import yaml
 
 from tests.demo import command
 from tests.demo_train import start
+from train.config import load_config
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/data/1_sft"
@@ -181,3 +182,14 @@ def run(tmp_path: Path, forks: Forks) -> Callable[..., Trained]:
         return Trained(*forks(["run", str(config), "--save.path", str(place), *map(str, words)], ranks), place)
 
     return train
+
+
+@pytest.fixture
+def read(tmp_path):
+    """`read(text, *words)`: the settings of a file with this text, and the notes on it."""
+
+    def load(text, *words):
+        (tmp_path / "c.yml").write_text(text)
+        return load_config(tmp_path / "c.yml", words)
+
+    return load

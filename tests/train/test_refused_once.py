@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 from formats.errors import SourceError, UsageError
 from tests.train.conftest import GOLDEN, spawn
-from tests.train.test_neox_keys import BARE, PHASE
+from tests.train.neox_files import BARE, PHASE
 from train.checkpoint import Progress, read_progress
 from train.config import load_config
 from train.data.indexed import open_indexed
@@ -81,15 +81,6 @@ def test_a_cut_index_is_said_to_be_cut(tmp_path, length):
     (tmp_path / "P.idx").write_bytes(b"\x89PNG" + whole)
     with pytest.raises(SourceError, match=r"is no index of token files"):
         open_indexed(tmp_path / "P")
-
-
-@pytest.fixture
-def read(tmp_path):
-    def load(text, *words):
-        (tmp_path / "c.yml").write_text(text)
-        return load_config(tmp_path / "c.yml", words)
-
-    return load
 
 
 def test_rates_are_told_in_the_names_of_the_user(read):

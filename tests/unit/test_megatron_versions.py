@@ -15,11 +15,13 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from converters.digest import MANIFEST
 from formats.errors import RefusedError, UnsupportedError, UsageError
 from formats.hf_config import from_huggingface
 from formats.megatron_args import Options, from_megatron, namespace, to_megatron
 from formats.megatron_flags import faults, flags, remarks
 from formats.megatron_versions import DEVIATIONS, IGNORED, OPTIONS, VERSIONS, WROTE, ignored, version_of
+from tests.megatron_runs import with_args
 from tests.models import IN_MEGATRON, LATENT_YARN, LLAMA3, PLAIN_YARN, YARN, files, settings_of
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
@@ -176,6 +178,23 @@ def test_a_run_whose_experts_clamped_before_their_bias_is_refused_until_it_is_ac
     assert raised.value.hint.startswith("--accept bias_gelu_fusion ")
     accepted = from_megatron(trained(fused, version), {}, None, "args", accept=("bias_gelu_fusion",))
     assert "clamped before it added the biases" in accepted.notes[0]
+
+
+def test_the_command_asks_about_such_a_run(model, convert, tmp_path):
+    assert convert("hf2megatron", model("gpt_oss"), tmp_path / "m", "--norm", "local").code == 0
+    for path in (tmp_path / "m").rglob(MANIFEST):  # as a training leaves it
+        path.unlink()
+    made = trained({}, "0.16")
+    run = with_args(tmp_path / "m", tmp_path / "trained", **made | {"bias_gelu_fusion": True})
+    ran = convert("megatron2hf", run, tmp_path / "hf")
+    assert ran.code == 4, ran.err
+    assert "--accept bias_gelu_fusion" in ran.err
+    ran = convert("megatron2hf", run, tmp_path / "hf", "--accept", "bias_gelu_fusion")
+    assert ran.code == 0, ran.err
+    assert "bias_gelu_fusion = True is taken as False" in ran.err
+    assert convert("diff", tmp_path / "hf", model("gpt_oss")).code == 0
+    fused_off = with_args(tmp_path / "m", tmp_path / "unfused", **made)
+    assert convert("megatron2hf", fused_off, tmp_path / "hf2").code == 0
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -35,7 +35,7 @@ TO_TORCH = 'mkdir "$1" && exec "$2" -m torch.distributed.checkpoint.format_utils
 STARTS = 15
 HANGS = 1800
 MOST_SPACE = 4 << 30
-PARTS = ["start", "speed", "fsdp", "zero", "ranks", "memory"]
+PARTS = ["start", "speed", "fsdp", "zero", "checksums", "ranks", "memory"]
 
 
 @dataclass(frozen=True)
@@ -307,6 +307,28 @@ def ranks(work: Path, rounds: int, results: Results) -> None:
         results.targets.append((f"{title}, {name}: peak RSS", max(s.rss for s in samples) / 1e6, 64, "MB"))
 
 
+def checksums(work: Path, rounds: int, results: Results) -> None:
+    """The CPU time of a conversion with and without the checksums of its source, which is torch's zip archives."""
+    config = model(work, "617M")
+    for title, there, back in (
+        ("megatron2hf TP2xPP2, bf16", ("hf2megatron", "--tp", "2", "--pp", "2"), ("megatron2hf",)),
+        ("fsdp2hf, 4 ranks, bf16", ("hf2fsdp", "--ranks", "4"), ("fsdp2hf", "--config", config)),
+    ):
+        source = work / f"617M-{there[0]}-source"
+        if not source.exists():
+            run([CONVERT, there[0], config, str(source), *there[1:], "-q"])
+        contenders = []
+        for how in ("with", "without"):
+            command = (sys.executable, "-m", "tests.bench.unchecked", how, back[0], str(source), "{out}", *back[1:])
+            contenders.append(Contender(f"{how} checksums", (*command, "-q")))
+        found = interleave(contenders, 4 * rounds, work / "out")
+        results.samples[f"checksums: {title}"] = found
+        show(title, found)
+        for name, of in (("minima", min), ("medians", median)):
+            ours, other = (of([sample.cpu for sample in samples]) for samples in found.values())
+            results.targets.append((f"{title}: CPU time x without checksums, {name}", ours / other, 1.05, "x"))
+
+
 def memory(work: Path, quick: bool, results: Results) -> None:
     """Peak RSS, and the smallest address space, of a small and of a very large model."""
     small, large, out = model(work, "617M"), model(work, "30B", "--sparse"), work / "out"
@@ -387,7 +409,7 @@ def main() -> None:
     wanted, rounds = options.only or PARTS, 3 if options.quick else 5
     if "start" in wanted:
         start(options.work, results)
-    for part in (speed, fsdp, zero, ranks):
+    for part in (speed, fsdp, zero, checksums, ranks):
         if part.__name__ in wanted:
             part(options.work, rounds, results)
     if "memory" in wanted:

@@ -21,6 +21,7 @@ from formats import huggingface
 from formats.checkpoint import Checkpoint
 from formats.errors import RefusedError, SourceError, VitruvianError, some
 from formats.registry import open_checkpoint
+from train.data.vocabulary import FILES, names_digest, open_vocabulary
 from train.distributed import World
 from train.model import open_config
 
@@ -95,6 +96,37 @@ def _bound(value: Any) -> Any:
     return value
 
 
+def require_same_tokenizer(checkpoint: Path, folder: Path) -> None:
+    """See that ids mean what they meant: tokens that were added are free, and so is how the file is written.
+
+    Args:
+        checkpoint: of a run, which has the tokenizer of its start, if that had one.
+        folder: the model whose tokenizer would go into what is saved next.
+
+    Raises:
+        RefusedError: a token has another name.
+    """
+    for name in FILES:
+        pair = [place / name for place in (checkpoint, folder)]
+        if all(path.is_file() for path in pair) and not _same_names(*pair):
+            raise RefusedError(
+                f"{pair[1]} is not the tokenizer that {checkpoint} was trained with: ids have other tokens",
+                f"cp --remove-destination {quote(str(pair[0]))} {quote(str(pair[1]))}",
+            )
+
+
+def _same_names(then: Path, now: Path) -> bool:
+    """Whether the ids that two tokenizers have in common are those of the same tokens."""
+    if then.read_bytes() == now.read_bytes():
+        return True
+    try:
+        known = [open_vocabulary(path) for path in (then, now)]
+    except SourceError:  # tokenizer.model of some models is tiktoken's
+        return False
+    size = min(one.size for one in known)
+    return names_digest(known[0], size) == names_digest(known[1], size)
+
+
 # --- the weights -----------------------------------------------------------------------------------------------------
 
 
@@ -122,9 +154,10 @@ def require_same_base(checkpoint: Path, base: Checkpoint) -> str:
     """See that adapters of a checkpoint belong to a model. Returns a note.
 
     Raises:
-        RefusedError: its config or its weights are others.
+        RefusedError: its config, tokenizer or weights are others.
     """
     require_same_config(checkpoint, base.root)
+    require_same_tokenizer(checkpoint, base.root)
     held = recorded(checkpoint)
     now = {} if held is None else digest_of(make_plan(base).jobs, LIMITS)
     return compared(checkpoint, base.root, held, now, adapters=True)

@@ -20,16 +20,18 @@ from formats.errors import RefusedError, UnsupportedError, UsageError
 from formats.huggingface import read_json
 from train.batching import seed_of
 from train.config import Lora
+from train.identity import RECORD
 from train.model import ADAPTERS, place
 
 NOTE = "adapter_config.json"
 ROOT = "base_model.model."
 """What peft puts before the names of a model's modules (peft 0.21.2 utils/save_and_load.py)."""
+BASE = "base_model_name_or_path"
 SAME = {
     "r": "lora.rank",
     "lora_alpha": "lora.alpha",
     "target_modules": "lora.targets",
-    "base_model_name_or_path": "model.path",
+    BASE: "model.path",
 }
 """What an adapter means nothing without, and where the settings say it,"""
 FREE = ("lora_dropout", "inference_mode", "peft_version")
@@ -158,7 +160,8 @@ def _compare(folder: Path, said: Mapping[str, Any] | None) -> None:
     if said is None:
         return
     held = read_json(folder / NOTE)
-    changed = [name for name in said if name not in FREE and held.get(name, said[name]) != said[name]]
+    free = (*FREE, BASE) if (folder / RECORD).is_file() else FREE  # then the weights themselves were compared
+    changed = [name for name in said if name not in free and held.get(name, said[name]) != said[name]]
     if changed:
         told = "; ".join(f"{SAME.get(name, name)}: {held[name]}, now {said[name]}" for name in changed)
         raise RefusedError(

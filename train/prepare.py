@@ -20,7 +20,7 @@ from train.distributed import World
 from train.effects import check_effect
 from train.engines import ENGINES
 from train.export import check_export
-from train.identity import require_same_config
+from train.identity import require_same_config, require_same_tokenizer
 from train.model import DTYPES, fitted, open_config
 from train.rows import Rows, check_tokenizer, open_rows
 from train.runs import changes
@@ -77,6 +77,7 @@ def prepare(config: Config, world: World) -> Prepared:
         path = world.told(lambda: folder_of(config, resumed=start is not None))
         if start is not None:
             world.told(lambda: require_same_config(start, path))
+            world.told(lambda: require_same_tokenizer(start, path))
         notes += world.told(lambda: [check_export(config, path, rows.documents), huggingface.unread(path)])
         world.told(lambda: check_tokenizer(rows.documents, path))
         rows = fitted(rows, path)

@@ -12,8 +12,10 @@ torch = pytest.importorskip("torch")
 from formats.errors import SourceError
 from tests.faults.test_source_checksums import flip
 from tests.train.test_deepspeed import zero
+from train.checkpoint import Progress, Saver
+from train.config import Save
 from train.export import export
-from train.identity import RECORD, recorded
+from train.identity import RECORD, recorded, small_files
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 LORA = {"targets": ["q_proj"], "rank": 2, "alpha": 4}
@@ -187,18 +189,55 @@ def test_a_converted_start_is_compared_too(settings, run, base, convert):
     assert done.code == 0, done.out
 
 
-def test_a_start_with_links_and_a_config_that_changes_meanwhile(settings, run, base, tmp_path):
-    """As in the Hub's cache; and a checkpoint has the config of the model that was trained."""
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    for path in base.iterdir():
-        (linked / path.name).symlink_to(path)
-    config = settings(model={"path": str(linked)}, steps={"train_iters": 2})
-    assert run(config, "--steps.exit_interval", 1).code == 75
-    moved = run(config, "--model.path", base)
+def test_a_start_may_be_moved_and_linked(adapted, run, base, tmp_path):
+    """As in the Hub's cache: the same weights at another place are the same start."""
+    config, _ = adapted
+    hub = tmp_path / "models--acme--tiny"
+    linked = hub / "snapshots/0123abc"
+    linked.mkdir(parents=True)
+    base.rename(hub / "blobs")
+    for path in (hub / "blobs").iterdir():
+        (linked / path.name).symlink_to(f"../../blobs/{path.name}")
+    moved = run(config, "--model.path", linked, "--export", tmp_path / "out", ranks=2)
     assert moved.code == 0, moved.out
-    assert f"note       changed settings: model.path: {linked}, now {base}" in moved.out
+    assert f"note       changed settings: model.path: {base}, now {linked}" in moved.out
     assert "no longer holds" not in moved.out
+
+
+def test_a_checkpoint_has_the_config_of_the_model_that_was_trained(base, tmp_path):
+    """Also where the start's is replaced while the model is trained."""
+    saver = Saver(Save(path=tmp_path), small_files(base), None)
+    kept = rewrite(base, hidden_act="gelu")
+    progress = Progress(1, 0, 8, 1, "rows", 0, 8)
+    (tmp_path / f"{progress.name}.partial").mkdir()
+    saver._publish(progress)
+    assert (tmp_path / progress.name / "config.json").read_text() == kept
+
+
+def test_another_tokenizer_is_refused(settings, run, talker, tmp_path):
+    """One token of token files that do not tell which tokenizer made them; and of a model that adapters go into."""
+    pytest.importorskip("peft")
+    base = tmp_path / "base"
+    shutil.copytree(talker, base)
+    path = base / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    path.write_text(json.dumps(tree, ensure_ascii=False, indent=None))
+    config = settings(lora=LORA, model={"path": str(base)}, steps={"train_iters": 2})
+    assert run(config, "--steps.exit_interval", 1).code == 75
+    path.write_text(json.dumps(tree, indent=1))
+    done = run(config)
+    assert done.code == 0, done.out
+    pieces = tree["model"]["vocab"]
+    if isinstance(pieces, dict):
+        one, other = list(pieces)[100:102]
+        pieces[one], pieces[other] = pieces[other], pieces[one]
+    else:
+        pieces[100], pieces[101] = pieces[101], pieces[100]
+    path.write_text(json.dumps(tree))
+    told = f"{path} is not the tokenizer that {done.save}/global_step102 was trained with"
+    for words in (["--export", tmp_path / "out"], ["--steps.train_iters", 4]):
+        found = run(config, *words)
+        assert (found.code, told in found.out) == (5, True), found.out
 
 
 def test_checkpoints_of_two_models_are_not_scored_as_one(settings, run, base, data, train):

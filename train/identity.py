@@ -73,8 +73,8 @@ def require_same_config(checkpoint: Path, folder: Path) -> None:
 
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Where settings of models differ, as `name: then | now`."""
-    return contradictions({**dict.fromkeys(now), **then}, now)
+    """Where settings of models differ, as `name: then | now`; the model's type, which says most, comes first."""
+    return contradictions({"model_type": None, **dict.fromkeys(now), **then}, now)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

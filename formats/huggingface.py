@@ -32,6 +32,8 @@ NAME = "huggingface"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+KINDS = {"safetensors": (SINGLE, INDEX), "pickled": PICKLED}
+"""Files of weights, those first that transformers takes where a folder has both."""
 BUFFERS = frozenset({"router_bias"})
 """What is no parameter of a model, though its files hold it."""
 UNTRAINED = BUFFERS | {"router_choice_bias"}
@@ -56,6 +58,15 @@ def pickled(path: Path) -> bool:
     Source: transformers 5.23.0, modeling_utils.py `_get_resolved_checkpoint_files`.
     """
     return has_weights(path) and not any((path / name).is_file() for name in (SINGLE, INDEX))
+
+
+def unread(path: Path) -> str:
+    """A note about pickled weights beside those that are read; empty if there are none."""
+    both = {kind: [name for name in names if (path / name).is_file()] for kind, names in KINDS.items()}
+    if not all(both.values()):
+        return ""
+    safe, other = (names[0] for names in both.values())
+    return f"{path} holds {safe} and {other}: the first is read, as transformers does; nobody compares them"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -102,7 +113,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if isinstance(spec, ModelSpec):
         found, note = dequantized(found, read_json(path / "config.json"))
     placed, dropped = match(model_slots(spec, found), {"": found}, drops(spec), path)
-    notes = (note,) if note else ()
+    notes = tuple(filter(None, [note, unread(path)]))
     return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes)
 
 

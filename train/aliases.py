@@ -32,7 +32,6 @@ ALIASES: Mapping[str, str] = {
     "train_epochs": "steps.epochs",
     "iteration_offset": "steps.iteration_offset",
     "exit_interval": "steps.exit_interval",
-    "eval_interval": "evaluate.every",
     "checkpoint_factor": "save.every",
     "keep_last_n_checkpoints": "save.keep",
     "save": "save.path",
@@ -52,8 +51,8 @@ VALUES: Mapping[str, Callable[[Any], tuple[str, Any]]] = {
 TOGETHER: Mapping[str, str] = {
     "min_lr": "schedule.min_lr", "warmup": "schedule.warmup", "lr_decay_iters": "", "cd_start_iter": "schedule.start",
     "cd_end_iter": "schedule.end", "start_cd_lr": "", "decay_pp": "", "loss_mask_pairs": "",
-    "loss_mask_alternating_individual": "", "eval_iters": "evaluate.max_rows", "allow_chopped": "data.overlong",
-    "train_data_weights": "", "eod_mask_loss": "",
+    "loss_mask_alternating_individual": "", "eval_interval": "evaluate.every", "eval_iters": "evaluate.max_rows",
+    "allow_chopped": "data.overlong", "train_data_weights": "", "eod_mask_loss": "",
 }  # fmt: skip
 """Keys that mean something only with others, see `completed`; and the setting that would say the same, if one does."""
 DEFAULTS: Mapping[str, tuple[str, Any]] = {
@@ -227,6 +226,9 @@ def _completed(tree: dict[str, Any], held: Mapping[str, Any]) -> list[str]:
         if held.get("train_data_weights"):
             raise UsageError("train_data_weights: all rows of all files are trained alike", "leave it out")
         notes.append("train_data_paths: all rows of all files are trained alike, however many a file has")
+    idle = [key for key in ("eval_interval", "eval_iters") if key in held]
+    if idle and not get(tree, "data.validation"):
+        notes.append(f"{', '.join(idle)}: no effect without valid_data_paths")
     if "eod_mask_loss" in held:
         notes.append("eod_mask_loss: what follows the end of a document is no label here, whatever it says")
     if get(tree, "init") is None:
@@ -391,7 +393,8 @@ def _rows(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
     if get(tree, "data.packing") == "overflow" and held.get("allow_chopped", True):
         yield "data.overlong", "truncate", "allow_chopped"
     if get(tree, "data.validation"):
-        yield "evaluate.every", EVAL_INTERVAL, "no eval_interval"
+        every = held.get("eval_interval")
+        yield ("evaluate.every", *((EVAL_INTERVAL, "no eval_interval") if every is None else (every, "eval_interval")))
         rows = _number(tree, "batch.size")
         rows = rows or _number(tree, "batch.micro", 1) * _number(tree, "batch.accumulation", 1)
         batches = _number(held, "eval_iters", EVAL_ITERS)

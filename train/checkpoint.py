@@ -3,6 +3,7 @@
     SAVE/latest                      name of the newest complete one
     SAVE/global_step1500/            fsdp: .metadata and *.distcp, model.*, optim.*; deepspeed: *_states.pt
         .progress                    steps done, and what the order of rows depends on
+        .start                       digests of the weights that the run began with, see `identity.py`
         adapter_config.json          if adapters are all that is trained and all that is in it: of which model they are
         config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that it asks for nothing
 
@@ -16,7 +17,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
@@ -37,10 +38,6 @@ from train.runs import LATEST, NOTE, PREFIX, is_ours
 PARTIAL = ".partial"
 THREADS = 2
 """Files of a checkpoint that a rank checks at a time."""
-BESIDE = (".json", ".jinja", ".model", ".txt")
-"""Small files of a model's folder that go into each checkpoint,"""
-NOT_BESIDE = (".index.json", "vitruvian.json")
-"""but not what tells of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -223,11 +220,14 @@ def refuse_damaged(folder: Path, damaged: Sequence[str]) -> None:
 
 
 class Saver:
-    """Writes checkpoints in the background, one at a time."""
+    """Writes checkpoints in the background, one at a time.
 
-    def __init__(self, settings: Save, source: Path, world: World) -> None:
+    Beside weights and moments each has small files: those of the start as they were when its model was made.
+    """
+
+    def __init__(self, settings: Save, beside: Mapping[str, bytes], world: World) -> None:
         self.save, self.keep, self.minutes = settings.path, settings.keep, settings.every_minutes
-        self.source, self.world, self.last = source, world, time.monotonic()
+        self.beside, self.world, self.last = beside, world, time.monotonic()
         self.running: tuple[Progress, Future[Any] | None] | None = None
 
     @property
@@ -272,9 +272,8 @@ class Saver:
 
     def _publish(self, progress: Progress) -> None:
         staging, place = self.save / (progress.name + PARTIAL), self.save / progress.name
-        for path in sorted(self.source.iterdir()):
-            if path.suffix in BESIDE and path.is_file() and not path.name.endswith(NOT_BESIDE):
-                write_file(staging / path.name, path.read_bytes())
+        for name, content in self.beside.items():
+            write_file(staging / name, content)
         write_file(staging / NOTE, (json.dumps(asdict(progress), indent=1) + "\n").encode())
         sync_folder(staging)
         if place.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from formats.errors import UsageError
 from train.config import Config
 
-OF_SETS = ("metrics", "max_rows", "tokenizer")
+OF_SETS = ("every", "metrics", "max_rows", "tokenizer")
 """Settings of `evaluate` that are of the validation sets."""
 
 

@@ -35,7 +35,7 @@ ADAPTER = "adapter"
 WEIGHTS = "adapter_model.safetensors"
 
 
-def export(checkpoint: Path, out: Path, template: str | None = None) -> None:
+def export(checkpoint: Path, out: Path, template: str | None = None) -> str:
     """Convert a checkpoint; in bf16, without a process group, in constant memory, read back and compared.
 
     Of one with adapters OUT is the merged model, and `OUT/adapter` what peft loads. Memory is that of the adapters and
@@ -46,18 +46,23 @@ def export(checkpoint: Path, out: Path, template: str | None = None) -> None:
         out: the new folder.
         template: name or file of a chat template; None keeps that of the model, if it has one.
 
+    Returns:
+        A note, if nobody knows whether the adapters belong to the weights that they are merged into.
+
     Raises:
-        VitruvianError: as the converter says.
+        VitruvianError: as the converter says; or they do not.
     """
+    from train.identity import require_same_base
     from train.lora import NOTE
 
     request = Request(out, cast="bf16", quiet=True)
     if not (checkpoint / NOTE).is_file():
         run(plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE, template), request)
-        return
+        return ""
     said = json.loads((checkpoint / NOTE).read_bytes())
     base = open_checkpoint(Path(said["base_model_name_or_path"]))
     check_paths(base, request)
+    note = require_same_base(checkpoint, base)
     scratch = request.place.with_name(request.place.name + ".merged")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -68,6 +73,7 @@ def export(checkpoint: Path, out: Path, template: str | None = None) -> None:
         run(replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own})), request)
     finally:
         shutil.rmtree(scratch)
+    return note
 
 
 def check_export(config: Config, start: Path, trained: Iterable[Documents]) -> str:

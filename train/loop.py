@@ -21,6 +21,7 @@ from train.config import Config
 from train.distributed import World
 from train.engines import Engine, Stepping, open_engine
 from train.evaluate import evaluate, open_sets
+from train.identity import RECORD, begun, record, small_files
 from train.metrics import Judge, open_judge
 from train.neftune import noise_for
 from train.observe import Log, Say, Step
@@ -89,7 +90,9 @@ def _train(config: Config, world: World, say: Say) -> Progress:
     made = prepare(config, world)
     if made.progress.step >= made.total:
         if world.first:
-            say(f"nothing left to do: {made.progress.name} is behind the last of {made.total} steps")
+            say(f"nothing left to do: {made.progress.name} is after the last of {made.total} steps")
+            for note in made.notes:
+                say(f"note       {note}")
         return made.progress
     if config.export is not None and config.export.exists():
         raise OutputError(
@@ -188,6 +191,10 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
     model, backend, apart = choose_attention(config, world, made.sizes.micro)
     if made.start is not None:
         require_sound(made.start, world)
+    path = config.model.path
+    digests, of_start = begun(made.start, path, config.lora is not None, world)
+    beside = dict[str, bytes]()
+    world.told(lambda: beside.update({**small_files(path), RECORD: record(digests)}))
     engine = open_engine(config, model, world, backend)
     if made.start is not None:
         engine.read(made.start)
@@ -198,8 +205,8 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         for name, one in {"data.train": rows, **sets}.items():
             if one.overlong:
                 say(f"note       {name}: {one.overlong}")
-        if made.note:
-            say(f"note       {made.note}")
+        for note in [*made.notes, *filter(None, [of_start])]:
+            say(f"note       {note}")
         if told := passes(len(rows), config.steps, made.sizes.size):
             say(f"note       {told}")
         say(f"batch      {made.sizes}")
@@ -211,7 +218,7 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
             counts = [(one.numel(), one.requires_grad) for one in engine.model.parameters()]
             trained = sum(count for count, wanted in counts if wanted)
             say(f"adapters   {trained:,} of {sum(count for count, _ in counts):,} parameters are trained")
-    saver = Saver(config.save, config.model.path, world)
+    saver = Saver(config.save, beside, world)
     return Run(made, world, engine, saver, sets, judge, multiplied(engine.model), Watch(config))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,25 @@ from torch import nn
 
 from converters.durable import write_file
 from formats.errors import RefusedError, UnsupportedError, UsageError
+from formats.huggingface import read_json
 from train.batching import seed_of
 from train.config import Lora
+from train.identity import RECORD
 from train.model import ADAPTERS, place
 
 NOTE = "adapter_config.json"
 ROOT = "base_model.model."
 """What peft puts before the names of a model's modules (peft 0.21.2 utils/save_and_load.py)."""
+BASE = "base_model_name_or_path"
 SAME = {
     "r": "lora.rank",
     "lora_alpha": "lora.alpha",
     "target_modules": "lora.targets",
-    "base_model_name_or_path": "model.path",
+    BASE: "model.path",
 }
-"""What an adapter means nothing without, and where the settings say it."""
+"""What an adapter means nothing without, and where the settings say it,"""
+FREE = ("lora_dropout", "inference_mode", "peft_version")
+"""and what may change; nothing else of peft's can be set here."""
 
 
 def insert(model: Any, lora: Lora, base: Path) -> None:
@@ -125,16 +131,39 @@ def check_same(folder: Path, model: Any) -> None:
     Raises:
         RefusedError: it is one.
     """
-    there, said = (folder / NOTE).is_file(), note_of(model)
+    said = note_of(model)
+    _compare(folder, None if said is None else json.loads(json.dumps(said)))
+
+
+def require_same_settings(folder: Path, lora: Lora | None) -> None:
+    """Likewise by the settings alone, before there is a model; without one, nobody knows what `all-linear` means.
+
+    Args:
+        folder: the checkpoint.
+        lora: the settings, None where all weights are trained.
+
+    Raises:
+        RefusedError: it is of another adapter.
+    """
+    said = None
+    if lora is not None:
+        targets = {} if lora.everywhere else {"target_modules": sorted(lora.targets)}
+        said = {"r": lora.rank, "lora_alpha": lora.alpha, **targets}
+    _compare(folder, said)
+
+
+def _compare(folder: Path, said: Mapping[str, Any] | None) -> None:
+    there = (folder / NOTE).is_file()
     if there != (said is not None):
         what = "an adapter, and the settings have no lora" if there else "all weights, and the settings have lora"
         raise RefusedError(f"{folder} holds {what}", "take another save.path; an exported folder can be model.path")
     if said is None:
         return
-    held = json.loads((folder / NOTE).read_bytes())
-    changed = [name for name in SAME if held.get(name) != said[name]]
+    held = read_json(folder / NOTE)
+    free = (*FREE, BASE) if (folder / RECORD).is_file() else FREE  # then the weights themselves were compared
+    changed = [name for name in said if name not in free and held.get(name, said[name]) != said[name]]
     if changed:
-        told = "; ".join(f"{SAME[name]}: {held.get(name)}, now {said[name]}" for name in changed)
+        told = "; ".join(f"{SAME.get(name, name)}: {held[name]}, now {said[name]}" for name in changed)
         raise RefusedError(
             f"{folder} is another adapter ({told})", f"if only a folder has moved, correct it in {folder / NOTE}"
         )

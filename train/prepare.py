@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats import huggingface
 from formats.errors import RefusedError
-from train import kernels
+from train import kernels, lora
 from train.attention import resolve
 from train.batching import Order, Sizes, batch_sizes, make_order
 from train.checkpoint import Progress, check_same, newest, read_progress, require_places
@@ -19,8 +20,10 @@ from train.distributed import World
 from train.effects import check_effect
 from train.engines import ENGINES
 from train.export import check_export
+from train.identity import require_same_config, require_same_tokenizer
 from train.model import DTYPES, fitted, open_config
 from train.rows import Rows, check_tokenizer, open_rows
+from train.runs import changes
 from train.schedule import check_schedule
 from train.selfcheck import require_masks, self_check
 from train.source import folder_of
@@ -37,7 +40,7 @@ class Prepared(NamedTuple):
         total: steps.
         progress: how far it is.
         start: checkpoint whose weights and moments it takes, None to begin with the model's folder.
-        note: of what will be exported; empty if there is none.
+        notes: of what will be exported, and of settings that are not those of before.
     """
 
     config: Config
@@ -47,7 +50,7 @@ class Prepared(NamedTuple):
     total: int
     progress: Progress
     start: Path | None
-    note: str
+    notes: tuple[str, ...]
 
 
 def prepare(config: Config, world: World) -> Prepared:
@@ -64,15 +67,22 @@ def prepare(config: Config, world: World) -> Prepared:
     kind = ENGINES[config.engine][2]
     fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, order.samples, kind)
     start, progress = world.told(lambda: _start(config, fresh))
-    note = ""
+    notes = list[str]()
+    if start is not None:
+        world.told(lambda: lora.require_same_settings(start, config.lora))
+    if start is not None and progress.step:
+        notes.append(world.told(lambda: changes(config, done=progress.step >= total)))
     if progress.step < total:
         world.told(lambda: require_places(config.save.path, progress, total))
         path = world.told(lambda: folder_of(config, resumed=start is not None))
-        note = world.told(lambda: check_export(config, path, rows.documents))
+        if start is not None:
+            world.told(lambda: require_same_config(start, path))
+            world.told(lambda: require_same_tokenizer(start, path))
+        notes += world.told(lambda: [check_export(config, path, rows.documents), huggingface.unread(path)])
         world.told(lambda: check_tokenizer(rows.documents, path))
         rows = fitted(rows, path)
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-    return Prepared(config, rows, sizes, order, total, progress, start, note)
+    return Prepared(config, rows, sizes, order, total, progress, start, tuple(filter(None, notes)))
 
 
 def choose_attention(config: Config, world: World, rows: int = 1) -> tuple[Any, str, float]:

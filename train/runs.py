@@ -20,13 +20,17 @@ from typing import Any
 import yaml
 
 from converters.durable import write_file
-from formats.errors import SourceError
+from formats.errors import SourceError, UsageError
 from formats.rivals import require_one
-from train.config import Config, load_config
+from train.config import Config, flat, load_config
 
 CONFIG, LOG, EVALUATIONS = "config.yml", "log.jsonl", "evaluations.jsonl"
 LATEST, NOTE, PREFIX = "latest", ".progress", "global_step"
 """Name of the newest checkpoint; in each checkpoint, how far it is; what names begin with."""
+OF_A_JOB = (
+    "save.path", "init", "export", "chat_template", "steps.exit_", "log.", "profile.", "parallel.timeout_minutes",
+)  # fmt: skip
+"""Settings, or what their names begin with, that say nothing about how a model is trained."""
 
 
 def open_run(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
@@ -92,6 +96,26 @@ def write_config(config: Config, folder: Path) -> None:
     """Write down what a run is trained with, `FOLDER/config.yml`; paths no longer depend on where one stands."""
     tree = config.model_dump(mode="python", exclude_none=True)
     write_file(folder / CONFIG, yaml.safe_dump(_plain(tree), sort_keys=False, allow_unicode=True).encode())
+
+
+def changes(config: Config, done: bool) -> str:
+    """Which settings of a run are not those that its last job wrote down, in a line; empty if none are.
+
+    Args:
+        config: the settings now.
+        done: the run is at its end, so that they change nothing.
+    """
+    path = config.save.path / CONFIG
+    try:
+        before = load_config(path)[0] if path.is_file() else config
+    except UsageError:  # another version wrote it
+        return ""
+    then, now = ({name: _plain(value) for name, value in flat(one).items()} for one in (before, config))
+    names = [name for name in {**then, **now} if not name.startswith(OF_A_JOB) and then.get(name) != now.get(name)]
+    told = "; ".join(f"{name}: {then.get(name)}, now {now.get(name)}" for name in names)
+    if not told:
+        return ""
+    return f"settings that the run was not trained with have no effect: {told}" if done else f"changed settings: {told}"
 
 
 def _plain(value: Any) -> Any:

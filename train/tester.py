@@ -11,20 +11,23 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from shlex import quote
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 
 from formats import deepspeed, megatron_shards
-from formats.errors import SourceError, UsageError
+from formats.errors import RefusedError, SourceError, UsageError, some
 from train import lora
 from train.checkpoint import Progress, newest, read_progress, require_sound
 from train.config import Config
 from train.distributed import World
 from train.engines.fsdp import read_weights, sharded
 from train.evaluate import Score, evaluate, open_sets
+from train.identity import differing, read_settings
 from train.metrics import Judge, open_judge
 from train.model import fill
 from train.prepare import choose_attention
@@ -220,8 +223,16 @@ def score(
     """
     with ExitStack() as stack:
         made: _Made | None = None
+        first: Mapping[str, Any] = {}
         for place in places:
             with readable(place, config, world) as held:
+                settings = world.told(partial(read_settings, held.path))
+                if made is not None and (other := differing(first, settings)):
+                    raise RefusedError(
+                        f"{place.path} is not of the model that {places[0].path} is of: {some(other, 4)}",
+                        f"evaluate it by itself: --checkpoint {quote(str(place.path))}",
+                    )
+                first = settings
                 if made is None:
                     made = stack.enter_context(_made(config, held.path, texts, world, tell))
                 load_weights(held, made.trainee.model, world)

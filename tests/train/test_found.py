@@ -61,7 +61,7 @@ def test_a_damaged_note_ends_no_training_that_saves(save):
     damaged, latest = save / "global_step3", save / "global_step4"
     damaged.mkdir()
     (damaged / ".progress").write_text("{")
-    Saver(Save(path=save, keep=1), save, None)._forget(latest, read_progress(latest))
+    Saver(Save(path=save, keep=1), {}, None)._forget(latest, read_progress(latest))
     assert sorted(save.glob("global_step*")) == [damaged, latest]
 
 
@@ -154,7 +154,7 @@ def test_settings_say_what_they_say(tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_a_save_folder_is_safe(settings, run, tmp_path):
+def test_a_save_folder_is_safe(settings, run, model, tmp_path):
     config = settings(steps={"train_iters": 2})
     (tmp_path / "save").mkdir()
     with (tmp_path / "save/.lock").open("w") as file:
@@ -179,11 +179,16 @@ def test_a_save_folder_is_safe(settings, run, tmp_path):
     assert "nothing of it was saved" in nothing.out
 
     other = run(settings("qwen3", steps={"train_iters": 4}))
+    assert (other.code, "model_type: 'llama' | 'qwen3'" in other.out) == (5, True), other.out
+    shutil.copy(model("qwen3", vocab_size=253) / "config.json", done.save / "global_step102")
+    other = run(settings("qwen3", steps={"train_iters": 4}))
     assert other.code == 3, other.out
     assert re.search(r"global_step102 does not fill the model: rank 0 says Size mismatch .*q_proj", other.out), (
         other.out
     )
     assert "Traceback" not in other.out
+
+    shutil.copy(model("llama", vocab_size=253) / "config.json", done.save / "global_step102")
 
     class Hostile:
         def __reduce__(self):

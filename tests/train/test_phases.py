@@ -44,7 +44,7 @@ def test_a_surplus_job_ends_at_once(settings, run):
     log = (first.save / "log.jsonl").read_bytes()
     again = run(config)
     told = [line for line in again.out.splitlines() if not line.startswith("[Gloo]")]  # as it does in torch 2.10
-    assert (again.code, told) == (0, ["nothing left to do: global_step102 is behind the last of 2 steps"])
+    assert (again.code, told) == (0, ["nothing left to do: global_step102 is after the last of 2 steps"])
     assert (again.save / "log.jsonl").read_bytes() == log
 
 

@@ -64,7 +64,9 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
     if not ranks.first:
         return
     if settings.export is not None and not settings.export.exists():
-        export(settings.save.path / progress.name, settings.export, settings.chat_template)
+        note = export(settings.save.path / progress.name, settings.export, settings.chat_template)
+        if note:
+            click.echo(f"note: {note}", err=True)
         click.echo(f"exported to {settings.export}")
     (settings.save.path / RESUME).unlink(missing_ok=True)
 

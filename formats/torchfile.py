@@ -293,6 +293,33 @@ def stored(fd: int, path: Path) -> Iterator[Stored]:
     Raises:
         SourceError: the file holds something else, or is cut off.
     """
+    for start, end, read in _archives(fd, path):
+        try:
+            members, directory = _directory(read, end - start)
+            extents = list(_extents(read, members, directory))
+        except (SourceError, UnsupportedError, struct.error) as error:
+            raise SourceError(f"{path}: the archive at byte {start} is damaged: {error}") from None
+        for member, (name, (offset, size, crc)) in zip(members, extents, strict=True):
+            noted = (start + member.start + 14, start + member.entry + 16, start + offset + size + 4)
+            yield Stored(name, start + offset, size, crc, noted)
+
+
+def directories(fd: int, path: Path) -> Iterator[bytes]:
+    """The directory of each archive in a file, to the archive's end: the last archive comes first.
+
+    Raises:
+        SourceError: the file holds something else, or is cut off.
+    """
+    for start, end, read in _archives(fd, path):
+        try:
+            _, directory = _directory(read, end - start)
+        except (SourceError, UnsupportedError, struct.error) as error:
+            raise SourceError(f"{path}: the archive at byte {start} is damaged: {error}") from None
+        yield read(directory, min(end - start - directory, MAX_DIRECTORY))
+
+
+def _archives(fd: int, path: Path) -> Iterator[tuple[int, int, Read]]:
+    """Start and end of each archive in a file, the last one first, and what reads bytes of it."""
     end = file_size(path)
     while end:
         start = _archive_start(os.pread(fd, min(end, 98), max(0, end - 98)), end)
@@ -302,14 +329,7 @@ def stored(fd: int, path: Path) -> Iterator[Stored]:
         def read(offset: int, count: int, start: int = start, end: int = end) -> bytes:
             return os.pread(fd, min(count, end - start - offset), start + offset) if offset >= 0 else b""
 
-        try:
-            members, directory = _directory(read, end - start)
-            extents = list(_extents(read, members, directory))
-        except (SourceError, UnsupportedError, struct.error) as error:
-            raise SourceError(f"{path}: the archive at byte {start} is damaged: {error}") from None
-        for member, (name, (offset, size, crc)) in zip(members, extents, strict=True):
-            noted = (start + member.start + 14, start + member.entry + 16, start + offset + size + 4)
-            yield Stored(name, start + offset, size, crc, noted)
+        yield start, end, read
         end = start
 
 

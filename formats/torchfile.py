@@ -293,7 +293,11 @@ def stored(fd: int, path: Path) -> Iterator[Stored]:
     Raises:
         SourceError: the file holds something else, or is cut off.
     """
-    for start, end, read in _archives(fd, path):
+    for start, _, end in _archives(fd, path):
+
+        def read(offset: int, count: int, start: int = start, end: int = end) -> bytes:
+            return os.pread(fd, min(count, end - start - offset), start + offset) if offset >= 0 else b""
+
         try:
             members, directory = _directory(read, end - start)
             extents = list(_extents(read, members, directory))
@@ -305,42 +309,35 @@ def stored(fd: int, path: Path) -> Iterator[Stored]:
 
 
 def directories(fd: int, path: Path) -> Iterator[bytes]:
-    """The directory of each archive in a file, to the archive's end: the last archive comes first.
+    """The directory of each archive in a file, up to the archive's end; unparsed, and the last archive's first.
 
     Raises:
         SourceError: the file holds something else, or is cut off.
     """
-    for start, end, read in _archives(fd, path):
-        try:
-            _, directory = _directory(read, end - start)
-        except (SourceError, UnsupportedError, struct.error) as error:
-            raise SourceError(f"{path}: the archive at byte {start} is damaged: {error}") from None
-        yield read(directory, min(end - start - directory, MAX_DIRECTORY))
+    for _, directory, end in _archives(fd, path):
+        yield os.pread(fd, min(end - directory, MAX_DIRECTORY), directory)
 
 
-def _archives(fd: int, path: Path) -> Iterator[tuple[int, int, Read]]:
-    """Start and end of each archive in a file, the last one first, and what reads bytes of it."""
+def _archives(fd: int, path: Path) -> Iterator[tuple[int, int, int]]:
+    """Where each archive in a file begins, has its directory, and ends; the last one first."""
     end = file_size(path)
     while end:
-        start = _archive_start(os.pread(fd, min(end, 98), max(0, end - 98)), end)
-        if not 0 <= start < end:
+        start, directory = _archive_start(os.pread(fd, min(end, 98), max(0, end - 98)), end)
+        if not 0 <= start <= directory < end:
             raise SourceError(f"{path}: no torch.save archive ends at byte {end}: cut off, or another kind of file")
-
-        def read(offset: int, count: int, start: int = start, end: int = end) -> bytes:
-            return os.pread(fd, min(count, end - start - offset), start + offset) if offset >= 0 else b""
-
-        yield start, end, read
+        yield start, directory, end
         end = start
 
 
-def _archive_start(tail: bytes, end: int) -> int:
-    """Where the archive begins that ends with these bytes at byte `end`; -1 when they end none."""
+def _archive_start(tail: bytes, end: int) -> tuple[int, int]:
+    """Where the archive and its directory begin, if it ends with these bytes at byte `end`; -1 when they end none."""
     if tail[-22:-18] != b"PK\x05\x06":
-        return -1
+        return -1, -1
     length, offset = struct.unpack_from("<II", tail, len(tail) - 10)
-    if tail[-42:-38] == b"PK\x06\x07":
-        return end - 98 - int(struct.unpack_from("<Q", tail, len(tail) - 34)[0])
-    return end - 22 - int(length) - int(offset)
+    if tail[-42:-38] == b"PK\x06\x07" and len(tail) == 98:
+        (large,) = struct.unpack_from("<Q", tail, len(tail) - 58)
+        return end - 98 - int(struct.unpack_from("<Q", tail, len(tail) - 34)[0]), end - 98 - int(large)
+    return end - 22 - int(length) - int(offset), end - 22 - int(length)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

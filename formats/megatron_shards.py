@@ -14,6 +14,7 @@ from formats.layout import Placed
 from formats.megatron_experts import Mesh, interleaves_of
 from formats.megatron_fields import FIELDS
 from formats.pickles import Namespace, TensorRef
+from formats.saves import require_same
 from formats.spec import whole
 from formats.storage import Fragment, read_bytes
 from formats.torchfile import TorchFile, read_torch
@@ -194,10 +195,9 @@ def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]
         names = ", ".join(missing[:8]) or "some are there twice"
         raise SourceError(f"{iteration}: of {len(wanted)} ranks {len(missing)} are missing: {names}")
     first = shards[0].file
+    said = {shard.file.path: args_of(shard.file) | shard.file.value for shard in shards}
+    require_same({path: held.get for path, held in said.items()}, "megatron")
     for shard in shards[1:]:
-        if short(shard.file.value.get("iteration")) != short(first.value.get("iteration")):
-            ours, others = (short(file.value.get("iteration")) for file in (shard.file, first))
-            raise SourceError(f"{shard.file.path} is of iteration {ours}, {first.path} of {others}")
         other = args_of(shard.file)
         for name in SHARED:
             if other.get(name) is not args.get(name) and short(other.get(name)) != short(args.get(name)):

@@ -23,6 +23,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short, s
 from formats.layout import Placed, Slot, match, rules, slots
 from formats.neox_args import from_neox, is_gated, read_yml
 from formats.optimizer import STATES
+from formats.saves import require_same
 from formats.scattered import Scattered, spread
 from formats.spec import ModelSpec
 from formats.storage import Fragment
@@ -285,7 +286,7 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
     layers = {path.name: path for path in sorted(tag.iterdir()) if deepspeed.LAYER.fullmatch(path.name)}
     if not layers and models[0].value.get("module") is None:
         raise SourceError(f"{tag} is a pipeline's, and lacks its layer_*-model_* files", "copy them from their nodes")
-    for rank, file in models.items():
+    for file in models.values():
         if not isinstance(file.value, Mapping):
             raise SourceError(f"{file.path} holds no model states")
         world = file.value.get("mp_world_size", len(models))
@@ -294,9 +295,7 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
                 f"{file.path} is one of {short(world)} model parallel ranks, {len(models)} are there",
                 "ranks are missing, or files of another topology lie beside them",
             )
-        if short(file.value.get("iteration")) != short(models[0].value.get("iteration")):
-            ours, others = (short(one.value.get("iteration")) for one in (file, models[0]))
-            raise SourceError(f"{file.path} (rank {rank}) is of iteration {ours}, {models[0].path} of {others}")
+    require_same({file.path: file.value.get for file in models.values()}, NAME)
     if not layers:
         found = {file.path.name: _strip(zero_partitions.module(file), file.path) for file in models.values()}
         return found, len(models)
@@ -396,7 +395,9 @@ def _file(index: int, rank: int, *, layered: bool) -> str:
 
 def _partitions(opened: _Opened, states: Sequence[str]) -> dict[int, list[Partition]]:
     """The partitions of each model parallel rank."""
-    return {rank: zero_partitions.open_partitions(opened.tag, rank, states) for rank in opened.models}
+    found = {rank: zero_partitions.open_partitions(opened.tag, rank, states) for rank in opened.models}
+    zero_partitions.require_same_save([one for of_rank in found.values() for one in of_rank])
+    return found
 
 
 def _masters(

@@ -16,6 +16,7 @@ from formats.checkpoint import Checkpoint, Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families import FAMILIES, FAMILY_FILE
 from formats.rivals import require_one
+from formats.saves import require_one_save
 
 FORMATS = {
     "huggingface": "safetensors files with a config.json",
@@ -81,6 +82,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
                 checkpoint = replace(checkpoint, settings=settings or checkpoint.settings)
                 _check_family(checkpoint)
                 _check_assets(checkpoint, path)
+                require_one_save(checkpoint.home)
                 return checkpoint
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:

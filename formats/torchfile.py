@@ -293,11 +293,7 @@ def stored(fd: int, path: Path) -> Iterator[Stored]:
     Raises:
         SourceError: the file holds something else, or is cut off.
     """
-    end = file_size(path)
-    while end:
-        start = _archive_start(os.pread(fd, min(end, 98), max(0, end - 98)), end)
-        if not 0 <= start < end:
-            raise SourceError(f"{path}: no torch.save archive ends at byte {end}: cut off, or another kind of file")
+    for start, _, end in _archives(fd, path):
 
         def read(offset: int, count: int, start: int = start, end: int = end) -> bytes:
             return os.pread(fd, min(count, end - start - offset), start + offset) if offset >= 0 else b""
@@ -310,17 +306,38 @@ def stored(fd: int, path: Path) -> Iterator[Stored]:
         for member, (name, (offset, size, crc)) in zip(members, extents, strict=True):
             noted = (start + member.start + 14, start + member.entry + 16, start + offset + size + 4)
             yield Stored(name, start + offset, size, crc, noted)
+
+
+def directories(fd: int, path: Path) -> Iterator[bytes]:
+    """The directory of each archive in a file, up to the archive's end; unparsed, and the last archive's first.
+
+    Raises:
+        SourceError: the file holds something else, or is cut off.
+    """
+    for _, directory, end in _archives(fd, path):
+        yield os.pread(fd, min(end - directory, MAX_DIRECTORY), directory)
+
+
+def _archives(fd: int, path: Path) -> Iterator[tuple[int, int, int]]:
+    """Where each archive in a file begins, has its directory, and ends; the last one first."""
+    end = file_size(path)
+    while end:
+        start, directory = _archive_start(os.pread(fd, min(end, 98), max(0, end - 98)), end)
+        if not 0 <= start <= directory < end:
+            raise SourceError(f"{path}: no torch.save archive ends at byte {end}: cut off, or another kind of file")
+        yield start, directory, end
         end = start
 
 
-def _archive_start(tail: bytes, end: int) -> int:
-    """Where the archive begins that ends with these bytes at byte `end`; -1 when they end none."""
+def _archive_start(tail: bytes, end: int) -> tuple[int, int]:
+    """Where the archive and its directory begin, if it ends with these bytes at byte `end`; -1 when they end none."""
     if tail[-22:-18] != b"PK\x05\x06":
-        return -1
+        return -1, -1
     length, offset = struct.unpack_from("<II", tail, len(tail) - 10)
-    if tail[-42:-38] == b"PK\x06\x07":
-        return end - 98 - int(struct.unpack_from("<Q", tail, len(tail) - 34)[0])
-    return end - 22 - int(length) - int(offset)
+    if tail[-42:-38] == b"PK\x06\x07" and len(tail) == 98:
+        (large,) = struct.unpack_from("<Q", tail, len(tail) - 58)
+        return end - 98 - int(struct.unpack_from("<Q", tail, len(tail) - 34)[0]), end - 98 - int(large)
+    return end - 22 - int(length) - int(offset), end - 22 - int(length)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

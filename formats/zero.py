@@ -23,6 +23,7 @@ from formats.errors import SourceError, UnsupportedError, short, some
 from formats.fsdp import unwrapped
 from formats.layout import Cut, Placed, Slot, match
 from formats.optimizer import STATES
+from formats.saves import TIES, require_same
 from formats.scattered import Piece, Scattered, in_one, scattered, spread, whole_part
 from formats.spec import ModelSpec
 from formats.storage import Fragment
@@ -32,7 +33,7 @@ from formats.wrappers import require_plain
 NAME = "zero"
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """What the user can ask for: its name in `optimizer.STATES`."""
-OF_RANK = ("global_steps", "mp_world_size", "frozen_param_fragments")
+OF_RANK = (*TIES[NAME], "mp_world_size", "frozen_param_fragments")
 """What counts of the model files of stage 3 but the first, which says the rest: a thousand of them are a gigabyte."""
 OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
 """How the names of GPT-NeoX begin."""
@@ -120,9 +121,7 @@ def _models(tag: Path) -> list[TorchFile]:
     count = world if isinstance(world, int) else max(opened) + 1
     if count > deepspeed.MOST_RANKS:
         raise SourceError(f"{opened[first].path} claims {count} data parallel ranks")
-    saves = {short(one.value.get("global_steps")) for one in opened.values()}
-    if len(saves) > 1:
-        raise SourceError(f"{tag} holds model files of the steps {', '.join(sorted(saves))}", "take those of one save")
+    require_same({one.path: one.value.get for one in opened.values()}, NAME)
     lost = sorted(set(range(count)) - set(opened))
     if lost or len(opened) > count:
         names = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in lost[:4])

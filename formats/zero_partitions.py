@@ -87,7 +87,7 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
             f"{folder} lacks the optimizer states of data parallel ranks {names} of {wanted} for mp_rank_{mp:02d}",
             "copy them from their nodes, or take --weights module",
         )
-    _require_same_save(list(partitions.values()))
+    require_same_save(list(partitions.values()))
     for one in partitions.values():
         if {n for n in one.ranks if n != wanted}:
             raise SourceError(
@@ -97,7 +97,7 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
     return [partitions[rank] for rank in sorted(partitions)]
 
 
-def _require_same_save(partitions: Sequence[Partition]) -> None:
+def require_same_save(partitions: Sequence[Partition]) -> None:
     """All ranks have made the same number of steps, in the same stage.
 
     Raises:
@@ -105,12 +105,17 @@ def _require_same_save(partitions: Sequence[Partition]) -> None:
     """
     first = partitions[0]
     for one in partitions[1:]:
-        for what, ours, others in (("stage", one.stage, first.stage), ("step", one.steps, first.steps)):
+        for what, ours, others in (("stage", one.stage, first.stage), ("step", _steps(one), _steps(first))):
             if ours != others:
                 raise SourceError(
                     f"{one.path} is of {what} {ours}, {first.path} of {others}: files of different saves",
                     "copy the files of one save from all nodes",
                 )
+
+
+def _steps(partition: Partition) -> str:
+    """The steps that Adam has made, whatever the groups of parameters are: pipeline stages may have other ones."""
+    return ", ".join(str(step) for step in sorted({*partition.steps})) or "none"
 
 
 def _partition(file: TorchFile, states: Sequence[str]) -> Partition:

@@ -3,7 +3,11 @@
     SAVE/latest                      name of the newest complete one
     SAVE/global_step1500/            fsdp: .metadata and *.distcp, model.*, optim.*; deepspeed: *_states.pt
         .progress                    steps done, and what the order of rows depends on
+<<<<<<< HEAD
         .start                       digests of the weights that the run began with, see `identity.py`
+=======
+        .files                       what ties the files to this save: see `formats/saves.py`
+>>>>>>> steps
         adapter_config.json          if adapters are all that is trained and all that is in it: of which model they are
         config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that it asks for nothing
 
@@ -28,11 +32,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from converters.archives import archives, check
 from converters.durable import sync_folder, write_file
+from formats import saves
 from formats.errors import OutputError, RefusedError, SourceError, short, some
 from formats.rivals import shards, weights
 from train.config import Save
 from train.distributed import World
 from train.engines import ENGINES, Engine
+from train.identity import BESIDE
 from train.runs import LATEST, NOTE, PREFIX, is_ours
 
 PARTIAL = ".partial"
@@ -187,24 +193,31 @@ def reason(error: BaseException) -> str:
 
 
 def require_sound(folder: Path, world: World) -> None:
-    """Compare the CRC-32 inside the files of a checkpoint: each file is read by one rank. All ranks have to come here.
+    """Compare the files of a checkpoint with the CRC-32 inside them, and with its record. All ranks have to come here.
+
+    Each file is read by one rank.
 
     Raises:
         SourceError: a file is not what was written; the first rank says so, the others end with its exit code.
     """
-    paths = sorted(world.told(lambda: archives(folder)), key=lambda path: -path.stat().st_size)
+    record = world.told(lambda: saves.recorded(folder)) or {}
+    found = world.told(lambda: {*archives(folder), *saves.files_of(record, folder)})
+    paths = sorted(found, key=lambda path: (-path.stat().st_size, path))
     loads = [0] * world.ranks
     mine = list[Path]()
     for path in paths:
         rank = loads.index(min(loads))
         loads[rank] += path.stat().st_size
         mine += [path] if rank == world.rank else []
+    mixed = list[str]()
     try:
         damaged = check(mine, THREADS, lambda _: None).damaged
-    except OSError as error:
-        damaged = (f"{error.filename or folder}: {error.strerror}",)
-    every = [one for found in world.gathered(damaged) for one in found]
-    world.told(lambda: refuse_damaged(folder, every))
+        mixed = [] if damaged else saves.differing(record, mine)
+    except (OSError, SourceError) as error:
+        damaged = (reason(error),)
+    every = world.gathered((damaged, mixed))
+    world.told(lambda: refuse_damaged(folder, [part for parts, _ in every for part in parts]))
+    world.told(lambda: saves.refuse_mixed(folder, sorted(name for _, names in every for name in names)))
 
 
 def refuse_damaged(folder: Path, damaged: Sequence[str]) -> None:
@@ -262,7 +275,32 @@ class Saver:
                 ) from error
         self.running = None
         self.world.wait()
-        self.world.told(lambda: self._publish(progress))
+        record = self._record(self.save / (progress.name + PARTIAL))
+        self.world.told(lambda: self._publish(progress, record))
+
+    def _record(self, staging: Path) -> dict[str, saves.Entry]:
+        """What ties the files of all ranks to this save; each is looked at by one rank.
+
+        Raises:
+            OutputError: one cannot be read; the first rank says so, the others end with its exit code.
+        """
+        paths = self.world.told(
+            lambda: sorted(path for path in staging.iterdir() if path.is_file() and path.suffix not in BESIDE)
+        )
+        found, failure = dict[str, saves.Entry](), ""
+        try:
+            found = saves.entries_of(paths[self.world.rank :: self.world.ranks])
+        except (OSError, SourceError) as error:
+            failure = reason(error)
+        every = self.world.gathered((found, failure))
+        failures = [told for _, told in every if told]
+
+        def refuse() -> None:
+            if failures:
+                raise OutputError(f"{staging} cannot be read: {some(failures, 1)}", "is the disk full? df")
+
+        self.world.told(refuse)
+        return {name: one for entries, _ in every for name, one in entries.items()}
 
     def _clear(self, staging: Path) -> None:
         """Make an empty folder, and delete what kills have left behind of others."""
@@ -270,11 +308,12 @@ class Saver:
             shutil.rmtree(path)
         staging.mkdir(parents=True)
 
-    def _publish(self, progress: Progress) -> None:
+    def _publish(self, progress: Progress, record: dict[str, saves.Entry]) -> None:
         staging, place = self.save / (progress.name + PARTIAL), self.save / progress.name
         for name, content in self.beside.items():
             write_file(staging / name, content)
         write_file(staging / NOTE, (json.dumps(asdict(progress), indent=1) + "\n").encode())
+        write_file(staging / saves.RECORD, saves.packed(record | saves.entries_of([staging / NOTE])))
         sync_folder(staging)
         if place.exists():
             _delete(place)

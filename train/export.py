@@ -26,6 +26,7 @@ from formats.checkpoint import Checkpoint
 from formats.errors import RefusedError, SourceError, UsageError
 from formats.layout import Placed
 from formats.registry import open_checkpoint
+from formats.saves import require_one_save
 from formats.storage import read_safetensors
 from train.config import Config
 from train.data.documents import Documents
@@ -168,7 +169,7 @@ def read_adapters(checkpoint: Path) -> dict[str, Any]:
     """The adapters of a checkpoint by their names in peft's files, float32.
 
     Raises:
-        SourceError: a file has another CRC-32 than it says.
+        SourceError: a file has another CRC-32 than it says, or is of another save.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -177,6 +178,7 @@ def read_adapters(checkpoint: Path) -> dict[str, Any]:
     from train.checkpoint import THREADS, refuse_damaged
 
     refuse_damaged(checkpoint, check(archives(checkpoint), THREADS, lambda _: None).damaged)
+    require_one_save(checkpoint)
     reader, inside = FileSystemReader(checkpoint), "model."
     listed: dict[str, Any] = reader.read_metadata().state_dict_metadata
     found = {name: torch.empty(listed[name].size) for name in sorted(listed) if name.startswith(inside)}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from converters.durable import lock, stoppable, write_file
+from formats import saves
 from formats.errors import Interrupted, OutputError, VerificationError
 from train import BEGAN
 from train.batching import passes, seed_of
@@ -205,6 +206,8 @@ def _open(made: Prepared, world: World, say: Callable[[str], None]) -> Run:
         for name, one in {"data.train": rows, **sets}.items():
             if one.overlong:
                 say(f"note       {name}: {one.overlong}")
+        if made.start is not None and saves.recorded(made.start) is None:
+            say(f"note       {made.start} has no {saves.RECORD}: that its files are of one save, nothing tells")
         for note in [*made.notes, *filter(None, [of_start])]:
             say(f"note       {note}")
         if told := passes(len(rows), config.steps, made.sizes.size):

@@ -23,7 +23,7 @@ from converters.commands.options import (
     require_family,
     weights,
 )
-from formats.errors import SourceError, VerificationError
+from formats.errors import SourceError, VerificationError, some
 
 if TYPE_CHECKING:
     from converters.plan import Job
@@ -115,6 +115,7 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
 def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
     from converters.archives import archives, check
     from converters.report import Progress
+    from formats import saves
     from formats.checkpoint import MANIFEST
 
     paths = archives(folder)
@@ -125,8 +126,17 @@ def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
             f"{folder} holds no {MANIFEST}, and no file of torch.save, which has checksums of its own",
             f"compare it with its source: convert verify {folder} SRC",
         )
+    mixed = list[str]()
+    for note in () if found.damaged else sorted(folder.rglob(saves.RECORD)):
+        record = saves.recorded(note.parent) or {}
+        files = saves.files_of(record, note.parent)
+        mixed += [str(note.parent / name) for name in saves.differing(record, files)]
     if as_json:
-        click.echo(json.dumps({"equal": not found.damaged, **asdict(found)}, indent=1))
+        click.echo(json.dumps({"equal": not (found.damaged or mixed), **asdict(found), "mixed": mixed}, indent=1))
+    if mixed:
+        raise VerificationError(
+            f"{folder} is a mixture of different saves: {some(mixed, 5)} are recorded otherwise", "copy them again"
+        )
     if found.damaged:
         names = "; ".join(found.damaged[:5]) + (" …" if len(found.damaged) > 5 else "")
         raise VerificationError(

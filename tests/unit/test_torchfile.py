@@ -19,7 +19,7 @@ from formats import pickles
 from formats.errors import SourceError, UnsupportedError
 from formats.pickles import STORAGES, Namespace, StorageRef, TensorRef
 from formats.storage import DTYPES, Fragment, row_major
-from formats.torchfile import ALIGNMENT, TorchFile, plan_archive, read_torch
+from formats.torchfile import ALIGNMENT, TorchFile, directories, plan_archive, read_torch
 
 GIB4 = 1 << 32
 TORCH = {name: getattr(torch, name) for name in pickles.DTYPES}
@@ -298,3 +298,28 @@ def test_more_members_than_a_plain_directory_can_count(tmp_path):
         assert len(archive.infolist()) == 65536 + 5
     assert set(read_torch(tmp_path / "x.pt").storages) == set(storages)
     assert torch.load(tmp_path / "x.pt", weights_only=True) == {}
+
+
+@pytest.mark.parametrize("members", [0, 3])
+def test_directories_are_those_that_zipfile_finds(tmp_path, members):
+    """Of torch's archives, which have the records of large files too, and of plain ones; here back to back."""
+    import io
+    import zipfile
+
+    import torch
+
+    ends, raw = [], b""
+    for number in range(3):
+        stream = io.BytesIO()
+        torch.save([torch.full((5,), float(number))] * (1 + members), stream)
+        plain = io.BytesIO()
+        with zipfile.ZipFile(plain, "w") as archive:
+            archive.writestr("a/data.pkl", bytes([number]))
+        for one in (stream, plain):
+            with zipfile.ZipFile(one) as archive:
+                ends.append(one.getvalue()[archive.start_dir :])
+            raw += one.getvalue()
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(raw)
+    with path.open("rb") as file:
+        assert list(directories(file.fileno(), path)) == ends[::-1]

@@ -1,0 +1,112 @@
+"""A file of one save in the folder of another, of equal size: a half-finished copy. Each file by itself is sound."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from zlib import crc32
+
+import pytest
+
+from formats import saves
+from formats.errors import SourceError
+from tests.faults.dcp_tools import refused
+from tests.train.test_deepspeed import zero
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+CASES = {
+    "fsdp 2": ([], 2, "__1_0.distcp", "fsdp2hf"),
+    "transformers 1": (["--engine", "transformers"], 1, "__0_0.distcp", "fsdp2hf"),
+    "deepspeed 3": (zero(3), 2, "zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero2hf"),
+}
+"""Engine, and ranks or stage: options, ranks, a file, and the command that reads its checkpoints."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mixture_is_refused_by_all_that_read_it(settings, run, convert, tmp_path, case):
+    words, ranks, name, command = CASES[case]
+    config = settings(save={"every": 1})
+    stopped = run(config, "--steps.exit_interval", 2, *words, ranks=ranks)
+    assert stopped.code == 75, stopped.out
+    older, newest = stopped.save / "global_step101", stopped.save / "global_step102"
+    written = {path.name for path in newest.iterdir() if path.suffix in (".distcp", ".pt", "")}
+    assert saves.recorded(newest).keys() == written - {saves.RECORD}
+    assert convert("verify", newest).code == 0
+    assert convert(command, newest, tmp_path / "sound", "-n").code == 0
+    name = next(path.name for path in newest.glob(f"*{name}"))
+    assert (older / name).stat().st_size == (newest / name).stat().st_size
+    shutil.copy(older / name, newest / name)
+
+    found = run(config, *words, ranks=ranks)
+    assert found.code == 3, found.out
+    assert found.out.count("error: ") == 1, found.out
+    assert f"{newest} is a mixture of different saves: {name} is not of this step: " in found.out
+    assert f"rsync -rc SOURCE/global_step102/ {newest}/" in found.out
+    for tried in ([command, newest, tmp_path / "out"], ["inspect", newest], ["digest", newest]):
+        ran = convert(*tried)
+        assert ran.code == 3, ran.err
+        assert "different saves" in ran.err
+        assert name in ran.err
+    assert not (tmp_path / "out").exists()
+    refused(convert("verify", newest), 6, "a mixture of different saves", newest / name)
+
+    (newest / saves.RECORD).unlink()
+    if command == "zero2hf":  # the files themselves have steps
+        refused(convert(command, newest, tmp_path / "out"), 3, name, "is of step 1.0", "files of different saves")
+        return
+    again = run(config, "--steps.exit_interval", 3, *words, ranks=ranks)  # as of a version that left no record
+    assert again.code == 75, again.out
+    assert f"note       {newest} has no .files: that its files are of one save, nothing tells" in again.out
+
+
+def test_evaluation_and_merged_adapters(settings, run, forks, data, tmp_path):
+    """They read the pieces themselves, without the converter."""
+    from train.export import read_adapters
+
+    config = settings(save={"every": 1}, data={"validation": {"one": str(data)}})
+    for save, lora in (("whole", []), ("lora", ["--lora.rank", 4])):
+        stopped = run(config, "--steps.exit_interval", 2, *lora, save=save, ranks=2)
+        assert stopped.code == 75, stopped.out
+        shutil.copy(stopped.save / "global_step101/__0_0.distcp", stopped.save / "global_step102/__0_0.distcp")
+    code, out = forks(["eval", str(tmp_path / "whole"), "--checkpoint", "102"], 2)
+    assert code == 3, out
+    assert "__0_0.distcp is not of this step" in out
+    assert len(read_adapters(tmp_path / "lora/global_step101"))
+    with pytest.raises(SourceError, match=r"__0_0\.distcp is not of this step"):
+        read_adapters(tmp_path / "lora/global_step102")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"files": 1}', '{"files": {"a": 1}}', '{"files": {"a": {"size": "1", "crc32": "00000000"}}}',
+     '{"files": {"a": {"size": 1, "crc32": "0"}}}', "[" * 100_000],
+)  # fmt: skip
+def test_a_record_that_is_none(tmp_path, text):
+    (tmp_path / ".files").write_text(text)
+    with pytest.raises(SourceError, match=r"\.files is no record of the files of a checkpoint"):
+        saves.recorded(tmp_path)
+
+
+def test_what_the_record_of_a_file_is_made_of(tmp_path):
+    """Of archives the directories, of others every byte. It says nothing of further files, nor of missing ones."""
+    import torch
+
+    for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
+        torch.save({"a": torch.full((100_000,), value)}, tmp_path / name)
+    (tmp_path / ".metadata").write_bytes(b"metadata")
+    paths = sorted(tmp_path.iterdir())
+    (tmp_path / ".files").write_bytes(saves.packed(saves.entries_of(paths)))
+    assert json.loads((tmp_path / ".files").read_bytes())["files"][".metadata"] == {
+        "size": 8,
+        "crc32": f"{crc32(b'metadata'):08x}",
+    }
+    record = saves.recorded(tmp_path)
+    assert saves.differing(record, paths) == []
+    shutil.copy(tmp_path / "a.pt", tmp_path / "b.pt")
+    (tmp_path / ".metadata").write_bytes(b"Metadata")
+    (tmp_path / "c.pt").write_bytes(b"")
+    assert saves.differing(record, sorted(tmp_path.iterdir())) == [".metadata", "b.pt"]
+    (tmp_path / ".metadata").write_bytes(b"metadata")
+    (tmp_path / "b.pt").unlink()
+    saves.require_one_save(tmp_path)

@@ -2,7 +2,9 @@
 
 Where a table describes a model, the plan proves that it is complete. Of any other the names and shapes are compared
 with the first of these that can tell: what transformers makes of the config (in a process of its own), the weights of
-the base model, and what the config says of sizes and numbers.
+the base model, and the manifest of an earlier conversion. Where there is none of them nothing proves that a tensor is
+not missing from every layer, so that the model is refused, unless the user takes its tensors as they are (--verbatim).
+What the config says of sizes and numbers is compared all the same.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from converters.digest import check_manifest
+from converters.digest import check_manifest, read_manifest
 from formats.checkpoint import Checkpoint
 from formats.coherence import Finding, contradictions, losses, predicts_further
-from formats.errors import SourceError
+from formats.errors import SourceError, UnsupportedError
 from formats.huggingface import has_weights, read_files
 from formats.rows import EMBEDDING, HEAD, rows
 from formats.spec import Spec, Verbatim
@@ -37,6 +39,11 @@ HINT = (
     "named with --allow-missing, such as --allow-missing '{}'"
 )
 CHECKED = "names and shapes checked against:"
+UNPROVEN = "a kind of tensor that is missing from every layer would not be seen"
+JUDGES = (
+    "install a transformers that knows the model (pip install 'vitruvian[transformers]'), or name its base with the "
+    "weights (--config BASE), or take the tensors as they are with --verbatim"
+)
 UNBOUNDED = (
     "the files of torch's Hugging Face writer do not record how many there were, and nothing tells whether the last of "
     "them are here"
@@ -56,6 +63,7 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
 
     Raises:
         SourceError: a tensor is missing, of another shape, or none of the model's.
+        UnsupportedError: nothing tells which tensors the model has.
     """
     if not (isinstance(spec, Verbatim) and isinstance(source.spec, Verbatim)):
         return []
@@ -74,7 +82,16 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
         raise SourceError(
             f"{source.root}: {UNBOUNDED}: {answer['why']}", "name the base model with its weights: --config BASE"
         )
-    return [f"{CHECKED} config only ({answer['why']})"]
+    _, written = read_manifest(source.home) or ({}, {})
+    if written.keys() == source.spec.shapes.keys():
+        return [f"{CHECKED} manifest ({answer['why']})"]
+    if not source.settings.verbatim:
+        raise UnsupportedError(
+            f"nothing here tells whether {source.root} is complete: no table describes {source.spec.family}, "
+            f"{answer['why']}, and no base with weights is named",
+            JUDGES,
+        )
+    return [f"{CHECKED} config only ({answer['why']}): {UNPROVEN}"]
 
 
 def ask(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:

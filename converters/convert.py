@@ -28,6 +28,7 @@ from formats.errors import (
     Interrupted,
     OutputError,
     RefusedError,
+    SourceError,
     UnsupportedError,
     VerificationError,
     some,
@@ -289,7 +290,11 @@ def _check_space(target: Target, request: Request) -> None:
 def _reopened(plan: Plan, request: Request) -> Plan:
     """A plan that reads the output with its own reader, which has to find the settings that were planned."""
     verbatim, accept = isinstance(plan.spec, Verbatim), plan.source.settings.accept
-    written = open_checkpoint(request.root, Settings(plan.spec.vocab, verbatim=verbatim, accept=accept))
+    try:
+        written = open_checkpoint(request.root, Settings(plan.spec.vocab, verbatim=verbatim, accept=accept))
+    except (SourceError, RefusedError, UnsupportedError) as error:  # names a file that is about to be deleted
+        said = str(error).replace(f"{request.root}/", "").replace(str(request.root), "the output")
+        raise VerificationError(f"what was written of {plan.source.root} does not read back: {said}") from None
     changed = differences(written.spec, plan.spec)
     if changed:
         raise VerificationError(

@@ -28,6 +28,8 @@ LISTS = ("layers", "h", "blocks", "block", "layer")
 """What a list of layers is called: each of them has tensors."""
 ITEM = re.compile(r"(.*?)\.(\d+)\.(.+)")
 NORM = re.compile(r"(?:.*[._])?(?:norm\w*|ln\w*|\w*layer_?norm\w*)\.weight", re.IGNORECASE)
+BEFORE = re.compile(r"(?:.*\.)?(?:word_embeddings_layernorm|layernorm_embedding)\.\w+")
+"""Norms of the embedding, not of what the last layer returns (transformers 5.23.0: BLOOM; BART and its kin)."""
 FEW = 3
 """So many tensors may be missing from a layer that is taken for a damaged one, and not for one of another kind."""
 
@@ -67,6 +69,10 @@ def losses(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
     for prefix, layers in lists.items():
         yield from _gaps(prefix, layers)
         yield from _damaged(prefix, layers)
+        yield from _halves(prefix, layers)
+    if not any(map(EMBEDDING.fullmatch, spec.shapes)):
+        longest = max(lists, key=lambda prefix: len(lists[prefix]), default="")
+        yield Finding(f"{_parent(longest)}.embedding".lstrip("."), "no tensor has the name of an input embedding")
     if embedding is not None and outer is not None:
         yield from _norm(spec.shapes, outer, lists)
         yield from _head(config, spec, embedding)
@@ -134,13 +140,37 @@ def _sizes(config: dict[str, Any], spec: Verbatim, embedding: str) -> Iterator[F
         yield Finding(embedding, f"{embedding} has {rows} rows, the vocabulary {spec.vocab}")
 
 
-def _norm(shapes: Shapes, outer: str, lists: Mapping[str, object]) -> Iterator[Finding]:
-    """Where layers have norms, one follows the last layer."""
+def _halves(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
+    """The norms beside each other in a layer all have a bias, or none has."""
+    for number, names in layers.items():
+        norms = {_parent(name) for name in names if name.count(".") == 1 and _is_norm(name)}
+        kinds = {kind for kind in ("weight", "bias") if any(f"{norm}.{kind}" in names for norm in norms)}
+        lost = sorted(f"{norm}.{kind}" for norm in norms for kind in kinds if f"{norm}.{kind}" not in names)
+        if lost:
+            yield Finding(
+                f"{prefix}.{number}.{lost[0]}", f"{prefix}.{number} lacks {lost[0]}, which its other norms have"
+            )
+
+
+def _norm(shapes: Shapes, outer: str, lists: Mapping[str, Mapping[int, set[str]]]) -> Iterator[Finding]:
+    """Where layers have norms, one follows the last layer, with a weight and a bias as they have."""
     layers = next((prefix for prefix in lists if _parent(prefix) == outer), None)
-    inside = layers is not None and any(key.startswith(f"{layers}.") and NORM.fullmatch(key) for key in shapes)
-    after = [key for key in shapes if NORM.fullmatch(key) and key.startswith(outer) and not ITEM.fullmatch(key)]
+    inside = [name for names in lists.get(layers or "", {}).values() for name in names if NORM.fullmatch(name)]
+    norms = dict.fromkeys(f"{_parent(key)}." for key in shapes if _is_norm(key) and _parent(_parent(key)) == outer)
+    after = [norm for norm in norms if not BEFORE.fullmatch(f"{norm}weight")]
     if inside and not after:
         yield Finding(f"{outer}.norm.weight".lstrip("."), f"no norm follows the layers of {layers}")
+    direct = {name for names in lists.get(layers or "", {}).values() for name in names if name.count(".") == 1}
+    kinds = [kind for kind in ("weight", "bias") if any(_is_norm(name) and name.endswith(kind) for name in direct)]
+    for lost in (f"{norm}{kind}" for norm in after for kind in kinds):
+        if lost not in shapes:
+            yield Finding(lost, f"{lost} is missing, the norms in the layers of {layers} have one")
+
+
+def _is_norm(key: str) -> bool:
+    """Whether a tensor is the weight or the bias of a norm."""
+    module, _, kind = key.rpartition(".")
+    return kind in ("weight", "bias") and bool(NORM.fullmatch(f"{module}.weight"))
 
 
 def _head(config: dict[str, Any], spec: Verbatim, embedding: str) -> Iterator[Finding]:

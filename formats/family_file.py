@@ -58,6 +58,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "router": (str,),
     "full_until": (list,),
     "switch": (str,),
+    "tokens": (dict,),
 }
 """Field of a `Family`, and its type; `table` becomes its tensors. The first four have to be there."""
 APART = ("table", "rope_theta", "drops", "full_until", "biases")
@@ -105,6 +106,9 @@ def load(path: Path) -> Family:
         raise UsageError(f"{path}: name = {short(values['name'])} {taken}", "name it apart, and say its model_type")
     for name in ("requires", "marks", "defaults", "own"):
         values[name] = {key: _plain(value, f"{path}: {name}.{key}") for key, value in values.get(name, {}).items()}
+    for key, token in values.get("tokens", {}).items():
+        if type(token) is not int or token < 0:
+            raise UsageError(f"{path}: tokens.{key} = {short(token)} is no id of a token")
     layers = {name: held for name, held in values["defaults"].items() if name in LISTS and isinstance(held, list)}
     values["defaults"] |= {name: tuple(held) for name, held in layers.items()}
     family = Family(

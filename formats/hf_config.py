@@ -13,6 +13,7 @@ from typing import Any
 from formats import hf_experts
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, Family, family_named, family_of, find_family
+from formats.hf_nulls import require_values, tokens_beyond
 from formats.quantized import method_of
 from formats.spec import LISTS, ModelSpec, Spec, Verbatim, checked, some_layers, whole
 from formats.verbatim import language
@@ -163,8 +164,9 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
     for key, only in family.requires.items():
         value = config.get(key, only)
         same = SYNONYMS.get(str(value), value) == SYNONYMS.get(str(only), only)
-        if not same and not (value is None and only is False):
+        if not same:
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
+    require_values(config, family, _read(family), where)
     apart = {*family.own, *family.keys.values()}
     layer_types = [] if "layer_types" in apart else config.get("layer_types") or []
     others = (
@@ -246,16 +248,16 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
 
 
 def _biases(config: Mapping[str, Any], family: Family, where: str) -> tuple[str, ...]:
-    """The biases that a config turns on; null turns them off.
+    """The biases that a config turns on.
 
     Raises:
         UnsupportedError: a key is neither true nor false.
     """
     said = {key: config.get(key, usual) for key, (_, usual) in family.biases.items()}
     for key, value in said.items():
-        if value is not None and not isinstance(value, bool):
+        if not isinstance(value, bool):
             raise UnsupportedError(f"{where}: {key} = {short(value)} is neither true nor false")
-    return family.biases_of({key: bool(value) for key, value in said.items()})
+    return family.biases_of(said)
 
 
 def _spelled_biases(spec: ModelSpec, family: Family) -> dict[str, bool]:
@@ -347,15 +349,20 @@ def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
     return {name: values[0] for name, values in said.items() if values and type(values[0]) in (int, float)}
 
 
+def _read(family: Family) -> set[str]:
+    """The keys that the table of a family reads, those of its rotary embedding apart."""
+    keys = {*" ".join({**HUGGINGFACE, **family.keys}.values()).split(), *family.requires, *family.marks}
+    keys |= {*family.biases, *family.own, family.switch, family.window}
+    keys |= {NOPE_STEP} if "nope_layers" in family.keys else set()
+    return keys | (hf_experts.BESIDE if "dense_layers" in family.keys else set())
+
+
 def residue(config: Mapping[str, Any]) -> list[str]:
     """The keys of a config that no table knows: they are kept as they are, and assumed to leave the weights alone."""
     known = {*HUGGINGFACE.values(), "rope_theta", "rope_scaling", "rope_parameters", *OF_NO_MODEL}
     family = find_family(config)
     if family:
-        known |= {*family.requires, *family.marks, *family.biases, *family.own, family.switch, family.window}
-        known |= {*" ".join(family.keys.values()).split()}
-        known |= {NOPE_STEP} if "nope_layers" in family.keys else set()
-        known |= hf_experts.BESIDE if "dense_layers" in family.keys else set()
+        known |= _read(family)
     return sorted(set(config) - known - ({"quantization_config"} if method_of(config) else set()))
 
 
@@ -420,4 +427,4 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
             }
             if SCALING in family.defaults:
                 config[SCALING] = spec.rope_scaling or {"rope_type": "default"}
-    return config
+    return config | (tokens_beyond(config, family, spec.vocab) if "vocab" in changed else {})

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from math import prod
+from math import isinf, prod
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ BUFFERS = frozenset({"router_bias"})
 UNTRAINED = BUFFERS | {"router_choice_bias"}
 """What no optimizer moves, and no framework rounds."""
 MAX_JSON = 64 << 20
+DIGITS = 300
+"""Longer numbers are beyond any float."""
 FILE_NAME = re.compile(r"\w[\w.-]{0,200}(\.safetensors|\.bin)", re.ASCII)
 
 
@@ -78,14 +80,28 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if (size := file_size(path)) > MAX_JSON:
             raise SourceError(f"{path} has {size} bytes, too many for a configuration")
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), parse_int=_whole, parse_float=_fraction)
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
+    except OverflowError as error:
+        raise SourceError(f"{path} has {error}, which no setting can be") from None
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is no valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise SourceError(f"{path} holds no JSON object")
     return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > DIGITS:
+        raise OverflowError(f"a number of {len(text.lstrip('-'))} digits")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    if isinf(number := float(text)):
+        raise OverflowError(f"the number {text[:20]}")
+    return number
 
 
 def read_spec(path: Path, settings: Settings) -> ModelSpec:

@@ -7,8 +7,12 @@ from dataclasses import replace
 
 from formats.spec import Spec, Verbatim
 
-EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|tok_embeddings|wte|embed_in|word_embeddings|embeddings)\.weight")
-"""The key of an input embedding, which only a model has."""
+EMBEDDING = re.compile(
+    r"(?:.*\.)?(?:(?:model\.|llm\.)embed|embed_in|embed_tokens|embeddings|shared|tok_embeddings|tokens_embed|"
+    r"word_embeddings|wte)\.weight"
+)
+"""The key of an input embedding, which only a model has: those of transformers 5.23.0, but for the `w` of
+CTRL and the `input_embedding` of CPM-Ant, which has further rows."""
 HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\.(?:weight|bias)")
 
 

@@ -218,6 +218,8 @@ MOST_LAYERS = 10_000
 MOST_EXPERTS = 1_000_000
 MOST = 2**31
 """Larger sizes are no model: they would only exhaust memory."""
+LARGEST = 1e30
+"""No setting that is a fraction is as large."""
 
 
 def whole(value: Any, name: str, where: str, most: int = MOST) -> int:
@@ -237,7 +239,8 @@ def real(value: Any, name: str, where: str) -> float:
     """A finite number above 0. Raises as `whole` does."""
     if value is None:
         raise SourceError(f"{where} does not say {name}, and there is no safe default", f"add --set {name}=VALUE")
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < LARGEST or not 0 < float(value) < LARGEST:  # float(10**30) is above 10**30
         raise SourceError(f"{where} says {name} = {short(value)}", f"correct it with --set {name}=VALUE")
     return float(value)
 

@@ -106,7 +106,8 @@ def reading_of(*formats: str) -> Callable[[Command], Command]:
         click.option("--config", type=FOLDER, metavar="BASE",
                      help="Hugging Face folder whose settings and tokenizer belong to the weights."),
         click.option("--verbatim", is_flag=True, hidden=hidden["verbatim"],
-                     help="Carry every tensor under its own name, without checking names against the family's table."),
+                     help="Carry every tensor under its own name, without checking names against the family's table, "
+                          "and where nothing tells which tensors the model has."),
         click.option("--allow-missing", multiple=True, metavar="NAME", hidden=hidden["allow_missing"],
                      help="A tensor that may be missing, or be none of the config's, in a model without a table; "
                           "patterns such as 'visual.*' too."),

@@ -81,6 +81,7 @@ class Family:
         router: how a mixture of experts makes weights of the router's scores: `softmax` or `sigmoid`.
         full_until: the config key that says how many layers have full attention where `layer_types` does not, and what
             transformers assumes; the model may not have more. No key: none has.
+        tokens: the ids above ten of special tokens that transformers assumes and can do without, by config key.
         switch: the config key that turns a sliding window on, false where it is absent, in a family of which only models
             without a window are supported; `window_default` and `full_until` then say which these are.
         file: the file of the user's that it was read from.
@@ -108,6 +109,7 @@ class Family:
     router: str = ""
     full_until: tuple[str, int] | None = None
     switch: str = ""
+    tokens: Mapping[str, int] = field(default_factory=dict)
     file: Path | None = field(default=None, compare=False)
 
     @cached_property

@@ -26,4 +26,5 @@ FAMILY = Family(
     mha=True,
     keys={"activation": "hidden_act"},
     defaults={"activation": "relu2"},
+    tokens={"bos_token_id": 128000, "eos_token_id": 128001},
 )

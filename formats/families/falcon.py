@@ -43,4 +43,5 @@ FAMILY = Family(
     },
     defaults={"kv_heads": 1, "norm_epsilon": 1e-5, "activation": "gelu", "max_positions": 2048, "tied": True},
     only_here="its attention and MLP read the same residual, those of megatron-core follow one another",
+    tokens={"bos_token_id": 11, "eos_token_id": 11},
 )

@@ -48,4 +48,5 @@ FAMILY = Family(
         "activation": "activation_function",
     },
     defaults={"norm_epsilon": 1e-5, "activation": "gelu_new", "tied": True},
+    tokens={"bos_token_id": 50256, "eos_token_id": 50256},
 )

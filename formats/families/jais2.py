@@ -35,4 +35,5 @@ FAMILY = Family(
     mha=True,
     keys={"norm_epsilon": "layer_norm_eps", "activation": "hidden_act"},
     defaults={"norm_epsilon": 1e-5, "activation": "relu2"},
+    tokens={"eos_token_id": 150024},
 )

@@ -40,4 +40,5 @@ FAMILY = Family(
     own={"rotary_dim": None},
     only_here="megatron-core has no norms over all heads of a token",
     router="sigmoid",
+    tokens={"bos_token_id": 200034, "eos_token_id": 200020},
 )

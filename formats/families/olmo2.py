@@ -31,4 +31,5 @@ FAMILY = Family(
     requires={"hidden_act": "silu", "attention_bias": False},
     only_here="megatron-core has no norms behind attention and MLP, and none over all heads of a token",
     mha=True,
+    tokens={"eos_token_id": 50279},
 )

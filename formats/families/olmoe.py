@@ -39,4 +39,5 @@ FAMILY = Family(
     own={"clip_qkv": None},
     only_here="megatron-core has no norms over all heads of a token, and clips neither queries nor keys nor values",
     router="softmax",
+    tokens={"eos_token_id": 50279},
 )

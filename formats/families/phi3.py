@@ -28,4 +28,5 @@ FAMILY = Family(
     keys={"rotary_fraction": "partial_rotary_factor"},
     defaults={"rotary_fraction": 1.0},
     mha=True,
+    tokens={"eos_token_id": 32000, "pad_token_id": 32000},
 )

@@ -15,4 +15,5 @@ FAMILY = Family(
     rope_theta=2000000.0,
     keys={"nope_layers": "no_rope_layers"},
     defaults={"tied": True},
+    tokens={"pad_token_id": 128004, "bos_token_id": 128000, "eos_token_id": 128001},
 )

@@ -35,4 +35,5 @@ FAMILY = Family(
     window="sliding_window",
     keys={"norm_epsilon": "norm_epsilon", "activation": "hidden_act"},
     defaults={"norm_epsilon": 1e-5, "activation": "gelu_pytorch_tanh", "tied": True},
+    tokens={"bos_token_id": 50256, "eos_token_id": 50256},
 )

@@ -168,3 +168,16 @@ def test_paths_that_lead_nowhere():
 
     with pytest.raises(UsageError, match="home directory"):
         paths(["~nosuch-user-of-this-test/x.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [('{"text": 1e400}', "number"), ('{"text": -1e400}', "number"), (f'{{"text": {10**400}}}', "number"),
+     ('{"text": NaN}', "json"), ('{"text": "\\ud83d"}', "json"), ('{"text": 1e400', "json")],
+)  # fmt: skip
+def test_a_number_that_no_float_holds_is_called_that(tmp_path, line, reason):
+    (tmp_path / "x.jsonl").write_text(f'{{"text": "a"}}\n{line}\n')
+    first, second = read([tmp_path / "x.jsonl"])
+    assert first == {"text": "a"}
+    assert isinstance(second, Malformed)
+    assert second.reason == reason

@@ -1,4 +1,7 @@
-"""A model without a table and its config are one model, or refused: by transformers, by the base, by the config."""
+"""A model without a table and its config are one model, or refused: by transformers, by the base, by the config.
+
+Where only the config is left, nothing tells which tensors the model has: `--verbatim` takes those that are there.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,10 @@ def plain(tmp_path_factory):
         return built[kind]
 
     return get
+
+
+WORDS = {"transformers": (), "base": (), "config": ("--verbatim",)}
+"""Who judges, and what is said on the command line then."""
 
 
 @pytest.fixture
@@ -92,7 +99,7 @@ def test_a_lost_shard(plain, convert, tmp_path, request, kind, judge):
     as_shards(whole, state, random.Random(2))
     shards = sorted(path.name for path in whole.iterdir())
     assert len(shards) > 1
-    words = ("--config", base, "-q")
+    words = ("--config", base, "-q", *WORDS[judge])
     ran = convert("fsdp2hf", whole, tmp_path / "out", *words)
     assert ran.code == 0, ran.err
     assert f"checked against: {judge}" in ran.err
@@ -120,7 +127,7 @@ def test_shards_of_which_nothing_tells_how_many_there_were(plain, convert, tmp_p
     base, state = plain("mamba")
     base = config_of(base, tmp_path / "base", vocab_size=None)
     as_shards(tmp_path / "shards", state, random.Random(2))
-    ran = convert("fsdp2hf", tmp_path / "shards", tmp_path / "out", "--config", base)
+    ran = convert("fsdp2hf", tmp_path / "shards", tmp_path / "out", "--config", base, "--verbatim")
     refused(ran, 3, "do not record how many there were", "--config BASE")
 
 
@@ -150,12 +157,50 @@ def test_what_is_missing(plain, convert, tmp_path, request, judge, loss):
         request.getfixturevalue("alone")
     if judge != "base":
         base = config_of(base, tmp_path / "base")
-    if (judge, loss) == ("config", "the embedding"):
-        pytest.skip("without an embedding no config tells what should be there")
     folder = save(tmp_path / "c", {"model": without(state, *LOSSES[loss])})
-    ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", base, "-q")
+    ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", base, "-q", *WORDS[judge])
     refused(ran, 3, folder, "not one whole model", "--allow-missing", "backbone.")
     assert not (tmp_path / "out").exists()
+
+
+PARTS = {
+    "bloom": ("word_embeddings.weight", "transformer.ln_f.", "ln_f.weight", "ln_f.bias", "1.input_layernorm.weight"),
+    "opt": ("decoder.embed_tokens.weight", "decoder.final_layer_norm.", "decoder.final_layer_norm.bias"),
+    "gptj": ("wte.weight", "transformer.ln_f.", "ln_f.bias"),
+    "phi": ("embed_tokens.weight", "final_layernorm.", "final_layernorm.bias"),
+    "stablelm": ("embed_tokens.weight", "model.norm.", "model.norm.bias", "post_attention_layernorm.bias"),
+    "mamba": ("embeddings.weight", "norm_f"),
+    "openai-gpt": ("tokens_embed.weight",),
+}  # fmt: skip
+"""Model type: parts of names, each of which a model without a table cannot lack."""
+EVERYWHERE = {"bloom": "post_attention_layernorm.", "phi": "mlp.fc1.", "mamba": "mixer.in_proj."}
+"""Model type: what is missing from every layer, so that nothing shows it but who knows the class."""
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_what_the_config_alone_tells(plain, convert, tmp_path, alone, kind):
+    """Neither transformers nor weights of the base: --verbatim wants an embedding and a last norm too."""
+    base, state = plain(kind)
+    base = config_of(base, tmp_path / "base")
+    for number, part in enumerate(PARTS[kind]):
+        folder = save(tmp_path / f"c{number}", {"model": without(state, part, "lm_head")})
+        words = ("fsdp2hf", folder, tmp_path / "out", "--config", base)
+        refused(convert(*words), 3, "not one whole model", "--allow-missing")
+        refused(convert(*words, "--verbatim"), 3, "not one whole model", "--allow-missing")
+
+
+@pytest.mark.parametrize("kind", EVERYWHERE)
+def test_what_is_missing_from_every_layer(plain, convert, tmp_path, alone, kind):
+    """Nothing tells: it is refused, as the whole model is, unless the user says that the tensors are those."""
+    base, state = plain(kind)
+    base = config_of(base, tmp_path / "base")
+    for held in (without(state, EVERYWHERE[kind]), state):
+        folder = save(tmp_path / f"c{len(held)}", {"model": held})
+        words = ("fsdp2hf", folder, tmp_path / f"out{len(held)}", "--config", base)
+        refused(convert(*words), 4, "nothing here tells whether", kind, "--verbatim")
+        ran = convert(*words, "--verbatim")
+        assert ran.code == 0, ran.err
+        assert "missing from every layer would not be seen" in ran.err
 
 
 def test_an_untied_head_that_is_missing(plain, convert, tmp_path, alone):
@@ -252,7 +297,8 @@ def test_a_vocabulary_that_the_user_says(plain, convert, tmp_path, alone):
         for key, value in state.items()
     }
     folder, bare = save(tmp_path / "c", {"model": grown}), config_of(base, tmp_path / "b")
-    assert convert("fsdp2hf", folder, tmp_path / "out", "--config", bare, "--vocab-size", rows, "-q").code == 0
+    words = ("--config", bare, "--vocab-size", rows, "-q", "--verbatim")
+    assert convert("fsdp2hf", folder, tmp_path / "out", *words).code == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["text_config"]["vocab_size"] == rows
     assert same(loads(tmp_path / "out"), grown)
 
@@ -287,7 +333,8 @@ def test_a_process_that_gives_no_answer(plain, convert, tmp_path, monkeypatch, p
     monkeypatch.setattr(agreement, "PROGRAM", ("-c", program))
     folder = save(tmp_path / "c", {"model": state})
     words = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "b"))
-    ran = convert(*words)
+    refused(convert(*words), 4, "nothing here tells whether", f"transformers {why[:-1]}", "--verbatim")
+    ran = convert(*words, "--verbatim")
     assert ran.code == 0, ran.err
     assert f"checked against: config only (transformers {why}" in ran.err
 
@@ -300,7 +347,14 @@ def test_a_process_that_gives_no_answer(plain, convert, tmp_path, monkeypatch, p
 def test_what_transformers_does_not_know(plain, convert, tmp_path, changes, why):
     base, state = plain("mamba")
     folder = save(tmp_path / "c", {"model": state})
-    ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "b", **changes))
+    words = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "b", **changes))
+    refused(convert(*words), 4, "nothing here tells whether", why, "--config BASE", "--verbatim")
+    assert not (tmp_path / "out").exists()
+    ran = convert(*words, "--verbatim")
     assert ran.code == 0, ran.err
     assert "checked against: config only" in ran.err
+    assert "missing from every layer would not be seen" in ran.err
     assert why in ran.err
+    again = convert("hf2fsdp", tmp_path / "out", tmp_path / "dcp")
+    assert again.code == 0, again.err
+    assert "checked against: manifest" in again.err

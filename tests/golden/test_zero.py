@@ -100,6 +100,30 @@ def test_without_being_told_transformers_gets_the_model(made, convert, tmp_path,
     assert not any(info.values()), info
 
 
+def test_masters_of_16_bits_are_called_that(made, convert, tmp_path):
+    """DeepSpeed's `bf16_master_weights_and_grads` keeps them in the type of the model, under the same name."""
+    import shutil
+
+    import torch
+
+    source, folder = checkpoint(made(TWO), "zero3"), tmp_path / "zero3"
+    shutil.copytree(source, folder)
+    paths = list(folder.rglob("*optim_states.pt"))
+    for path in paths:
+        stored = torch.load(path, weights_only=False)
+        masters = stored["optimizer_state_dict"]["fp32_flat_groups"]
+        stored["optimizer_state_dict"]["fp32_flat_groups"] = [one.bfloat16() for one in masters]
+        torch.save(stored, path)
+    assert paths
+    for place, masters in ((source, "float32"), (folder, "BF16")):
+        ran = convert("zero2hf", place, tmp_path / masters, "--config", made(TWO) / "hf")
+        assert ran.code == 0, ran.err
+        assert f"these are the {masters} masters" in ran.err
+        assert json.loads(convert("inspect", tmp_path / masters, "--json").out)["dtypes"].keys() == {
+            "F32" if masters == "float32" else masters
+        }
+
+
 def test_the_trainers_own_weights_are_not_preferred(made, convert, tmp_path):
     """checkpoint-N of stage 2 holds safetensors too: zero2hf reads DeepSpeed's files, digest either."""
     folder = checkpoint(made(TWO), "trainer2")

@@ -46,6 +46,20 @@ def test_masters_become_the_weights(model, convert, tmp_path, name):
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_what_deepspeed_gets_is_not_said_to_stay(model, convert, tmp_path):
+    """Of FSDP: its states are written, though its reader of weights has no place for them."""
+    run, fsdp = tmp_path / "run", tmp_path / "fsdp"
+    assert convert("hf2megatron", model("llama", "float32"), run, "--norm", "local", "--iteration", 3).code == 0
+    add_optimizer(run, "plain")
+    assert convert("hf2fsdp", run, fsdp, "--with-optimizer").code == 0
+    for words in (("-n",), ()):
+        ran = convert("zero2universal", fsdp, tmp_path / "universal", *words)
+        assert ran.code == 0, ran.err
+        for said in ("no weight of the model stays behind", "optimizer stay", "only weights"):
+            assert said not in ran.out + ran.err
+    assert list((tmp_path / "universal").rglob("exp_avg.pt"))
+
+
 def test_a_master_that_does_not_round_to_its_weight_is_noticed(model, convert, tmp_path):
     import torch
 

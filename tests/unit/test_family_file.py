@@ -90,6 +90,7 @@ def refused(tmp_path: Path, text: str) -> UsageError:
         ("mha = true", 'mha = "yes"', "mha = 'yes' is of the wrong kind"),
         ("mha = true", "mha = 1", "mha = 1 is of the wrong kind"),
         ("mha = true", "ffn_ratio = true", "ffn_ratio = True is of the wrong kind"),
+        ("mha = true", "tokens = {pad_token_id = true}", "tokens.pad_token_id = True is no id of a token"),
         ("mha = true", "heads = 8", "a family has no 'heads'"),
         ("mha = true", "drops = ['(']", "no regular expression"),
         ("rope_theta = 1000000.0", 'rope_theta = "many"', "rope_theta = 'many'"),

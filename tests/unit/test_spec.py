@@ -196,14 +196,16 @@ def test_what_has_no_layout_is_refused(changes, reason):
         from_huggingface(config("llama") | changes, {}, "config.json")
 
 
-def test_null_is_no_bias():
-    """As torch takes it; any other null is no value that transformers has."""
-    base = config("llama")
-    assert from_huggingface(base | {"attention_bias": None, "mlp_bias": None}, {}, "config.json") == from_huggingface(
-        base, {}, "config.json"
-    )
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "tie_word_embeddings"])
+def test_null_is_neither_true_nor_false(key):
+    """transformers 5.23.0 refuses it."""
+    with pytest.raises(SourceError, match=f"{key} = null"):
+        from_huggingface(config("llama") | {key: None}, {}, "config.json")
+
+
+def test_null_is_no_activation():
     with pytest.raises(UnsupportedError, match="hidden_act = None"):
-        from_huggingface(base | {"hidden_act": None}, {}, "config.json")
+        from_huggingface(config("llama") | {"hidden_act": None}, {}, "config.json")
 
 
 @pytest.mark.parametrize(("kind", "notes"), [("llama4", 1), ("olmoe", 2)])

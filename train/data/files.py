@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from formats.errors import SourceError, UsageError, short
+from train.data.inputs import unreadable
 from train.data.recipe import SUFFIXES, Recipe, expanded, nearest
 
 Row = Mapping[str, Any] | str
@@ -152,7 +153,7 @@ def _lines(path: Path) -> Iterator[Row]:
                 try:
                     value = orjson.loads(line)
                 except orjson.JSONDecodeError:
-                    yield "json"
+                    yield unreadable(line)
                 else:
                     yield value if isinstance(value, dict) else "object"
 

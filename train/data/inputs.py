@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from math import isinf
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -227,7 +228,7 @@ def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
         try:
             found = loads(line)
         except JSONDecodeError:
-            return Malformed("json")
+            return Malformed(unreadable(line))
         if found is None:  # None is a blank line
             return Malformed("object")
         try:
@@ -243,6 +244,22 @@ def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
             return Malformed("json")
 
     return value if kind == "json" else text
+
+
+def unreadable(line: bytes) -> str:
+    """Why orjson does not read a line: `number` where all else of it is JSON."""
+    beyond: list[str] = []
+
+    def number(text: str) -> float:
+        if isinf(value := float(text)):
+            beyond.append(text)
+        return value
+
+    try:
+        json.loads(line, parse_int=number, parse_float=number)
+    except (ValueError, RecursionError):
+        return "json"
+    return "number" if beyond else "json"
 
 
 def _key_twice(line: bytes, found: Any) -> str | None:

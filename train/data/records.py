@@ -24,6 +24,7 @@ NO_TURN = re.compile("loop|ns$|namespace|tool|function|param")
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 REASONS: Mapping[str, str] = {
     "json": "the line is no JSON that can be read (NaN and Infinity are none)",
+    "number": "the line has a number beyond what a 64-bit float can hold, such as 1e400",
     "object": "the line is no JSON object",
     "long": "the line is longer than 16 MiB",
     "field": "the field is missing",

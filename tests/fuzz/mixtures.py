@@ -144,12 +144,13 @@ def _trained(folder: Path, number: int) -> Path:
     """What our trainer leaves, one rank of it."""
     from train.checkpoint import Progress, Saver
     from train.config import Save
+    from train.identity import small_files
 
     world: Any = SimpleNamespace(
         rank=0, ranks=1, first=True, wait=lambda: None, told=lambda find: find(), gathered=lambda value: [value]
     )
     progress = Progress(number, 100, 4, 1, "rows", 9, 24)
-    saver, engine = Saver(Save(path=folder), _hf(1), world), _Written(folder, number)
+    saver, engine = Saver(Save(path=folder), small_files(_hf(1)), world), _Written(folder, number)
     saver.start(engine, progress)  # type: ignore[arg-type]  # nothing else of it is asked for
     saver.finish()
     return folder / progress.name

@@ -51,12 +51,12 @@ CHOICES: Mapping[str, st.SearchStrategy[Any]] = {
     "rotary_fraction": st.sampled_from([1.0, 0.5, 0.25]),
     "parallel_residual": st.booleans(),
     "experts": st.sampled_from([4, 8, 12]),
-    "top_k": st.sampled_from([2, 4, 1, 3]),
+    "top_k": st.sampled_from([4, 2, 4, 1, 3]),
     "expert_ffn": SIZE,
     "shared_ffn": SIZE,
-    "router_normalized": st.sampled_from([True, True, False]),
+    "router_normalized": st.sampled_from([True, True, True, False]),
     "router_scale": st.sampled_from([1.0, 1.8, 2.5]),
-    "router_groups": st.sampled_from([1, 2, 4]),
+    "router_groups": st.sampled_from([2, 4, 1]),
     "query_rank": st.none() | SIZE,
     "latent_rank": SIZE,
     "nope_dim": SIZE,
@@ -103,7 +103,7 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
         "ffn": draw(SIZE),
         "vocab": draw(SIZE),
         "max_positions": draw(POSITIONS),
-        "norm_epsilon": draw(st.sampled_from([1e-6, 1e-6, 1e-5, 3e-4])),
+        "norm_epsilon": draw(st.sampled_from([1e-6, 1e-6, 1e-6, 1e-5, 3e-4])),
         "tied": draw(st.sampled_from([False, False, True])),
         "sliding_window": draw(st.none() | SIZE) if family.window else None,
         "biases": family.biases_of({key: draw(st.booleans()) if biased is None else biased for key in family.biases}),
@@ -116,7 +116,7 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     values |= {name: draw(choice) for name, choice in choices.items() if name in needed}
     if "router_top_groups" in keys:
         most = values["router_groups"]
-        values["router_top_groups"] = draw(st.sampled_from([max(1, min(most, values["top_k"] // 2)), most, 1]))
+        values["router_top_groups"] = draw(st.sampled_from([*[max(1, min(most, values["top_k"] // 2))] * 3, most, 1]))
     for name in LISTS:
         if name in keys:
             values[name] = draw(some_of(layers))

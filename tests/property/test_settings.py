@@ -6,7 +6,7 @@ A writer may refuse a model that its format cannot hold. What it writes, its rea
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
@@ -103,6 +103,14 @@ def configs(spec: ModelSpec, other: ModelSpec) -> Iterator[Spoken]:
             yield to_huggingface(spec, in_version_5(base, FAMILIES[spec.family]))
 
 
+def alike(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> bool:
+    """Whether two rope scalings agree in what both say; of llama3 three numbers count by their ratios alone."""
+    if not ours or not theirs:
+        return bool(ours) == bool(theirs)
+    common = {"rope_type", "factor"} if ours["rope_type"] == "llama3" else ours.keys() & theirs.keys()
+    return all(ours[name] == theirs[name] for name in common)
+
+
 def in_version_5(config: Spoken, family: Family) -> Spoken:
     """A config of transformers 4 with the rotary settings of version 5."""
     old = {SCALING, *(family.keys.get(name, name) for name in ("rope_theta", "rotary_fraction"))}
@@ -144,6 +152,7 @@ def test_from_other_formats(form, name):
         for one in fields(ModelSpec):
             ours, theirs = getattr(spec, one.name), getattr(bare, one.name)
             assert one.name in ALIKE or ours == theirs or None in (ours, theirs), one.name
+        assert alike(bare.rope_scaling, spec.rope_scaling)
 
     comes_back()
 

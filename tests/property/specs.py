@@ -29,7 +29,6 @@ def scaling(kind: str, more: Mapping[str, st.SearchStrategy[Any]], **needed: Any
 
 
 SCALINGS = (
-    st.none(),
     scaling("linear", {"finetuned": st.booleans()}, factor=FACTOR),
     scaling("llama3", {}, factor=FACTOR, **LLAMA3),
     scaling("llama3", {}, factor=FACTOR, **{name: 2 * value for name, value in LLAMA3.items()}),
@@ -105,13 +104,13 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
         "max_positions": draw(POSITIONS),
         "norm_epsilon": draw(st.sampled_from([1e-6, 1e-6, 1e-6, 1e-5, 3e-4])),
         "tied": draw(st.sampled_from([False, False, True])),
-        "sliding_window": draw(st.none() | SIZE) if family.window else None,
+        "sliding_window": draw(SIZE | st.none() | SIZE.map(lambda size: 2 * size)) if family.window else None,
         "biases": family.biases_of({key: draw(st.booleans()) if biased is None else biased for key in family.biases}),
         "own": {key: draw(config_value(key, default, layers)) for key, default in family.own.items()},
     }
     if family.rope_theta is not None:
         values["rope_theta"] = draw(st.sampled_from([10000.0, 5e5, 1234.5]))
-        values["rope_scaling"] = draw(st.none() | st.one_of(SCALINGS))
+        values["rope_scaling"] = draw(st.one_of(SCALINGS)) if draw(st.booleans()) else None
     needed = {*family.keys, *(("experts", "top_k") if facts.experts else ())}
     values |= {name: draw(choice) for name, choice in choices.items() if name in needed}
     if "router_top_groups" in keys:

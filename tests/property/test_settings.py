@@ -38,6 +38,7 @@ class Format(NamedTuple):
     write: Callable[[ModelSpec], Spoken]
     read: Callable[[Spoken, ModelSpec | None], ModelSpec]
     may_hold: Callable[[Family], bool]
+    examples: int
 
 
 def write_megatron(spec: ModelSpec) -> Spoken:
@@ -65,11 +66,13 @@ FORMATS = {
         write_megatron,
         lambda args, base: megatron_args.from_megatron(args, {}, base, "args", settled=True),
         lambda family: not family.only_here,
+        examples=25,
     ),
     megatron_llm.NAME: Format(
         write_megatron_llm,
         lambda args, base: megatron_llm.from_args(args, Settings(), base, None, False, "args"),
         lambda family: not family.only_here and not megatron_llm.lacks(family, ()),
+        examples=60,
     ),
     "neox": Format(
         write_neox,
@@ -77,6 +80,7 @@ FORMATS = {
             **told, settings={}, where="the yml", family=base.family if base else None
         ),
         lambda family: family.name in ("llama", "mistral", "gpt_neox"),
+        examples=100,
     ),
 }
 ALIKE = {"family", "biases", "own", "activation", "rope_scaling", "notes"}
@@ -138,7 +142,7 @@ def test_from_hugging_face(name):
 def test_from_other_formats(form, name):
     """With the config that travels along, the same; without one, a model that is written the same."""
 
-    @BOUNDED
+    @settings(BOUNDED, max_examples=FORMATS[form].examples)
     @given(spec=specs(FAMILIES[name]))
     def comes_back(spec: ModelSpec) -> None:
         said = written(FORMATS[form], spec)

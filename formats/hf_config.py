@@ -46,6 +46,14 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 NOPE_STEP = "no_rope_layer_interval"
 """How far the layers are apart that do not rotate, where no list says it (transformers models/smollm3, 5.23.0)."""
 
+RELATIVE = {
+    "layers": ("dense_layers", "nope_layers", "full_layers"),
+    "expert_ffn": ("shared_ffn",),
+    "head_dim": ("rotary_fraction",),
+}
+"""Setting: those that a config may spell in terms of it, such as a number of experts for what is shared. Where it
+changes, the same spelling means something else."""
+
 DROPOUTS = {
     "attention_dropout": ("attention_dropout", "attn_pdrop"),
     "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
@@ -399,6 +407,7 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     derived = [name for name in hf_experts.DERIVED if name in family.keys]
     names = (*keys, *derived, *ROTARY, "nope_layers", "full_layers", "sliding_window")
     changed = {name for name in names if name not in known or known[name] != getattr(spec, name)}
+    changed |= {name for other in changed.intersection(RELATIVE) for name in RELATIVE[other] if name in family.keys}
     for name, key in keys.items():
         if name in changed:
             config[key] = getattr(spec, name)

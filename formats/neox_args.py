@@ -311,6 +311,8 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str,
             f"a {spec.family} has no layout of GPT-NeoX: its positions are learned, and none of its tables has them",
             "see `convert formats`",
         )
+    if spec.sliding_window == 1:
+        raise UnsupportedError(f"sliding_window = 1 is not supported for GPT-NeoX: {WINDOW} would be 0")
     kept = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
     return {**kept, **_topology(spec, spec.rope_theta, tp, pp, multiple), **_model(spec)}
 

@@ -765,3 +765,20 @@ def test_rotary_settings_in_two_places_have_to_agree():
         from_huggingface(said | {"rope_scaling": yarn}, {}, "one")
     both = {"rope_parameters": yarn, "rope_scaling": yarn}
     assert from_huggingface(said | both, {}, "one").rope_scaling == yarn
+
+
+@pytest.mark.parametrize(
+    ("model", "setting", "relative"),
+    [
+        ("smollm3", {"layers": 8}, "nope_layers"),
+        ("dots1", {"expert_ffn": 32}, "shared_ffn"),
+        ("minimax_m2", {"head_dim": 32}, "rotary_fraction"),
+    ],
+)
+def test_what_a_config_spells_in_terms_of_a_corrected_setting_stays(model, setting, relative):
+    """Layers by their distance, widths by a number of experts: the same words mean something else then."""
+    config = {**settings_of(model), "no_rope_layers": None, "rms_norm_eps": 1e-6}
+    spec = from_huggingface(config, setting, "config.json")
+    again = from_huggingface(to_huggingface(spec, config), {}, "config.json")
+    assert getattr(again, relative) == getattr(spec, relative)
+    assert again == spec

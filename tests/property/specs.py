@@ -1,0 +1,139 @@
+"""Random settings of every model family, drawn from its table: a new family needs nothing here.
+
+A draw is any model that the family allows, whether or not a format can hold it: refusing the rest is the writer's work.
+What most formats can hold is drawn more often, so that they write enough of each family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hypothesis import strategies as st
+
+from formats.families import Family
+from formats.hf_config import FULL, HUGGINGFACE, SLIDING
+from formats.hf_experts import COUNTED
+from formats.spec import EXPERTS, LISTS, ModelSpec, checked
+
+SIZE = st.integers(1, 300)
+FACTOR = st.sampled_from([4.0, 8.0, 1.5])
+POSITIONS = st.sampled_from([4096, 32, 77])
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def scaling(kind: str, more: Mapping[str, st.SearchStrategy[Any]], **needed: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """A rope scaling of a kind, as transformers has it: the parameters that it needs, and those that it may have."""
+    held = {name: value if isinstance(value, st.SearchStrategy) else st.just(value) for name, value in needed.items()}
+    return st.fixed_dictionaries({"rope_type": st.just(kind), **held}, optional=dict(more))
+
+
+SCALINGS = (
+    scaling("linear", {"finetuned": st.booleans()}, factor=FACTOR),
+    scaling("llama3", {}, factor=FACTOR, **LLAMA3),
+    scaling("llama3", {}, factor=FACTOR, **{name: 2 * value for name, value in LLAMA3.items()}),
+    scaling("llama3", {}, factor=FACTOR, **{**LLAMA3, "high_freq_factor": 3.0}),
+    scaling("yarn", {"truncate": st.booleans()}, factor=FACTOR, original_max_position_embeddings=POSITIONS),
+    scaling(
+        "yarn",
+        {"beta_fast": st.just(16.0), "beta_slow": st.just(0.5), "mscale": st.just(1.0), "finetuned": st.booleans()},
+        factor=FACTOR,
+        original_max_position_embeddings=POSITIONS,
+    ),
+    scaling("yarn", {}, factor=FACTOR, original_max_position_embeddings=POSITIONS, mscale=0.7, mscale_all_dim=0.4),
+    scaling("yarn", {}, factor=FACTOR, original_max_position_embeddings=POSITIONS, attention_factor=1.5),
+    scaling("dynamic", {}, factor=FACTOR),
+    scaling("longrope", {}, short_factor=[1.0] * 4, long_factor=[2.0] * 4),
+)
+ACTIVATIONS = ("relu2", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu")
+CHOICES: Mapping[str, st.SearchStrategy[Any]] = {
+    "rotary_fraction": st.sampled_from([1.0, 0.5, 0.25]),
+    "parallel_residual": st.booleans(),
+    "experts": st.sampled_from([4, 8, 12]),
+    "top_k": st.sampled_from([4, 2, 4, 1, 3]),
+    "expert_ffn": SIZE,
+    "shared_ffn": SIZE,
+    "router_normalized": st.sampled_from([True, True, True, False]),
+    "router_scale": st.sampled_from([1.0, 1.8, 2.5]),
+    "router_groups": st.sampled_from([2, 4, 1]),
+    "query_rank": st.none() | SIZE,
+    "latent_rank": SIZE,
+    "nope_dim": SIZE,
+    "rope_dim": SIZE.map(lambda half: 2 * half),
+}
+"""The settings that only some families have, and that nothing else of the model bounds."""
+
+
+def some_of(layers: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Some layers: the first ones, all but every n-th, or any."""
+    numbers = range(layers)
+    first = st.integers(0, layers).map(lambda count: tuple(numbers[:count]))
+    apart = st.integers(1, layers).map(lambda step: tuple(number for number in numbers if (number + 1) % step))
+    return first | apart | st.sets(st.sampled_from(numbers)).map(lambda some: tuple(sorted(some)))
+
+
+def config_value(key: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
+    """A value of a config key that no other format has: mostly the default, or another one of its type."""
+    if key == "layer_types":
+        return st.none() | st.lists(st.sampled_from([SLIDING, FULL]), min_size=layers, max_size=layers)
+    other = not default if isinstance(default, bool) else 3 if default is None else 2 * default
+    return st.sampled_from([default, default, default, other])
+
+
+@st.composite
+def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
+    """A model of a family."""
+    keys, facts = {**HUGGINGFACE, **family.keys}, family.facts
+    layers, groups = draw(st.integers(1, 6)), draw(st.sampled_from([2, 1, 4]))
+    heads = groups if facts.latent else groups * draw(st.sampled_from([1, 2, 3]))
+    if not keys["kv_heads"]:
+        groups = family.defaults.get("kv_heads", heads)
+    head_dim = 2 * draw(st.integers(1, 32))
+    usual = not keys["head_dim"] or draw(st.sampled_from([True, True, False]))
+    biased = draw(st.sampled_from([None, None, True, False]))
+    choices = {**CHOICES, "activation": st.sampled_from([family.defaults.get("activation", "gelu"), *ACTIVATIONS])}
+    values: dict[str, Any] = {
+        "family": family.name,
+        "layers": layers,
+        "hidden": heads * head_dim if usual else draw(SIZE),
+        "heads": heads,
+        "kv_heads": groups,
+        "head_dim": head_dim,
+        "ffn": draw(SIZE),
+        "vocab": draw(SIZE),
+        "max_positions": draw(POSITIONS),
+        "norm_epsilon": draw(st.sampled_from([1e-6, 1e-6, 1e-6, 1e-5, 3e-4])),
+        "tied": draw(st.sampled_from([False, False, True])),
+        "sliding_window": draw(SIZE | st.none() | SIZE.map(lambda size: 2 * size)) if family.window else None,
+        "biases": family.biases_of({key: draw(st.booleans()) if biased is None else biased for key in family.biases}),
+        "own": {key: draw(config_value(key, default, layers)) for key, default in family.own.items()},
+    }
+    if family.rope_theta is not None:
+        values["rope_theta"] = draw(st.sampled_from([10000.0, 5e5, 1234.5]))
+        values["rope_scaling"] = draw(st.one_of(SCALINGS)) if draw(st.booleans()) else None
+    needed = {*family.keys, *(("experts", "top_k") if facts.experts else ())}
+    values |= {name: draw(choice) for name, choice in choices.items() if name in needed}
+    if "router_top_groups" in keys:
+        most = values["router_groups"]
+        values["router_top_groups"] = draw(st.sampled_from([*[max(1, min(most, values["top_k"] // 2))] * 3, most, 1]))
+    for name in LISTS:
+        if name in keys:
+            values[name] = draw(some_of(layers))
+    if len(values.get("dense_layers", ())) == layers:
+        values["dense_layers"] = ()
+    if "full_layers" in keys and values["sliding_window"] is None:
+        values["full_layers"] = tuple(range(layers))
+    return checked(tied_together(values, family), "the draw")
+
+
+def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The values, where the table ties them: to the only one that it supports, or to another setting."""
+    keys, first = {**HUGGINGFACE, **family.keys}, dict[str, str]()
+    for name, key in keys.items():
+        if key in family.requires and name in values:
+            values[name] = family.requires[key]
+        if name in (*EXPERTS, "ffn") and first.setdefault(key, name) != name:
+            values[name] = values[first[key]]  # one key for both
+    if keys.get("shared_ffn") in COUNTED:  # as wide as so many experts
+        values["shared_ffn"] = values["expert_ffn"] * (1 + values["shared_ffn"] % 3)
+    return values

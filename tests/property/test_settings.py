@@ -1,0 +1,215 @@
+"""Settings come back from every framework's spelling of them, or are refused: read(write(spec)) == spec.
+
+A writer may refuse a model that its format cannot hold. What it writes, its reader has to read, and as what it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+
+from formats import megatron_args, megatron_llm, neox_args
+from formats.checkpoint import Settings
+from formats.errors import RefusedError, UnsupportedError
+from formats.families import FAMILIES, Family, family_named
+from formats.hf_config import PARTIAL, SCALING, from_huggingface, to_huggingface
+from formats.megatron import topology_of
+from formats.megatron_args import CORE, Options
+from formats.spec import ModelSpec
+from tests.property.specs import specs
+
+Spoken = dict[str, Any]
+"""What a format says of a model."""
+BOUNDED = settings(max_examples=25, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+
+
+class Format(NamedTuple):
+    """A format whose settings name no family. Its reader is given the config that travels with it, or none."""
+
+    write: Callable[[ModelSpec], Spoken]
+    read: Callable[[Spoken, ModelSpec | None], ModelSpec]
+    may_hold: Callable[[Family], bool]
+    examples: int
+
+
+def write_megatron(spec: ModelSpec) -> Spoken:
+    """The args of a classic checkpoint."""
+    padded = topology_of(spec, Options())[1]
+    return megatron_args.namespace(spec, ["BF16"], Options(), padded, {}, None)
+
+
+def write_megatron_llm(spec: ModelSpec) -> Spoken:
+    """The args of Megatron-LLM."""
+    options = Options(dialect=megatron_llm.NAME)
+    padded = topology_of(spec, options)[1]
+    return megatron_llm.namespace(spec, ["BF16"], options, padded, {}, None)
+
+
+def write_neox(spec: ModelSpec) -> Spoken:
+    """The yml of GPT-NeoX, and what of the model its weights alone tell."""
+    yml = neox_args.dump_yml(neox_args.to_neox(spec, 1, 0, 128, {}))
+    biases = "output_bias" in family_named(spec.family).holds
+    return {"config": yaml.safe_load(yml), "ffn": spec.ffn, "vocab": spec.vocab, "biases": biases}
+
+
+FORMATS = {
+    CORE: Format(
+        write_megatron,
+        lambda args, base: megatron_args.from_megatron(args, {}, base, "args", settled=True),
+        lambda family: not family.only_here,
+        examples=25,
+    ),
+    megatron_llm.NAME: Format(
+        write_megatron_llm,
+        lambda args, base: megatron_llm.from_args(args, Settings(), base, None, False, "args"),
+        lambda family: not family.only_here and not megatron_llm.lacks(family, ()),
+        examples=60,
+    ),
+    "neox": Format(
+        write_neox,
+        lambda told, base: neox_args.from_neox(
+            **told, settings={}, where="the yml", family=base.family if base else None
+        ),
+        lambda family: family.name in ("llama", "mistral", "gpt_neox"),
+        examples=100,
+    ),
+}
+ALIKE = {"family", "biases", "own", "activation", "rope_scaling", "notes"}
+"""What a format that names no family may tell otherwise without a config, if it computes the same."""
+
+
+def written(form: Format, spec: ModelSpec) -> Spoken | None:
+    """What a format says of a model; None where it refuses it."""
+    with suppress(RefusedError, UnsupportedError):
+        return form.write(spec)
+    return None
+
+
+# --- what comes back -------------------------------------------------------------------------------------------------
+
+
+def configs(spec: ModelSpec, other: ModelSpec) -> Iterator[Spoken]:
+    """The config of a model: made of nothing, and of that of another model of its family, old and new."""
+    with suppress(RefusedError):
+        yield to_huggingface(spec, {})
+        base = to_huggingface(replace(other, own=spec.own), {})
+        yield to_huggingface(spec, base)
+        if spec.rope_theta is not None:
+            yield to_huggingface(spec, in_version_5(base, FAMILIES[spec.family]))
+
+
+def alike(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> bool:
+    """Whether two rope scalings agree in what both say; of llama3 three numbers count by their ratios alone."""
+    if not ours or not theirs:
+        return bool(ours) == bool(theirs)
+    common = {"rope_type", "factor"} if ours["rope_type"] == "llama3" else ours.keys() & theirs.keys()
+    return all(ours[name] == theirs[name] for name in common)
+
+
+def in_version_5(config: Spoken, family: Family) -> Spoken:
+    """A config of transformers 4 with the rotary settings of version 5."""
+    old = {SCALING, *(family.keys.get(name, name) for name in ("rope_theta", "rotary_fraction"))}
+    parameters = {"rope_theta": config[family.keys.get("rope_theta", "rope_theta")]}
+    parameters |= config[SCALING] or {"rope_type": "default"}
+    if "rotary_fraction" in family.keys:
+        parameters[PARTIAL] = config[family.keys["rotary_fraction"]]
+    return {name: value for name, value in config.items() if name not in old} | {"rope_parameters": parameters}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_from_hugging_face(name):
+    @BOUNDED
+    @given(spec=specs(FAMILIES[name]), other=specs(FAMILIES[name]))
+    def comes_back(spec: ModelSpec, other: ModelSpec) -> None:
+        for config in configs(spec, other):
+            assert from_huggingface(json.loads(json.dumps(config)), {}, "config.json") == spec
+
+    comes_back()
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [(form, name) for form in FORMATS for name in FAMILIES if FORMATS[form].may_hold(FAMILIES[name])]
+)
+def test_from_other_formats(form, name):
+    """With the config that travels along, the same; without one, a model that is written the same."""
+
+    @settings(BOUNDED, max_examples=FORMATS[form].examples)
+    @given(spec=specs(FAMILIES[name]))
+    def comes_back(spec: ModelSpec) -> None:
+        said = written(FORMATS[form], spec)
+        if said is None:
+            return
+        assert FORMATS[form].read(said, spec) == spec
+        bare = FORMATS[form].read(said, None)
+        if spec.experts and len(spec.sparse_layers) == spec.layers:  # `ffn` is the width of nothing
+            bare = replace(bare, ffn=spec.ffn)
+        assert FORMATS[form].write(bare) == said
+        for one in fields(ModelSpec):
+            ours, theirs = getattr(spec, one.name), getattr(bare, one.name)
+            assert one.name in ALIKE or ours == theirs or None in (ours, theirs), one.name
+        assert alike(bare.rope_scaling, spec.rope_scaling)
+
+    comes_back()
+
+
+# --- the strategy ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def sample(name: str) -> tuple[ModelSpec, ...]:
+    """Models of a family, always the same."""
+    drawn: list[ModelSpec] = []
+
+    @settings(BOUNDED, phases=[Phase.generate])
+    @given(spec=specs(FAMILIES[name]))
+    def draw(spec: ModelSpec) -> None:
+        drawn.append(spec)
+
+    draw()
+    return tuple(drawn)
+
+
+@cache
+def values(name: str, setting: str) -> frozenset[str]:
+    """What the models of a sample say of a setting."""
+    return frozenset(repr(getattr(spec, setting)) for spec in sample(name))
+
+
+def free(family: Family) -> set[str]:
+    """The settings that a family leaves open."""
+    names = {"layers", "hidden", "heads", "head_dim", "ffn", "vocab", "max_positions", "norm_epsilon", "tied"}
+    names |= {"rope_theta", "rope_scaling"} if family.rope_theta is not None else set()
+    names |= {"sliding_window"} if family.window else set()
+    names |= {"biases"} if family.biases else set()
+    return names | {name for name, key in family.keys.items() if key and key not in family.requires}
+
+
+def test_every_setting_takes_several_values():
+    """Of each family those that it leaves open, and its config keys that no other format has; in all, every one."""
+    constant = [
+        f"{name} of {family}" for family in FAMILIES for name in free(FAMILIES[family]) if len(values(family, name)) < 2
+    ]
+    constant += [
+        f"{key} of {name}"
+        for name, family in FAMILIES.items()
+        for key in family.own
+        if len({repr(spec.own[key]) for spec in sample(name)}) < 2
+    ]
+    names = {one.name for one in fields(ModelSpec)} - {"family", "notes"}
+    constant += [name for name in names if all(len(values(family, name)) < 2 for family in FAMILIES)]
+    assert sorted(constant) == []
+
+
+def test_every_format_writes_some_models_of_the_families_that_it_may_hold_and_no_others():
+    for form, name in product(FORMATS, FAMILIES):
+        count = sum(written(FORMATS[form], spec) is not None for spec in sample(name))
+        assert (count >= 2) == FORMATS[form].may_hold(FAMILIES[name]), f"{form} writes {count} of {name}"

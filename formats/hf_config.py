@@ -413,7 +413,7 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
             config[key] = getattr(spec, name)
     if known.get("biases", spec.biases) != spec.biases:
         config |= _spelled_biases(spec, family)
-    for name in changed.intersection(derived):
+    for name in (name for name in derived if name in changed):  # in their order, not that of a set
         config |= hf_experts.spelled(family.keys, name, spec)
     if spec.nope_layers is not None and "nope_layers" in changed:
         config[family.keys["nope_layers"]] = [int(layer not in spec.nope_layers) for layer in range(spec.layers)]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from copy import deepcopy
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -782,3 +786,25 @@ def test_what_a_config_spells_in_terms_of_a_corrected_setting_stays(model, setti
     again = from_huggingface(to_huggingface(spec, config), {}, "config.json")
     assert getattr(again, relative) == getattr(spec, relative)
     assert again == spec
+
+
+def test_a_config_is_the_same_file_each_time():
+    """Whatever the order that this process gives to sets."""
+    code = (
+        "import json\nfrom tests.models import MODELS, SMALL\nfrom formats.hf_config import from_huggingface, to_huggingface\n"
+        "for name in ('dots1', 'glm4_moe', 'deepseek_v3'):\n"
+        "    config = {**SMALL, 'rms_norm_eps': 1e-6, **MODELS[name]}\n"
+        "    print(json.dumps(to_huggingface(from_huggingface(config, {}, name), {})))"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+        ).stdout
+        for seed in range(4)
+    }
+    assert len(texts) == 1

@@ -791,7 +791,8 @@ def test_what_a_config_spells_in_terms_of_a_corrected_setting_stays(model, setti
 def test_a_config_is_the_same_file_each_time():
     """Whatever the order that this process gives to sets."""
     code = (
-        "import json\nfrom tests.models import MODELS, SMALL\nfrom formats.hf_config import from_huggingface, to_huggingface\n"
+        "import json\nfrom tests.models import MODELS, SMALL\n"
+        "from formats.hf_config import from_huggingface, to_huggingface\n"
         "for name in ('dots1', 'glm4_moe', 'deepseek_v3'):\n"
         "    config = {**SMALL, 'rms_norm_eps': 1e-6, **MODELS[name]}\n"
         "    print(json.dumps(to_huggingface(from_huggingface(config, {}, name), {})))"

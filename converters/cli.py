@@ -7,7 +7,7 @@ import re
 import click
 
 from converters.commands import assets, check, convert, look, neox, publish, submit, tokenizer, zero
-from converters.entry import Sections, run
+from converters.common.cli_main import Sections, run
 from formats.errors import UsageError
 
 SECTIONS = {

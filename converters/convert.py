@@ -10,18 +10,20 @@ import errno
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
-from converters import assets, digest
-from converters.blocks import Files, finish_files
-from converters.checksums import Checksums
-from converters.durable import stoppable, sync_folder
-from converters.engine import Limits, digest_of, execute
-from converters.journal import Journal, Share, fingerprint, open_journal
-from converters.plan import Job, Plan, make_plan
-from converters.report import Progress, size
-from converters.source_checks import SourceChecks, Verdict
+from converters.assets import files as assets
+from converters.common.atomic import stoppable, sync_folder
+from converters.common.manifest import check_manifest
+from converters.common.progress import Progress, size
+from converters.move.blocks import Files, finish_files
+from converters.move.crc32 import Checksums
+from converters.move.engine import digest_of, execute
+from converters.move.journal import Journal, Share, fingerprint, open_journal
+from converters.move.source_checks import SourceChecks, Verdict
+from converters.plan.plan import Job, Plan, make_plan
+from converters.plan.request import Request
+from converters.prove import digest
 from formats.checkpoint import MANIFEST, Checkpoint, Settings, Target
 from formats.errors import (
     DamagedError,
@@ -33,62 +35,11 @@ from formats.errors import (
     VerificationError,
     some,
 )
+from formats.model.spec import Verbatim, differences
 from formats.registry import FORMATS, module, open_checkpoint, steps
-from formats.spec import Verbatim, differences
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ANEW = "what was written is deleted, the same command starts over"
-COMMIT_SECONDS = 0.25
-"""How much work a killed run may lose, and how soon the disk begins to write."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for, the source apart.
-
-    Attributes:
-        out: the folder to write.
-        cast: bf16, fp16 or fp32; None keeps each element type.
-        limits: threads, memory, replica policy.
-        force: replace an output that exists.
-        verify: read the output back and compare.
-        quiet: no progress.
-        commit_seconds: how often finished work is forced to disk and noted.
-    """
-
-    out: Path
-    cast: str | None = None
-    limits: Limits = field(default_factory=Limits)
-    force: bool = False
-    verify: bool = True
-    quiet: bool = False
-    commit_seconds: float = COMMIT_SECONDS
-
-    @property
-    def place(self) -> Path:
-        """OUT itself, links followed.
-
-        Raises:
-            OutputError: it is the root, or the folder that we stand in, which no other folder can replace; or its
-                links lead in a circle.
-        """
-        try:
-            place = self.out.resolve()
-        except RuntimeError:
-            raise OutputError(f"the links in {self.out} lead in a circle", "name a new folder") from None
-        if not place.name or place == Path.cwd():
-            raise OutputError(f"{self.out} cannot be replaced by a checkpoint", "name a new folder")
-        return place
-
-    @property
-    def staging(self) -> Path:
-        """Where the work is done."""
-        return self.place.with_name(self.place.name + ".partial")
-
-    @property
-    def root(self) -> Path:
-        """What becomes the output."""
-        return self.staging / "out"
 
 
 Drifted = Callable[[Job, float], object]
@@ -174,7 +125,7 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     if plan.target is None:
         raise ValueError("a plan without a target cannot run")
     check_paths(plan.source, request)
-    digest.check_manifest(plan.source)
+    check_manifest(plan.source)
     _check_space(plan.target, request)
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
     opened = open_journal(request.staging, mark, files, share, force=request.force, every=request.commit_seconds)

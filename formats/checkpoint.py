@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import RefusedError
-from formats.layout import Placed, Slot
-from formats.spec import Spec
+from formats.layout.table import Placed, Slot
+from formats.model.spec import Spec
 
 MANIFEST = "vitruvian.json"
 """What a conversion leaves beside the weights that it wrote, and no other program does."""

@@ -11,12 +11,13 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
-from formats import lookalikes
 from formats.checkpoint import Checkpoint, Settings
+from formats.detect import lookalikes
+from formats.detect.rivals import require_one
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
-from formats.families import FAMILIES, FAMILY_FILE
-from formats.rivals import require_one
-from formats.saves import require_one_save
+from formats.families import FAMILIES
+from formats.families.family import FAMILY_FILE
+from formats.torch_files.saves import require_one_save
 
 FORMATS = {
     "huggingface": "safetensors files with a config.json",
@@ -87,7 +88,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
-    from formats import fsdp
+    from formats.fsdp import checkpoint as fsdp
 
     iterations = [name for name in entries if ITERATION.fullmatch(name)]
     if iterations:
@@ -138,7 +139,7 @@ def _known(path: Path) -> bool:
 
 def steps(run: Path) -> list[str]:
     """The folders of a run whose names are those of checkpoints, whatever is in them."""
-    from formats import fsdp
+    from formats.fsdp import checkpoint as fsdp
 
     names = sorted(path.name for path in run.iterdir() if path.is_dir())
     return [name for name in names if ITERATION.fullmatch(name) or fsdp.STEPS.fullmatch(name)]

@@ -85,7 +85,7 @@ def _transformers_in_this_process(request: pytest.FixtureRequest, monkeypatch: p
         return
     import json
 
-    from converters import agreement, meta_model
+    from converters.plan import agreement, meta_model
 
     monkeypatch.setattr(agreement, "_asked", lambda text: json.dumps(meta_model.report(json.loads(text))))
 

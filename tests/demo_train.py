@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.demo import ROOT, command, say, somewhere
 from tests.hub.server import TOKEN, Hub
 from tests.models import save
-from train.data.shapes import MARKER
+from train.data.tokens.shapes import MARKER
 
 GOLDEN = ROOT / "tests/golden/data/1_sft"
 DIALOGUES = 100

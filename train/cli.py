@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from converters.entry import Sections, run
+from converters.common.cli_main import Sections, run
 from train.commands import (
     bench,
     chat,

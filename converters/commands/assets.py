@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import click
 
 from converters.commands.options import FOLDER, as_json
-from converters.durable import sync_folder
+from converters.common.atomic import sync_folder
 from formats.errors import RefusedError, SourceError, UsageError
 
 if TYPE_CHECKING:
-    from converters.publish.chat import Applied
+    from converters.assets.chat_template import Applied
 
 STAGING = ".assets.partial"
 KEPT = ("config.json", "README.md")
@@ -56,7 +56,7 @@ def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as
 
     OUT is a Hugging Face folder with weights. BASE replaces what OUT has, except its config and its card.
     """
-    from converters.publish.servable import embedding_rows, findings
+    from converters.hub.preflight import embedding_rows, findings
 
     if base is None and template is None:
         raise UsageError("nothing to do", "give --from BASE, --chat-template NAME, or both")
@@ -78,8 +78,8 @@ def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as
 
 def _serves(out: Path, rows: int) -> bool:
     """Whether a model has a chat template with which nothing is wrong: then nothing may be wrong afterwards."""
-    from converters.assets import files
-    from converters.publish.servable import findings
+    from converters.assets.files import files
+    from converters.hub.preflight import findings
 
     return not any(one.blocks for one in findings(dict(files(out)), rows, need_template=True))
 
@@ -90,8 +90,8 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
     Raises:
         RefusedError: OUT and BASE would make a mixture of two tokenizers, or the template cannot be applied.
     """
-    from converters.assets import files, write
-    from converters.publish.chat import apply_template, load_template
+    from converters.assets.chat_template import apply_template, load_template
+    from converters.assets.files import files, write
 
     own = dict(files(out))
     if base is not None and not base.is_dir():
@@ -122,7 +122,7 @@ def publish(out: Path, work: Work) -> None:
 
 
 def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given: Mapping[str, Path]) -> None:
-    from converters.publish.small_files import SLOW
+    from converters.assets.token_files import SLOW
 
     names = (*TOKENIZER, *SLOW)
     left = [name for name in names if name in own and name not in given]
@@ -174,7 +174,7 @@ def _record(
 
 
 def _print(states: Mapping[str, str], notes: list[str], problems: list[str]) -> None:
-    from converters.report import table
+    from converters.common.progress import table
 
     if states:
         click.echo(table((state, name) for name, state in states.items()))

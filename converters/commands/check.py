@@ -26,7 +26,7 @@ from converters.commands.options import (
 from formats.errors import SourceError, VerificationError, some
 
 if TYPE_CHECKING:
-    from converters.plan import Job
+    from converters.plan.plan import Job
     from formats.checkpoint import Checkpoint
 
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @as_json
 def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
     """A hash of the weights, the same in every format and topology."""
-    from converters.digest import total
+    from converters.prove.digest import total
 
     found = _digests(opened(src, options), options, as_json)
     if as_json:
@@ -64,9 +64,10 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
 
     A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32.
     """
-    from converters.digest import contradictions, is_verbatim, read_manifest, remembered_states, total
+    from converters.common.manifest import contradictions, is_verbatim, read_manifest, remembered_states
+    from converters.prove.digest import total
     from formats.checkpoint import MANIFEST
-    from formats.spec import Verbatim, differences
+    from formats.model.spec import Verbatim, differences
 
     if src is None and out.is_dir() and not any(out.rglob(MANIFEST)):
         _verify_archives(out, options["threads"], as_json)
@@ -113,10 +114,10 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
 
 
 def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
-    from converters.archives import archives, check
-    from converters.report import Progress
-    from formats import saves
+    from converters.common.progress import Progress
+    from converters.prove.archive_crc import archives, check
     from formats.checkpoint import MANIFEST
+    from formats.torch_files import saves
 
     paths = archives(folder)
     with Progress("checking", sum(path.stat().st_size for path in paths), as_json) as progress:
@@ -158,11 +159,11 @@ def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
 @as_json
 def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> None:
     """Compare two checkpoints in any formats; exit 6 when they differ."""
-    from converters.diff import compare
-    from converters.engine import Limits
-    from converters.report import Progress, table
-    from converters.targets import plan_reading
-    from formats.spec import differences
+    from converters.common.progress import Progress, table
+    from converters.plan.request import Limits
+    from converters.plan.targets import plan_reading
+    from converters.prove.diff import compare
+    from formats.model.spec import differences
 
     first = opened(one, _own_config(one, options, two), alone=False)
     second = opened(two, _own_config(two, options, one), alone=False)
@@ -198,30 +199,32 @@ def _own_config(path: Path, options: Mapping[str, Any], other: Path | None = Non
 
 def _knows_itself(path: Path) -> bool:
     """Whether a checkpoint's settings are in it: Megatron's are."""
-    from formats import megatron, megatron_dist
+    from formats.megatron import classic as megatron
+    from formats.megatron import torch_dist
 
-    return megatron_dist.detect(path) or megatron.detect(path)
+    return torch_dist.detect(path) or megatron.detect(path)
 
 
 def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool, checked: bool = True) -> dict[str, str]:
     """The digest of each logical tensor of a checkpoint."""
-    from converters.targets import plan_reading
+    from converters.plan.targets import plan_reading
 
     return _hashed(plan_reading(source).jobs, options, quiet, checked)
 
 
 def _state_digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dict[str, str]:
     """The digest of each state of a run's optimizer."""
-    from converters.optimizer import optimizer_of, state_jobs
-    from formats import megatron_resume
+    from converters.plan.training_state import optimizer_of, state_jobs
+    from formats.megatron import optimizer_reader
 
-    held = megatron_resume.read(source) if source.format.startswith("megatron") else optimizer_of(source)
+    held = optimizer_reader.read(source) if source.format.startswith("megatron") else optimizer_of(source)
     return _hashed(state_jobs(source, held), options, quiet, checked=False)
 
 
 def _hashed(jobs: Iterable[Job], options: Mapping[str, Any], quiet: bool, checked: bool) -> dict[str, str]:
-    from converters.engine import Limits, digest_of
-    from converters.report import Progress
+    from converters.common.progress import Progress
+    from converters.move.engine import digest_of
+    from converters.plan.request import Limits
 
     every = list(jobs)
     limits = Limits(options["threads"], options["memory"], options["replicas"])

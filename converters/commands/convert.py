@@ -37,10 +37,10 @@ from converters.commands.running import carry_out, is_written, request_of, to_hu
 from formats.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
-    from converters.convert import Request
-    from converters.plan import Plan
+    from converters.plan.plan import Plan
+    from converters.plan.request import Request
     from formats.checkpoint import Checkpoint
-    from formats.megatron_args import Options
+    from formats.megatron.args.args import Options
 
 USE_HF2MEGATRON = "any other format to Megatron is `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
@@ -101,8 +101,8 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
 
     From Megatron to Megatron it is `convert reshard`.
     """
-    from converters.optimizer import plan_resumed
-    from converters.targets import plan_megatron
+    from converters.plan.targets import plan_megatron
+    from converters.plan.training_state import plan_resumed
 
     source = opened(src, options)
     if source.format in READ:
@@ -130,7 +130,7 @@ def _require_optimizer(options: Mapping[str, Any]) -> None:
 
 def _require_core(dialect: str) -> None:
     """An optimizer goes on in megatron-core only."""
-    from formats import megatron_llm
+    from formats.megatron import megatron_llm
 
     if dialect == megatron_llm.NAME:
         raise UsageError(f"an optimizer cannot go on with the format {dialect}", "leave --with-optimizer out")
@@ -152,8 +152,8 @@ def _dialect(options: Mapping[str, Any], known: str = "") -> str:
 
 def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) -> Options:
     """How the Megatron folder is to be written. A pipeline layout says itself how many virtual chunks there are."""
-    from formats.megatron_args import Options
-    from formats.pipeline import virtual_chunks
+    from formats.megatron.args.args import Options
+    from formats.megatron.pipeline import virtual_chunks
 
     ends, layout = (options["first_stage_layers"], options["last_stage_layers"]), options["pp_layout"]
     if layout is not None and ends != (None, None):
@@ -205,10 +205,10 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     folder with several checkpoint-N, each becomes OUT/checkpoint-N, the newest first.
     """
     from converters.commands.publish import push
-    from converters.publish.hub import require_token
-    from converters.publish.push_plan import check_names
-    from converters.targets import plan_huggingface
-    from formats.fsdp import checkpoints
+    from converters.hub.push_plan import check_names
+    from converters.hub.upload import require_token
+    from converters.plan.targets import plan_huggingface
+    from formats.fsdp.checkpoint import checkpoints
 
     old_src, old_out, old_config = (options.pop(name) for name in ("old_src", "old_out", "old_config"))
     if old_src is not None and src is None:  # the flags, and the default, of ControlLLM's converter
@@ -279,8 +279,8 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 
     Name OUT checkpoint-0/pytorch_model_fsdp_0 for accelerate and the HF Trainer.
     """
-    from converters.optimizer import plan_fsdp_run
-    from converters.targets import plan_fsdp
+    from converters.plan.targets import plan_fsdp
+    from converters.plan.training_state import plan_fsdp_run
 
     if options["with_optimizer"] and options["dtype"] != "keep":
         raise UsageError(f"an optimizer cannot go on with --dtype {options['dtype']}", "leave one of them out")
@@ -334,8 +334,8 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
 
 
 def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
-    from converters.optimizer import plan_run
-    from converters.targets import plan_megatron
+    from converters.plan.targets import plan_megatron
+    from converters.plan.training_state import plan_run
 
     multiple = options["multiple"] or source.extra["vocab_multiple"]
     norm = options["norm"] or source.extra["norm"]
@@ -357,8 +357,8 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
 
 def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
     from converters.commands.neox import stages
-    from converters.targets import plan_neox
-    from formats.neox_writer import Options
+    from converters.plan.targets import plan_neox
+    from formats.deepspeed.neox.writer import Options
 
     if options["vpp"] > 1:
         raise UsageError("GPT-NeoX has no virtual pipeline chunks", "leave --vpp out")

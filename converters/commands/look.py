@@ -24,7 +24,7 @@ from converters.commands.options import (
 from formats.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from formats.families import Family
+    from formats.families.family import Family
 
 OF_MEGATRON = ("megatron", "megatron_dist", "megatron-llm")
 CUTS = {
@@ -52,7 +52,7 @@ def _require_effect(name: str, given: object, format_name: str, known: Sequence[
 @as_json
 def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
     """What a checkpoint is: format, family, topology, sizes, files."""
-    from converters.show import inspect_lines, inspect_record
+    from converters.commands.inspect_text import inspect_lines, inspect_record
 
     source = opened(src, options)
     click.echo(
@@ -77,11 +77,12 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @as_json
 def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> None:
     """What a conversion would do: coverage, changes, files, blocks."""
-    from converters.convert import Request
-    from converters.show import block_lines, plan_lines, plan_record
-    from converters.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
-    from formats import megatron_llm, neox_writer
-    from formats.megatron_args import CORE, DIST, Options
+    from converters.commands.inspect_text import block_lines, plan_lines, plan_record
+    from converters.plan.request import Request
+    from converters.plan.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
+    from formats.deepspeed.neox import writer as neox_writer
+    from formats.megatron import megatron_llm
+    from formats.megatron.args.args import CORE, DIST, Options
 
     for name, known in CUTS.items():
         _require_effect(name, options[name], to, known)
@@ -122,10 +123,10 @@ def explain(format_name: str, key: str, model: Path | None, tp: int | None, fami
 
     KEY is any part of a key. Without it, the rules of the format are listed.
     """
-    from converters.explain import EXAMPLE, LEGEND, draw, matching, tables
-    from converters.report import table
+    from converters.commands.explain import EXAMPLE, LEGEND, draw, matching, tables
+    from converters.common.progress import table
+    from formats.model.spec import ModelSpec
     from formats.registry import open_checkpoint
-    from formats.spec import ModelSpec
 
     cut = ("megatron", "neox")
     _require_effect("tp", tp, format_name, cut)
@@ -149,8 +150,8 @@ def explain(format_name: str, key: str, model: Path | None, tp: int | None, fami
 @as_json
 def formats(as_json: bool) -> None:
     """Which formats and model families there are, and which of them go together."""
-    from converters.explain import HOLDERS, held_by
-    from converters.report import table
+    from converters.commands.explain import HOLDERS, held_by
+    from converters.common.progress import table
     from formats.families import FAMILIES
     from formats.registry import FORMATS
 

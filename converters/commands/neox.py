@@ -58,7 +58,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     SRC is the run folder, whose `latest` names a checkpoint, or a global_stepN. --config takes the run's yml where
     SRC has none in configs/, or a Hugging Face folder. The flags of GPT-NeoX's own script are understood too.
     """
-    from converters.publish.tokenizer_files import attached, load, named
+    from converters.assets.found_tokenizer import attached, load, named
 
     architecture, precision = options.pop("architecture"), options.pop("precision")
     old = [options.pop(f"old_{name}") for name in ("src", "out", "config")]
@@ -101,8 +101,8 @@ def hf2neox(src: Path, out: Path, **options: Any) -> None:
 
     From GPT-NeoX to GPT-NeoX it is `convert reshard`.
     """
-    from converters.targets import plan_neox
-    from formats.neox_writer import Options
+    from converters.plan.targets import plan_neox
+    from formats.deepspeed.neox.writer import Options
 
     source = opened(src, options)
     if source.format == "neox":
@@ -139,21 +139,21 @@ def average_norms(run: Path, out: Path, dry_run: bool, as_json: bool, **options:
     In the model and in the float32 masters, in the same topology; what holds no norm is a hard link. OUT is a run
     folder to train on from, with or without `finetune: true`.
     """
-    from converters import norms
-    from converters.convert import Request, check_paths
-    from converters.engine import Limits
-    from converters.report import size
-    from converters.show import drift_lines
+    from converters import average_norms
+    from converters.commands.inspect_text import drift_lines
+    from converters.common.progress import size
+    from converters.convert import check_paths
+    from converters.plan.request import Limits, Request
     from formats.checkpoint import Settings
 
     limits = Limits(options["threads"], options["memory"])
     request = Request(out, force=options["force"])
-    work = norms.plan(run, Settings(config=options["config"], tag=options["tag"]), request)
+    work = average_norms.plan(run, Settings(config=options["config"], tag=options["tag"]), request)
     written = sum(path.stat().st_size for path in work.written)
     facts = {"out": str(out), "written": len(work.written), "bytes": written, "linked": len(work.linked)}
     if dry_run:
         check_paths(work.source, request)
-    drifted = {} if dry_run else norms.run(work, request, limits)
+    drifted = {} if dry_run else average_norms.run(work, request, limits)
     if as_json:
         click.echo(json.dumps(facts | {"averaged": drifted}))
         return

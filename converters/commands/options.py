@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from formats.errors import SourceError, UsageError
-from formats.megatron_versions import VERSIONS
+from formats.megatron.args.versions import VERSIONS
 
 if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint, Settings
-    from formats.families import Family
+    from formats.families.family import Family
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**12
@@ -50,7 +50,7 @@ class ShareType(click.ParamType):  # type: ignore[type-arg]  # generic since cli
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Parse `I/N`, I from 1 to N."""
-        from converters.journal import Share
+        from converters.move.journal import Share
 
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(value))
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -74,7 +74,7 @@ def _learn(context: click.Context, _: click.Parameter, path: Path | None) -> Fam
     if path is None:
         return None
     from formats.families import known
-    from formats.family_file import load
+    from formats.huggingface.family_file import load
 
     family = load(path)
     context.with_resource(known(family))
@@ -306,7 +306,7 @@ def require_family(options: Mapping[str, Any], *sources: Checkpoint) -> None:
     Raises:
         UsageError: it is not.
     """
-    from formats.spec import ModelSpec
+    from formats.model.spec import ModelSpec
 
     family: Family | None = options.get("family")
     specs = [source.spec for source in sources]
@@ -324,7 +324,7 @@ def iteration_folder(run: Path, number: int | None) -> Path:
     """
     if number is None:
         return run
-    from formats.megatron_shards import name_of
+    from formats.megatron.shards import name_of
 
     folder = run / name_of(number)
     if not folder.is_dir():
@@ -340,8 +340,8 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         UsageError: --config names no configuration.
     """
     from formats.checkpoint import Settings
+    from formats.model.spec import parse_settings
     from formats.registry import downloaded
-    from formats.spec import parse_settings
 
     config = options["config"]
     if config is not None and not ((config / "config.json").is_file() or _is_yml(config)):

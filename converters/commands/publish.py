@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json
-from converters.entry import printable
+from converters.common.cli_main import printable
 
 if TYPE_CHECKING:
-    from converters.publish.push_plan import Push
+    from converters.hub.push_plan import Push
 
 
 def problems_of(folder: Path) -> list[str]:
     """What keeps a folder from being published; each problem is a sentence."""
-    from converters.assets import files
-    from converters.publish.servable import embedding_rows, findings
-    from converters.publish.small_files import held_template
+    from converters.assets.files import files
+    from converters.assets.token_files import held_template
+    from converters.hub.preflight import embedding_rows, findings
 
     held = dict(files(folder))
     chats = held_template(held) is not None
@@ -42,8 +42,8 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
 
     The token is that of HF_TOKEN or of `hf auth login`.
     """
-    from converters.publish.hub import require_token
-    from converters.publish.push_plan import plan_push
+    from converters.hub.push_plan import plan_push
+    from converters.hub.upload import require_token
     from formats.errors import RefusedError
 
     quiet = quiet or as_json
@@ -61,9 +61,9 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
 
 def _send(plan: Push, quiet: bool, as_json: bool) -> None:
     """Verify, send, and say what came of it."""
-    from converters.publish import hub
-    from converters.publish.push_plan import verify_folder
-    from converters.report import size
+    from converters.common.progress import size
+    from converters.hub import upload
+    from converters.hub.push_plan import verify_folder
     from formats.checkpoint import MANIFEST
 
     digest = verify_folder(plan.folder, quiet=quiet)
@@ -76,7 +76,7 @@ def _send(plan: Push, quiet: bool, as_json: bool) -> None:
     if not quiet:
         click.echo(f"sending {len(plan.files)} files, {size(plan.nbytes)}", err=True)
         sys.stderr.flush()
-    done = hub.push(plan, quiet=quiet)
+    done = upload.push(plan, quiet=quiet)
     for note in done.notes:
         click.echo(printable(f"note: {note}"), err=True)
     if as_json:
@@ -89,7 +89,7 @@ def _send(plan: Push, quiet: bool, as_json: bool) -> None:
 
 def _show(plan: Push, problems: list[str], as_json: bool) -> None:
     """Print exactly what would be sent."""
-    from converters.report import size, table
+    from converters.common.progress import size, table
 
     where = {"repo": plan.repo, "private": plan.private, "revision": plan.revision, "create_pr": plan.create_pr}
     if as_json:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from converters.common.manifest import check_manifest
+
 if TYPE_CHECKING:
-    from converters.convert import Request
-    from converters.plan import Job, Plan
-    from converters.source_checks import Verdict
+    from converters.move.source_checks import Verdict
+    from converters.plan.plan import Job, Plan
+    from converters.plan.request import Request
     from formats.checkpoint import Checkpoint
 
 
@@ -24,8 +26,7 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
     The norms of GPT-NeoX drift apart between tensor parallel ranks in every long training: their mean is what is
     wanted, and told. Anywhere else copies that differ are a damage.
     """
-    from converters.convert import Request
-    from converters.engine import Limits
+    from converters.plan.request import Limits, Request
 
     usual = "verify" if source.format != "neox" else "drift" if source.proof is None else "mean"
     replicas = options["replicas"] or usual
@@ -36,7 +37,7 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
 
 def to_huggingface(source: Checkpoint, out: Path, options: Mapping[str, Any]) -> None:
     """Write a Hugging Face folder."""
-    from converters.targets import plan_huggingface
+    from converters.plan.targets import plan_huggingface
 
     request = request_of(out, options, source)
     carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
@@ -44,9 +45,9 @@ def to_huggingface(source: Checkpoint, out: Path, options: Mapping[str, Any]) ->
 
 def is_written(plan: Plan, request: Request) -> bool:
     """Whether OUT is what a plan would write. The source is read for it: a training may have written it anew."""
-    from converters.digest import same_output
-    from converters.engine import digest_of
-    from converters.report import Progress
+    from converters.common.progress import Progress
+    from converters.move.engine import digest_of
+    from converters.prove.digest import same_output
 
     remembered = same_output(plan, request.place)
     if remembered is None:
@@ -58,16 +59,16 @@ def is_written(plan: Plan, request: Request) -> bool:
 
 def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
     """Print the plan, or run it (or a share of it) and print what came out."""
-    from converters import digest
+    from converters.commands.inspect_text import drift_lines, plan_lines, plan_record
+    from converters.common.progress import size
     from converters.convert import check_paths, run, run_share
-    from converters.report import size
-    from converters.show import drift_lines, plan_lines, plan_record
+    from converters.prove import digest
 
     record, share = plan_record(plan), options["share"]
     if options["dry_run"]:
         click.echo(json.dumps(record, indent=1) if options["as_json"] else "\n".join(plan_lines(plan)))
         check_paths(plan.source, request)
-        digest.check_manifest(plan.source)
+        check_manifest(plan.source)
         return
     for note in record["notes"]:
         click.echo(f"note: {note}", err=True)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FILE, together
-from converters.entry import Sections
+from converters.common.cli_main import Sections
 from formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from converters.slurm import Job, Wishes
+    from converters.common.slurm import Job, Wishes
 
 BASE_MB = 2000
 """Memory of a conversion besides its buffers: Python, tokenizers; 130 MB was the peak of an 8 B model on 128 ranks."""
@@ -33,7 +33,7 @@ OF_TRAININGS = ("partition", "nodes", "time")
 
 def _settings(context: click.Context, _: click.Parameter, path: Path | None) -> None:
     """Options that are not given come from the user's settings."""
-    from converters.slurm import load_settings
+    from converters.common.slurm import load_settings
 
     if path is not None:
         context.default_map = load_settings(path)
@@ -63,7 +63,7 @@ def wishes_of(options: Mapping[str, Any], *, typed: tuple[str, ...] = ()) -> Wis
         options: their values.
         typed: those that count only where they are given: a user's settings of them are meant for trainings.
     """
-    from converters.slurm import Wishes, options_of
+    from converters.common.slurm import Wishes, options_of
 
     settings, source = click.core.ParameterSource.DEFAULT_MAP, click.get_current_context().get_parameter_source
     given = {
@@ -76,7 +76,7 @@ def wishes_of(options: Mapping[str, Any], *, typed: tuple[str, ...] = ()) -> Wis
 
 def hand_over(job: Job, dry_run: bool) -> str:
     """Print a job, or submit it and tell its number, which is returned."""
-    from converters.slurm import submit
+    from converters.common.slurm import submit
 
     if dry_run:
         job.folder.mkdir(parents=True, exist_ok=True)  # sbatch makes none
@@ -110,7 +110,7 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
     followed by another one, which goes on. With --part that is the last job, for which -n prints a name in place of
     the number that it waits for.
     """  # noqa: D301  # \b is the sign of click for lines as they stand
-    from converters.slurm import cpu_job
+    from converters.common.slurm import cpu_job
 
     wishes, parts, dry_run = wishes_of(options, typed=OF_TRAININGS), options["parts"], options["dry_run"]
     plans, buffers = _plans(context, words)

@@ -17,8 +17,8 @@ from converters.commands.options import FOLDER, as_json
 from formats.errors import OutputError, VerificationError
 
 if TYPE_CHECKING:
-    from converters.publish.tokenizer import Converted
-    from converters.publish.tokenizer_proof import Check
+    from converters.assets.sentencepiece import Converted
+    from converters.assets.tokenizer_proof import Check
 
 OURS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "chat_template.jinja"}
 """What a folder may hold that --force deletes."""
@@ -56,8 +56,8 @@ OURS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_t
 @as_json
 def tokenizer(model: Path, out: Path, as_json: bool, **options: Any) -> None:
     """SentencePiece MODEL to a Hugging Face fast tokenizer."""
-    from converters.publish.tokenizer import ROLES, convert_tokenizer
-    from converters.publish.tokenizer_proof import check
+    from converters.assets.sentencepiece import ROLES, convert_tokenizer
+    from converters.assets.tokenizer_proof import check
 
     began = time.monotonic()
     _check_free(out, options["force"])
@@ -135,7 +135,7 @@ def _check_free(out: Path, force: bool) -> Path:
 
 def _publish(files: Mapping[str, bytes], out: Path, force: bool) -> None:
     """Write everything beside OUT, then put it in its place in one step."""
-    from converters.assets import write
+    from converters.assets.files import write
 
     place = _check_free(out, force)
     staging = place.with_name(place.name + ".partial")

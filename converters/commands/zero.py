@@ -63,8 +63,8 @@ def zero2universal(src: Path, out: Path, **options: Any) -> None:
     {load_universal: true}`. Of DeepSpeed ZeRO and GPT-NeoX, parameters keep the names of the training. Of any other
     checkpoint whose optimizer is read, they have those of transformers.
     """
-    from converters.optimizer import optimizer_of
-    from converters.universal import is_partitioned, open_states, plan_of_optimizer, plan_universal
+    from converters.plan.training_state import optimizer_of
+    from converters.plan.universal import is_partitioned, open_states, plan_of_optimizer, plan_universal
 
     if options["dtype"] != "keep":
         raise UsageError("a universal checkpoint holds float32 alone", "leave --dtype out")

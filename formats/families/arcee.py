@@ -1,7 +1,7 @@
 """Arcee (AFM): Llama with an MLP without a gate, and the square of ReLU (transformers models/arcee, 5.23.0)."""
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

@@ -1,8 +1,8 @@
 """CWM: the tensors of Llama, and a sliding window in most layers (transformers models/cwm, 5.23.0)."""
 
-from formats.families import Family
+from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout import BIASES, rules
+from formats.layout.table import BIASES, rules
 
 FAMILY = Family(
     name="cwm",

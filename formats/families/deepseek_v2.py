@@ -5,8 +5,8 @@ turned; its router heeds no norm_topk_prob. DeepSeek-V2-Lite has queries without
 the large one takes them out of groups that it ranks by their best expert.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden

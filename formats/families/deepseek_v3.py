@@ -7,7 +7,7 @@ second token, is not loaded of a model with 61 layers.
 from dataclasses import replace
 
 from formats.families import deepseek_v2
-from formats.layout import rules
+from formats.layout.table import rules
 
 BIAS = "model.layers.{layer}.mlp.gate.e_score_correction_bias          router_bias: expert                     sparse"
 BEHIND = "model.layers.{layer}.mlp.shared_experts.gate_proj.weight"

@@ -3,8 +3,8 @@
 Facts: transformers models/dots1/modeling_dots1.py and conversion_mapping.py, 5.23.0.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden

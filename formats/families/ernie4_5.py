@@ -3,8 +3,8 @@
 So here the two halves of a head lie pair by pair (modeling_ernie4_5.py `rotate_half`).
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

@@ -4,8 +4,8 @@ Facts: transformers models/ernie4_5_moe/modeling_ernie4_5_moe.py and conversion_
 token is not loaded; `apply_rotary_pos_emb` turns neighbours. megatron-core 0.16.1, transformer/transformer_config.py.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden

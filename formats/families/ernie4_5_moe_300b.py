@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from formats.families import ernie4_5_moe
-from formats.layout import rules
+from formats.layout.table import rules
 
 FAMILY = replace(
     ernie4_5_moe.FAMILY,

@@ -4,8 +4,8 @@ Facts: transformers models/falcon/modeling_falcon.py, 5.23.0. The fused projecti
 and its value, group by group, in every Falcon.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 transformer.word_embeddings.weight                            embedding: vocab hidden

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from formats.families import falcon
-from formats.layout import rules
+from formats.layout.table import rules
 
 NORMS = """
 transformer.h.{layer}.ln_mlp.weight                           post_norm: hidden

@@ -3,8 +3,8 @@
 The weights of its norms are stored less one, and stay so: no format but Hugging Face's and FSDP's holds them.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

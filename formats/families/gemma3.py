@@ -1,7 +1,7 @@
 """Gemma 3 (text): Gemma 2 with norms on query and key, and two rotary bases (transformers models/gemma3, 5.23.0)."""
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

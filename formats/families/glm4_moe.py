@@ -4,8 +4,9 @@ Facts: transformers models/glm4_moe/modeling_glm4_moe.py and conversion_mapping.
 which predicts a second token, is not loaded of models with 46 and 92 layers; `attention_bias` gives the output none.
 """
 
-from formats.families import Family, dots1
-from formats.layout import rules
+from formats.families import dots1
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from formats.families import glm4_moe
-from formats.layout import rules
+from formats.layout.table import rules
 
 TABLE = "\n".join(line for line in glm4_moe.TABLE.splitlines() if "_norm: (half pair)" not in line)
 

@@ -4,8 +4,8 @@ Facts: transformers models/gpt2/modeling_gpt2.py and pytorch_utils.py `Conv1D`, 
 the Hub have no `transformer.` before their names, and masks among the weights.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 {transformer.|}wte.weight                            embedding: vocab hidden

@@ -3,8 +3,8 @@
 transformers 5 calls the head `lm_head` in memory, and `embed_out` in files as every version before it.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 gpt_neox.embed_in.weight                                     embedding: vocab hidden

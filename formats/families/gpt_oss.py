@@ -4,8 +4,8 @@ Facts: models/gpt_oss/modeling_gpt_oss.py: `_apply_gate` takes the gate of an ex
 the odd ones; the router adds its bias to the scores, which then are the weights too.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                              embedding: vocab hidden

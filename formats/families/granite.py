@@ -1,8 +1,8 @@
 """Granite 3: the tensors of Llama, and four multipliers (transformers models/granite/modeling_granite.py, 5.23.0)."""
 
-from formats.families import Family
+from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout import BIASES, rules
+from formats.layout.table import BIASES, rules
 
 FAMILY = Family(
     name="granite",

@@ -7,7 +7,7 @@ halves of the rows of `input_linear`; in memory they have other names.
 from dataclasses import replace
 
 from formats.families import granite
-from formats.layout import rules
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                        embedding: vocab hidden

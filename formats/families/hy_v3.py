@@ -5,8 +5,8 @@ tensors, it fuses too; the layer behind the last is not loaded of a model with 8
 matter of precision alone.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden

@@ -1,7 +1,7 @@
 """Jais 2: LayerNorm, biases everywhere, the square of ReLU (transformers models/jais2, 5.23.0)."""
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

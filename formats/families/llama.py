@@ -1,7 +1,7 @@
 """Llama 1, 2 and 3, and every model with their tensors (transformers models/llama/modeling_llama.py, 5.23.0)."""
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

@@ -4,8 +4,8 @@ Facts: models/llama4/modeling_llama4.py: `apply_rotary_emb` turns neighbours, so
 pair by pair; gate and up are the two halves of an expert's columns; a layer without experts has a width of its own.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                           embedding: vocab hidden

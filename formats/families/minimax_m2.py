@@ -4,8 +4,9 @@ Facts: transformers models/minimax_m2/modeling_minimax_m2.py, configuration_mini
 5.23.0: released configs say `rotary_dim`, how many elements of a head rotate.
 """
 
-from formats.families import Family, mixtral
-from formats.layout import rules
+from formats.families import mixtral
+from formats.families.family import Family
+from formats.layout.table import rules
 
 OUTPUT = "model.layers.{layer}.self_attn.o_proj.weight                           output: hidden (group head dim)\n"
 NORMS = """

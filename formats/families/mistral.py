@@ -1,8 +1,8 @@
 """Mistral: the tensors of Llama, and a sliding window (transformers models/mistral/configuration_mistral.py, 5.23.0)."""
 
-from formats.families import Family
+from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout import BIASES, rules
+from formats.layout.table import BIASES, rules
 
 FAMILY = Family(
     name="mistral",

@@ -3,8 +3,8 @@
 transformers 5 fuses the experts of a layer in memory, and writes the Hub's names (conversion_mapping.py).
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                              embedding: vocab hidden

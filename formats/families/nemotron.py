@@ -4,8 +4,8 @@ Facts: transformers models/nemotron/modeling_nemotron.py, 5.23.0. The weights of
 are in Megatron, where it comes from.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

@@ -1,7 +1,7 @@
 """OLMoE: Llama with experts, and norms over all queries and all keys (transformers models/olmoe, 5.23.0)."""
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden

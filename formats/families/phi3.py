@@ -3,8 +3,8 @@
 In Phi-4-mini three quarters of a head rotate.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

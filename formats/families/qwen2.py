@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with biases on query, key and value (transformers models/qwen2/modeling_qwen2.py, 5.23.0)."""
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

@@ -4,8 +4,8 @@ Facts: transformers models/qwen2_moe/modeling_qwen2_moe.py and conversion_mappin
 layer in memory.
 """
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden

@@ -1,7 +1,7 @@
 """Qwen3: Llama with a norm on each query and key head (transformers models/qwen3/modeling_qwen3.py, 5.23.0)."""
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

@@ -1,7 +1,7 @@
 """Qwen3-MoE: Qwen3 with experts (transformers models/qwen3_moe/modeling_qwen3_moe.py and conversion_mapping.py, 5.23.0)."""
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden

@@ -1,8 +1,8 @@
 """Seed-OSS: the tensors of Llama, with heads of a width of their own (transformers models/seed_oss, 5.23.0)."""
 
-from formats.families import Family
+from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout import rules
+from formats.layout.table import rules
 
 FAMILY = Family(
     name="seed_oss",

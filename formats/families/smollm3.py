@@ -1,8 +1,8 @@
 """SmolLM3: the tensors of Llama, and layers in which nothing rotates (transformers models/smollm3, 5.23.0)."""
 
-from formats.families import Family
+from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout import rules
+from formats.layout.table import rules
 
 FAMILY = Family(
     name="smollm3",

@@ -4,8 +4,9 @@ Facts: transformers models/solar_open/modeling_solar_open.py, 5.23.0: no layer i
 the width of nothing, and its class has no such key.
 """
 
-from formats.families import Family, dots1
-from formats.layout import rules
+from formats.families import dots1
+from formats.families.family import Family
+from formats.layout.table import rules
 
 WHOLE = dots1.TABLE.splitlines()
 TABLE = "\n".join(one for one in WHOLE if "_norm: (half pair)" not in one and not one.endswith(" dense"))

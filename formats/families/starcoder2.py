@@ -1,7 +1,7 @@
 """StarCoder2: LayerNorm, biases everywhere, an MLP without a gate (transformers models/starcoder2, 5.23.0)."""
 
-from formats.families import Family
-from formats.layout import rules
+from formats.families.family import Family
+from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden

@@ -24,12 +24,13 @@ from typing import Any
 
 import pytest
 
-from converters.convert import Request, run
-from converters.targets import plan_megatron
-from formats import megatron
-from formats.pickles import dumps
+from converters.convert import run
+from converters.plan.request import Request
+from converters.plan.targets import plan_megatron
+from formats.megatron import classic as megatron
 from formats.registry import open_checkpoint
-from formats.torchfile import read_torch
+from formats.torch_files.archive import read_torch
+from formats.torch_files.pickle_values import dumps
 from tests.conftest import Ran
 from tests.models import files
 
@@ -1007,7 +1008,7 @@ def test_a_config_with_layers_that_no_model_has_is_refused_at_once(folder, layer
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E8M0", "U16", "C64", "BOOL", "F64", "I64", "U64"])
 def test_weights_of_any_dtype_are_converted_or_refused(folder, convert, tmp_path, dtype):
-    from formats.storage import DTYPES, Entry, read_safetensors, safetensors_header
+    from formats.disk.safetensors import DTYPES, Entry, read_safetensors, safetensors_header
 
     tensors, _ = read_safetensors(folder / "model.safetensors")
     entries = [Entry(name, dtype, fragment.shape) for name, fragment in tensors.items()]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from converters import assets
-from converters.trusted import require_inside, why_not
+from converters.assets import files as assets
+from converters.assets.trusted import require_inside, why_not
 from formats.errors import SourceError
 from tests.models import files
 

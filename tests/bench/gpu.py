@@ -43,7 +43,7 @@ def make_model(folder: Path) -> None:
 
 def make_data(folder: Path) -> list[list[int]]:
     """Write token files of documents as long as dialogues are, and give them."""
-    from train.data.indexed import bin_path, idx_path, write_index
+    from train.data.tokens.indexed import bin_path, idx_path, write_index
 
     random = np.random.default_rng(0)
     count = LENGTH * ROWS * (STEPS + 4)

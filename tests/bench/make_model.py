@@ -18,13 +18,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from converters.convert import Request
-from converters.plan import Plan
-from converters.targets import plan_fsdp, plan_megatron
-from formats import huggingface
+from converters.plan.plan import Plan
+from converters.plan.request import Request
+from converters.plan.targets import plan_fsdp, plan_megatron
 from formats.checkpoint import Checkpoint, Target
-from formats.hf_config import from_huggingface
-from formats.megatron import Options
+from formats.huggingface import folder as huggingface
+from formats.huggingface.config import from_huggingface
+from formats.megatron.classic import Options
 from formats.registry import open_checkpoint
 
 SHAPES = {  # layers, hidden, ffn, heads, key/value heads, vocabulary

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.counts import count
-from train.data.indexed import open_indexed, write_index
-from train.data.k_bin import k_bin
-from train.data.packing import best_fit, next_fit
+from train.data.look.counts import count
+from train.data.packing.k_bin import k_bin
+from train.data.packing.packing import best_fit, next_fit
+from train.data.tokens.indexed import open_indexed, write_index
 
 CAPACITY = 8192
 DOCUMENTS = 200_000

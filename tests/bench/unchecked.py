@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from converters import cli
-from converters.source_checks import SourceChecks, Verdict
+from converters.move.source_checks import SourceChecks, Verdict
 
 
 def nothing(*_: Any) -> None:

@@ -7,10 +7,10 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from converters.assets import files
-from converters.publish.chat import TEMPLATES, apply_template, load_template
-from converters.publish.jsontext import members, removed, replaced
-from converters.publish.vocabulary import read_vocabulary, with_tokens
+from converters.assets.chat_template import TEMPLATES, apply_template, load_template
+from converters.assets.files import files
+from converters.assets.json_edit import members, removed, replaced
+from converters.assets.tokenizer_json import read_vocabulary, with_tokens
 from formats.errors import RefusedError, SourceError
 from tests.chat import worlds
 

@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 
+from converters.assets.chat_template import load_template
 from converters.commands import assets as command
 from converters.commands.assets import assets
-from converters.durable import synced
-from converters.publish.chat import load_template
-from converters.publish.servable import embedding_rows
+from converters.common.atomic import synced
+from converters.hub.preflight import embedding_rows
 from formats.errors import RefusedError, SourceError, UsageError, VitruvianError
 from tests.chat import worlds
 
@@ -170,7 +170,7 @@ def test_a_failure_half_way_leaves_out_as_it_was(world, monkeypatch):
             raise OSError(28, "No space left on device", str(path))
         return synced(path)
 
-    monkeypatch.setattr("converters.assets.synced", fail)
+    monkeypatch.setattr("converters.assets.files.synced", fail)
     with pytest.raises(OSError, match="No space left"):
         run(out, "--from", base, "--chat-template", "chatml")
     assert snapshot(out) == before

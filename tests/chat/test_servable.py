@@ -7,9 +7,9 @@ import json
 import pytest
 from tokenizers import AddedToken
 
-from converters.assets import files
-from converters.publish.chat import TEMPLATES, apply_template, load_template
-from converters.publish.servable import findings
+from converters.assets.chat_template import TEMPLATES, apply_template, load_template
+from converters.assets.files import files
+from converters.hub.preflight import findings
 from tests.chat import worlds
 
 NO_BLOCKS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

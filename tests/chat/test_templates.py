@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from converters.publish.chat import TEMPLATES, load_template, probe
-from converters.publish.sandbox import Dialogue, guarded, render
+from converters.assets.chat_template import TEMPLATES, load_template, probe
+from converters.assets.jinja_sandbox import Dialogue, guarded, render
 from formats.errors import SourceError, UsageError
 from tests.chat import worlds
 
@@ -219,7 +219,7 @@ ENDLESS = {
 @pytest.mark.parametrize("case", ENDLESS)
 def test_a_template_without_end_is_stopped(monkeypatch, case):
     """Each of these takes the machine's time or memory for good when it is rendered in this process."""
-    monkeypatch.setattr("converters.publish.sandbox.MAX_SECONDS", 1)
+    monkeypatch.setattr("converters.assets.jinja_sandbox.MAX_SECONDS", 1)
     with pytest.raises(SourceError, match=r"does not end within|MemoryError|OverflowError|ValueError"):
         guarded(ENDLESS[case], [Dialogue(messages(["a"]))], **TOKENS)
 
@@ -228,7 +228,7 @@ def test_memory_is_bounded(monkeypatch):
     """268 MB of text that is never shown: fine without a limit, more than a smaller one."""
     doubling = "{% set n = namespace(s='a') %}{% for i in range(28) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
     assert guarded(doubling, [Dialogue(messages(["a"]))], **TOKENS).rendered == [("", [])]
-    monkeypatch.setattr("converters.publish.sandbox.MAX_MEMORY", 200 << 20)
+    monkeypatch.setattr("converters.assets.jinja_sandbox.MAX_MEMORY", 200 << 20)
     with pytest.raises(SourceError, match="MemoryError"):
         guarded(doubling, [Dialogue(messages(["a"]))], **TOKENS)
 

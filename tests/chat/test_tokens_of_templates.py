@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from converters.publish.chat import load_template, probe
+from converters.assets.chat_template import load_template, probe
 from formats.errors import RefusedError
 from tests.data.test_templates import TOKENS, byte_level
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from train.data.facts import Facts, facts_path, facts_text, mask_path
-from train.data.indexed import bin_path, open_indexed, write_index
+from train.data.tokens.indexed import bin_path, open_indexed, write_index
+from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
 
 GOLDEN = Path(__file__).parents[1] / "golden/data"
 FLAGS = ("--tokens-per-iter", 64, "--warmup-iters", 2, "--cd_phase", 20, "--max_tokens_per_pack", 900)

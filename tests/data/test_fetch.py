@@ -63,7 +63,7 @@ def test_pairs_of_tables_are_text_and_nothing_else(fetch, tmp_path):
 
 
 def test_the_readers_of_training_take_what_is_written(fetch, tmp_path):
-    from train.data.records import reader
+    from train.data.tokens.records import reader
 
     write_lines(tmp_path / "in.jsonl", [{"q": "a", "a": "b", "s": "be brief"}, {"q": "a", "a": "b", "s": ""}])
     for form in ("conversations", "control-text"):
@@ -195,9 +195,9 @@ def test_text_that_holds_a_marker_is_dropped_and_never_changed(fetch, tmp_path, 
 
 def test_no_text_can_pose_as_a_turn(tmp_path):
     """Whatever pieces of markers stand beside each other: what is read back is what was meant, or it is dropped."""
-    from train.data.fetch import maker
-    from train.data.recipe_file import parse
-    from train.data.records import Malformed, reader
+    from train.data.fetch.fetch import maker
+    from train.data.fetch.recipe_yaml import parse
+    from train.data.tokens.records import Malformed, reader
 
     make = maker(parse(b"source: x.jsonl\nuser: q\nassistant: a\nas: control-text\n", "r", "r"))
     read, pieces = (
@@ -259,7 +259,7 @@ def test_samples_are_uniform(tmp_path):
     """Every record is drawn equally often: chi-square over 4000 samples of 5 of 20, far under its 0.1 % bound."""
     import io
 
-    from train.data.sample import Sample
+    from train.data.fetch.reservoir import Sample
 
     hits = [0] * 20
     for seed in range(4000):
@@ -275,7 +275,7 @@ def test_samples_are_uniform(tmp_path):
 def test_candidates_are_forgotten(tmp_path):
     import io
 
-    from train.data import sample as module
+    from train.data.fetch import reservoir as module
 
     sample = module.Sample(100, 1, io.BytesIO())
     for number in range(60000):
@@ -406,9 +406,9 @@ def test_quotes_of_tables(fetch, tmp_path):
 
 
 def test_lines_without_an_end_are_not_held(fetch, tmp_path, monkeypatch):
-    from train.data import files
+    from train.data.fetch import tables
 
-    monkeypatch.setattr(files, "LONGEST", 1000)
+    monkeypatch.setattr(tables, "LONGEST", 1000)
     long = json.dumps({"q": "x" * 5000, "a": "y"})
     (tmp_path / "in.jsonl").write_text("\n".join([long, json.dumps(pairs(1)[0]), long, json.dumps(pairs(1)[0]), long]))
     recipe(tmp_path / "r.yml", PAIR.format("in.jsonl"))

@@ -175,7 +175,7 @@ def test_many_at_once_publish_one_whole_file(tmp_path, env):
 def test_a_file_that_was_just_published_is_not_emptied(tmp_path, monkeypatch):
     """Between opening OUT.tmp and locking it, another process may have made OUT of it."""
     from formats.errors import OutputError
-    from train.data import fetch
+    from train.data.fetch import fetch
 
     (tmp_path / "out.jsonl.tmp").write_text("whole")
     monkeypatch.setattr(fetch, "lock", lambda *_: (tmp_path / "out.jsonl.tmp").rename(tmp_path / "out.jsonl"))
@@ -188,7 +188,7 @@ def test_a_file_that_was_just_published_is_not_emptied(tmp_path, monkeypatch):
 
 
 def test_bytes_are_on_disk_before_the_name(tmp_path, monkeypatch):
-    from train.data import fetch
+    from train.data.fetch import fetch
 
     done, fsync, rename = [], fetch.os.fsync, Path.rename
     monkeypatch.setattr(fetch.os, "fsync", lambda handle: (done.append("fsync"), fsync(handle)))

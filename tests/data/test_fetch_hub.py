@@ -166,7 +166,7 @@ def test_magpie_ultra(hub, env, tmp_path):
 
 @pytest.mark.parametrize("name", ["magpie-8b", "magpie-8b-filtered", "magpie-70b", "magpie-70b-filtered"])
 def test_magpie(hub, env, tmp_path, name):
-    from train.data.recipe_file import load
+    from train.data.fetch.recipe_yaml import load
 
     (source,) = load(name).source
     add_set(hub, source, {"README.md": card(default={"train": "data/*"}), "data/t.parquet": parquet(magpie(200))})

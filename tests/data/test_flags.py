@@ -10,9 +10,9 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from tests.data.test_templates import MODEL, TOKENS, byte_level
-from train.data.documents import open_documents
-from train.data.flags import ALLOWED, FLAGS, HARMLESS, MORE
-from train.data.records import GRAVE, REASONS, Malformed, reader
+from train.data.tokens.documents import open_documents
+from train.data.tokens.records import GRAVE, REASONS, Malformed, reader
+from train.data.tokens.turn_flags import ALLOWED, FLAGS, HARMLESS, MORE
 
 OFF = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"masked": True}]
 WRONG = [

@@ -10,32 +10,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from formats.errors import SourceError, UsageError
-from train.data import inputs
-from train.data.records import Malformed
+from train.data.tokens import input_ranges
+from train.data.tokens.records import Malformed
 
 lines = st.lists(st.one_of(st.integers(-(2**63), 2**64 - 1), st.text(max_size=30), st.none()), min_size=1, max_size=30)
 
 
 def read(paths, key="text"):
-    return [value for part in inputs.ranges(paths) for value in inputs.values(part, key)]
+    return [value for part in input_ranges.ranges(paths) for value in input_ranges.values(part, key)]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(found=lines, size=st.integers(4, 50), end=st.booleans(), crlf=st.booleans(), bom=st.booleans())
 def test_every_line_once_wherever_the_file_is_cut(tmp_path, monkeypatch, found, size, end, crlf, bom):
-    monkeypatch.setattr(inputs, "RANGE", size)
+    monkeypatch.setattr(input_ranges, "RANGE", size)
     path, cut = tmp_path / "x.jsonl", "\r\n" if crlf else "\n"
     text = cut.join("" if one is None else json.dumps({"text": one}, ensure_ascii=False) for one in found)
     content = b"\xef\xbb\xbf" * bom + (text + cut * end).encode()
     path.write_bytes(content or b"\n")
     assert [value for value in read([path]) if value is not None] == [{"text": one} for one in found if one is not None]
-    parts = inputs.ranges([path])
+    parts = input_ranges.ranges([path])
     assert sum(parts.size(part) for part in parts) == parts.nbytes == path.stat().st_size
     assert len(parts) == len(list(parts))
 
 
 def test_lines_keep_their_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "RANGE", 7)
+    monkeypatch.setattr(input_ranges, "RANGE", 7)
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n\n\n{]\n{"text": "b"}\n')
     found = read([tmp_path / "x.jsonl"])
     assert [value if not isinstance(value, Malformed) else value.reason for value in found] == [
@@ -63,8 +63,8 @@ def test_other_files_have_the_same_records(tmp_path, kind):
 
 
 def test_long_lines_are_counted_and_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "LONGEST", 100)
-    monkeypatch.setattr(inputs, "RANGE", 64)
+    monkeypatch.setattr(input_ranges, "LONGEST", 100)
+    monkeypatch.setattr(input_ranges, "RANGE", 64)
     text = '{"text": "a"}\n' + '{"text": "' + "x" * 500 + '"}\n' + '{"text": "b"}\n'
     (tmp_path / "x.jsonl").write_text(text)
     (tmp_path / "y.jsonl.gz").write_bytes(gzip.compress(text.encode()))
@@ -88,13 +88,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error, mes
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):
-        inputs.ranges([tmp_path / name])
+        input_ranges.ranges([tmp_path / name])
 
 
 def test_a_file_named_twice_is_refused(tmp_path):
     (tmp_path / "x.jsonl").write_text("{}\n")
     with pytest.raises(UsageError, match="named twice"):
-        inputs.ranges([tmp_path / "x.jsonl"] * 2)
+        input_ranges.ranges([tmp_path / "x.jsonl"] * 2)
 
 
 def packed(kind, text):
@@ -128,7 +128,7 @@ def test_compressed_files_with_other_bytes(tmp_path, kind):
             read([path])
     path.write_bytes(text)
     with pytest.raises(SourceError, match="is not compressed with"):
-        inputs.ranges([path])
+        input_ranges.ranges([path])
 
 
 def test_of_parquet_only_what_records_need_is_read(tmp_path):
@@ -160,7 +160,7 @@ def test_a_file_named_twice_in_other_words_is_refused(tmp_path):
     (tmp_path / "y.jsonl").symlink_to(tmp_path / "in/x.jsonl")
     for other in (tmp_path / "y.jsonl", tmp_path / "in/../in/x.jsonl"):
         with pytest.raises(UsageError, match="named twice, first as"):
-            inputs.ranges([tmp_path / "in/x.jsonl", other])
+            input_ranges.ranges([tmp_path / "in/x.jsonl", other])
 
 
 def test_paths_that_lead_nowhere():

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.data.masks import fork_mask, label_mask
+from train.data.tokens.loss_masks import fork_mask, label_mask
 
 CONTROL = {"user": 7, "assistant": 8, "system": 6}
 documents = st.lists(

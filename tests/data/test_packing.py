@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.errors import UsageError
-from train.data.k_bin import k_bin
-from train.data.packing import best_fit, concatenated, longest_first, next_fit
+from train.data.packing.k_bin import k_bin
+from train.data.packing.packing import best_fit, concatenated, longest_first, next_fit
 
 lengths = st.lists(st.integers(1, 64), min_size=1, max_size=300).map(lambda found: np.array(found, np.int32))
 seeds = st.integers(0, 2**32 - 1)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tests.data.pack_world import FACTS, FLAGS, GOLDEN, TOTALS, check_cuts, contents, make, slices_json, world
-from train.data.facts import mask_path, read_facts
-from train.data.indexed import idx_path, open_indexed
+from train.data.tokens.indexed import idx_path, open_indexed
+from train.data.tokens.sidecar import mask_path, read_facts
 
 
 def test_state_file_of_the_users_script(train, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.data.pack_world import contents, make, slices_json
-from train.data.facts import Facts
+from train.data.tokens.sidecar import Facts
 
 HERE = Path(__file__).parent
 ENV = os.environ | {"PYTHONPATH": str(HERE.parents[1])}

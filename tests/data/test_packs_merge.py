@@ -13,11 +13,11 @@ import pytest
 from blake3 import blake3
 
 from tests.data.pack_world import GOLDEN, contents, make
-from train.data.encode import LAST_REPLY, REPLY
-from train.data.facts import Facts, mask_path, read_facts
-from train.data.indexed import bin_path, idx_path, open_indexed, write_index
 from train.data.packs import append, files
 from train.data.packs.iters import as_awk
+from train.data.tokens.encode import LAST_REPLY, REPLY
+from train.data.tokens.indexed import bin_path, idx_path, open_indexed, write_index
+from train.data.tokens.sidecar import Facts, mask_path, read_facts
 
 FACTS = Facts("aa", 1000, {"user": 7}, None, None, {"documents": 1})
 

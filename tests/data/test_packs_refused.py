@@ -10,9 +10,9 @@ import yaml
 
 from formats.errors import SourceError
 from tests.data.pack_world import TOTALS, check_cuts, contents, make, slices_json, world
-from train.data.facts import Facts, facts_path, mask_path
-from train.data.indexed import bin_path, open_indexed
 from train.data.packs import inputs
+from train.data.tokens.indexed import bin_path, open_indexed
+from train.data.tokens.sidecar import Facts, facts_path, mask_path
 
 
 def test_everything_that_lacks_is_listed_and_nothing_is_written(train, tmp_path):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
-from train.data.facts import Facts, facts_path, read_facts
-from train.data.indexed import open_indexed, write_index
-from train.data.plan import document_sizes, make_plan, open_plan, write_plan
+from train.data.packing.pack_plan import document_sizes, make_plan, open_plan, write_plan
+from train.data.tokens.indexed import open_indexed, write_index
+from train.data.tokens.sidecar import Facts, facts_path, read_facts
 
 GOLDEN = Path(__file__).parents[1] / "golden/data"
 
@@ -82,7 +82,7 @@ def test_splits_are_kept_apart(prefix):
 
 
 def test_megatrons_splits():
-    from train.data.plan import _bounds
+    from train.data.packing.pack_plan import _bounds
 
     told = json.loads((GOLDEN / "4_pack/splits_weights.json").read_text())["get_train_valid_test_split_"]
     for text, number, ends in told:
@@ -92,7 +92,7 @@ def test_megatrons_splits():
 
 
 def test_splits_never_overlap_and_leave_nothing_out():
-    from train.data.plan import _bounds
+    from train.data.packing.pack_plan import _bounds
 
     shares = (0, 1e-300, 0.5, 1, 2, 3.7, 5, 33, 50, 98)
     for split in [(a, b, c) for a in shares for b in shares for c in shares if a or b or c] + [(1,), (1, 1), (0, 7)]:

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from formats.errors import UsageError
-from train.data.conditions import TESTS, Condition, template
-from train.data.recipe_file import KEYS, LARGEST, load, override, parse, shipped
-from train.data.records import Malformed
+from train.data.fetch.filters import TESTS, Condition, template
+from train.data.fetch.recipe_yaml import KEYS, LARGEST, load, override, parse, shipped
+from train.data.tokens.records import Malformed
 
 PAIR = "source: a/b\nuser: q\nassistant: a\n"
 
@@ -97,7 +97,7 @@ def test_hostile_files_are_refused():
 
 
 def test_every_key_is_read():
-    from train.data.recipe_file import _READERS
+    from train.data.fetch.recipe_yaml import _READERS
 
     assert set(_READERS) == set(KEYS)
 

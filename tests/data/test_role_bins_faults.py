@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from formats.errors import SourceError
-from train.data import role_bins
+from train.data.packing import role_bins
 
 GOLDEN = Path(__file__).parents[1] / "golden/data"
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,8 @@ PROGRAM = """
 import json, os, shutil, signal, sys
 from concurrent.futures import Future
 from pathlib import Path
-import train.data.encode, train.data.inputs, train.data.role_bins, train.data.workers as w, train.data.tokenize as t
+import train.data.tokens.encode, train.data.tokens.input_ranges
+import train.data.packing.role_bins, train.data.tokens.workers as w, train.data.tokens.tokenize as t
 from train import cli
 
 class Here:  # the workers, in this process: what is killed is the one that publishes
@@ -43,7 +44,7 @@ class Here:  # the workers, in this process: what is killed is the one that publ
         future.set_result(w.encode_range(self.job, self.encode, part, out))
         return future
 
-t.Workers, t.EVERY, train.data.inputs.RANGE = Here, -1, 700
+t.Workers, t.EVERY, train.data.tokens.input_ranges.RANGE = Here, -1, 700
 folder, index, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 
 def contents():

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from tests.data.test_templates import MODEL
-from train.data.documents import open_documents
-from train.data.records import GRAVE, REASONS, Malformed, reader
-from train.data.shapes import FORMS, SHAPES, form_of, shapes_of
+from train.data.tokens.documents import open_documents
+from train.data.tokens.records import GRAVE, REASONS, Malformed, reader
+from train.data.tokens.shapes import FORMS, SHAPES, form_of, shapes_of
 
 TURNS = [{"role": "user", "content": "saule"}, {"role": "assistant", "content": "upe"}]
 SPELLED = [{"from": "system", "value": "a"}, {"from": "human", "value": "saule"}, {"from": "gpt", "value": "upe"}]

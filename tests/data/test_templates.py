@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from converters.publish.chat import load_template
+from converters.assets.chat_template import load_template
 from formats.errors import RefusedError
-from train.data.encode import LAST_REPLY, REPLY, TemplateEncoder, check_template
-from train.data.records import Record
-from train.data.vocabulary import Fast
+from train.data.tokens.encode import LAST_REPLY, REPLY, TemplateEncoder, check_template
+from train.data.tokens.records import Record
+from train.data.tokens.tokenizers import Fast
 
 MODEL = Path(__file__).parents[1] / "golden/data/1_sft/bytes.model"
 TEXTS = [
@@ -63,7 +63,7 @@ def saved(folder, content, end):
 
 def sentencepiece(folder):
     """The users' model as a fast tokenizer."""
-    from converters.publish.tokenizer import convert_tokenizer
+    from converters.assets.sentencepiece import convert_tokenizer
 
     made = convert_tokenizer(MODEL, control=TOKENS["control"], names={"eos": "<|endoftext|>"})
     folder.mkdir()

@@ -42,7 +42,9 @@ def words_of(tmp_path, name, *more):
     ]  # fmt: skip
 
 
-PROGRAM = "import train.data.inputs as i; i.RANGE = 8192\nimport train.data.tokenize as t; t.EVERY = 0\n"
+PROGRAM = (
+    "import train.data.tokens.input_ranges as i; i.RANGE = 8192\nimport train.data.tokens.tokenize as t; t.EVERY = 0\n"
+)
 
 
 def spawn(words, before=""):
@@ -94,7 +96,7 @@ def test_killed_at_any_moment_and_run_again(tmp_path, expected):
 def test_a_worker_that_outlives_a_killed_run_writes_into_no_other(tmp_path, expected):
     """It has taken a range from the pipe and opens its files only while the next run has the same range ready."""
     corpus(tmp_path / "in.jsonl")
-    slow = "import time\nimport train.data.workers as w\nencode = w.encode_range\n"
+    slow = "import time\nimport train.data.tokens.workers as w\nencode = w.encode_range\n"
     slow += f"def later(*a):\n    open({str(tmp_path / 'taken')!r}, 'w').close()\n    time.sleep(3)\n"
     slow += "    return encode(*a)\n"
     killed = spawn(words_of(tmp_path, "P"), f"{slow}w.encode_range = later\n")
@@ -118,7 +120,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected, send
     corpus(tmp_path / "in.jsonl")
     slow = "import time\nmove = t._move\ndef later(*a):\n    time.sleep(0.05)\n    move(*a)\nt._move = later\n"
     if send is os.killpg:  # so that the writer waits for workers
-        slow = "import time\nimport train.data.workers as w\nencode = w.encode_range\n"
+        slow = "import time\nimport train.data.tokens.workers as w\nencode = w.encode_range\n"
         slow += "def later(*a):\n    time.sleep(0.2)\n    return encode(*a)\nw.encode_range = later\n"
     ran = spawn(words_of(tmp_path, "P"), slow)
     done = tmp_path / "P_text_document.partial/done.json"
@@ -161,7 +163,7 @@ def test_no_room_is_told_and_a_later_run_goes_on(tmp_path, expected):
 
 def test_a_worker_that_dies_is_an_error_and_the_work_is_kept(tmp_path, expected):
     corpus(tmp_path / "in.jsonl")
-    die = "import os\nimport train.data.workers as w\nreal = w.encode_range\ndef dies(job, encode, part, out):\n"
+    die = "import os\nimport train.data.tokens.workers as w\nreal = w.encode_range\ndef dies(job, encode, part, out):\n"
     die += "    if part.begin == 40960: os._exit(9)\n    return real(job, encode, part, out)\nw.encode_range = dies\n"
     ran = spawn(words_of(tmp_path, "P"), die)
     _, err = ran.communicate(timeout=60)

@@ -141,7 +141,7 @@ def test_lint_tells_of_the_others_before_a_file_that_is_empty(train, tmp_path):
 
 def test_without_torch(train, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "train.doctor", raising=False)
+    monkeypatch.delitem(sys.modules, "train.tools.doctor", raising=False)
     monkeypatch.delitem(sys.modules, "train.distributed", raising=False)
     ran = train("doctor")
     assert ran.code == 4, ran.err

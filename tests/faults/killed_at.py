@@ -50,10 +50,10 @@ def main() -> None:
     for name in ("rename", "mkdir", "open"):
         setattr(Path, name, counted(getattr(Path, name)))
 
-    from converters.convert import Request, run
-    from converters.engine import Limits
-    from converters.targets import plan_megatron
-    from formats.megatron_args import CORE, Options
+    from converters.convert import run
+    from converters.plan.request import Limits, Request
+    from converters.plan.targets import plan_megatron
+    from formats.megatron.args.args import CORE, Options
     from formats.registry import open_checkpoint
 
     request = Request(Path(out), limits=Limits(threads=1), quiet=True, commit_seconds=0.002)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from converters import agreement
+from converters.plan import agreement
 from tests.faults.dcp_tools import refused, save, weights, with_config
 from tests.fuzz.architectures import as_shards, build, quiet
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from formats.megatron_common import OBJECT
+from formats.megatron.common_state import OBJECT
 from tests.faults.dcp_tools import edit, refused
 
 REAL = Path(__file__).parents[1] / "golden/megatron_0192/dp_reshardable"

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from converters.archives import amend
-from formats.layout import Placed
+from converters.prove.archive_crc import amend
+from formats.layout.table import Placed
 from formats.registry import open_checkpoint
 from tests.conftest import Ran
 from tests.faults.dcp_tools import refused

@@ -15,10 +15,10 @@ from tests.models import files
 @pytest.fixture(scope="module")
 def run(model, tmp_path_factory):
     """A run with two expert ranks."""
-    from converters.convert import Request
     from converters.convert import run as execute
-    from converters.targets import plan_megatron
-    from formats.megatron_args import Options
+    from converters.plan.request import Request
+    from converters.plan.targets import plan_megatron
+    from formats.megatron.args.args import Options
     from formats.registry import open_checkpoint
 
     out = tmp_path_factory.mktemp("experts") / "run"

@@ -113,7 +113,7 @@ def test_a_signal_ends_with_75_and_the_same_command_goes_on(whole, model, conver
 @pytest.mark.parametrize("begun", [False, True], ids=["finished", "begun anew"])
 def test_a_folder_that_another_process_has_taken_away_is_not_written(whole, convert, tmp_path, monkeypatch, begun):
     """It was locked too late: the lock is that of a file that is no longer there."""
-    from converters import journal
+    from converters.move import journal
 
     source, staging, lock = whole[0], tmp_path / "out.partial", journal.lock
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from formats.registry import FORMATS
-from formats.saves import TIES
+from formats.torch_files.saves import TIES
 from tests.faults.dcp_tools import refused
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "neox"

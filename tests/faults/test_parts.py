@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from converters.archives import amend
-from converters.convert import Request
-from converters.journal import Share
-from converters.targets import SHARD_SIZE, plan_huggingface, plan_megatron
-from formats.megatron_args import Options
+from converters.move.journal import Share
+from converters.plan.request import Request
+from converters.plan.targets import SHARD_SIZE, plan_huggingface, plan_megatron
+from converters.prove.archive_crc import amend
+from formats.megatron.args.args import Options
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import save, weights
 from tests.models import files
@@ -100,7 +100,7 @@ def words(sources, tmp_path) -> list[object]:
 def test_what_is_done_is_not_done_again(sources, convert, words, tmp_path, monkeypatch):
     assert [convert(*words, "--part", part).code for part in ("1/2", "2/2")] == [0, 0]
     journals = files(tmp_path / "out.partial")
-    monkeypatch.setattr("converters.engine.run_job", None)
+    monkeypatch.setattr("converters.move.engine.run_job", None)
     assert convert(*words, "--part", "1/2").code == 0
     assert convert(*words, "--part", "2/3").code == 0, "another number of parts"
     again = files(tmp_path / "out.partial")

@@ -15,16 +15,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters import engine, source_checks
-from converters.digest import MANIFEST
-from converters.plan import Job, Part
-from converters.source_checks import SourceChecks, claim
-from formats import crc32
+from converters.move import engine, source_checks
+from converters.move.source_checks import SourceChecks, claim
+from converters.plan.plan import Job, Part
+from converters.prove.digest import MANIFEST
 from formats.checkpoint import Settings
+from formats.disk.safetensors import Fragment, Member, read_into
 from formats.errors import DamagedError, Interrupted
-from formats.pattern import Leaf
+from formats.layout.pattern import Leaf
 from formats.registry import open_checkpoint
-from formats.storage import Fragment, Member, read_into
+from formats.torch_files import crc32
 from tests.faults.dcp_tools import refused, save, weights
 from tests.optimizers import add_optimizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from formats.errors import UnsupportedError
-from formats.wrappers import require_plain
+from formats.model.adapters import require_plain
 from tests.faults.dcp_tools import refused, save, weights, with_config
 
 peft = pytest.importorskip("peft")

@@ -169,7 +169,8 @@ def run(*words: object, transformers: bool = True) -> tuple[int, str]:
 
     It is as if transformers were not installed, where the checks of a login node are to be seen.
     """
-    from converters import agreement, cli, meta_model
+    from converters import cli
+    from converters.plan import agreement, meta_model
 
     said = io.StringIO()
     local = mock.patch.object(agreement, "_asked", lambda text: json.dumps(meta_model.report(json.loads(text))))

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from converters.digest import MANIFEST
+from converters.prove.digest import MANIFEST
 from tests.in_process import convert
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "neox"

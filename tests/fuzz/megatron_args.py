@@ -71,7 +71,7 @@ def attack(seed: int, folder: Path) -> str:
 
 def _changes(rng: random.Random) -> dict[str, Any]:
     """Names of fields and options, each with a value of its type; often of the kind that changes a model."""
-    from formats.megatron_fields import FIELDS
+    from formats.megatron.args.fields import FIELDS
 
     every = {name: kind for name, kind in _fields().items() if not name.startswith(ROPE)}
     telling = sorted(name for name in every if name in FIELDS)
@@ -86,7 +86,7 @@ def _changes(rng: random.Random) -> dict[str, Any]:
 @functools.cache
 def _fields() -> dict[str, str]:
     """The kind of value of each argument, with `?` where it may be None: of the dataclasses, newer ones, `OPTIONS`."""
-    from formats.megatron_fields import FIELDS
+    from formats.megatron.args.fields import FIELDS
 
     kinds = {field.name: _kind(field.values[0]) for field in FIELDS.values() if field.values}
     kinds |= {name: _kind(value) for name, value in OPTIONS.items()}

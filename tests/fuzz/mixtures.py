@@ -80,7 +80,7 @@ def _scratch() -> Path:
 @cache
 def _saved(kind: str) -> tuple[list[Path], list[object], list[Tensors]]:
     """Two saves, the command that reads them with its options, and the tensors that it gives of each."""
-    from converters.digest import MANIFEST
+    from converters.prove.digest import MANIFEST
 
     make, command = KINDS[kind]
     saved = [make(_scratch() / kind, number) for number in (1, 2)]
@@ -142,9 +142,9 @@ class _Written:
 
 def _trained(folder: Path, number: int) -> Path:
     """What our trainer leaves, one rank of it."""
-    from train.checkpoint import Progress, Saver
-    from train.config import Save
-    from train.identity import small_files
+    from train.run.checkpoint import Progress, Saver
+    from train.run.identity import small_files
+    from train.settings.config import Save
 
     world: Any = SimpleNamespace(
         rank=0, ranks=1, first=True, wait=lambda: None, told=lambda find: find(), gathered=lambda value: [value]

@@ -114,7 +114,7 @@ def attack(seed: int, folder: Path) -> str:
 
 
 def _judge(folder: Path, kind: Kind, cases: list[Case], counts: dict[str, Any], told: str) -> None:
-    from train.data.documents import open_documents
+    from train.data.tokens.documents import open_documents
 
     kept = [case for case in cases if case.fate == KEEP]
     documents = open_documents(folder / "P_text_document")
@@ -139,7 +139,7 @@ def _template(folder: Path, random: Random) -> Kind:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     (place / "tokenizer_config.json").write_text(json.dumps(config))
     real = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    template = (ROOT / "converters/publish/templates/chatml.jinja").read_text()
+    template = (ROOT / "converters/assets/templates/chatml.jinja").read_text()
     eod, asked = tokenizer.token_to_id("<|end|>"), random.random() < 0.5
 
     def tokens(case: Case) -> tuple[list[int], list[bool]]:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-from converters.digest import MANIFEST
+from converters.prove.digest import MANIFEST
 from tests.in_process import convert
 
 REAL = Path(__file__).parents[1] / "golden/megatron_0192/dp_reshardable"

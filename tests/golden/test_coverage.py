@@ -7,9 +7,10 @@ import re
 import pytest
 from transformers import GPT2LMHeadModel
 
-from formats import megatron, titan
 from formats.checkpoint import Settings
 from formats.families import FAMILIES, find_family
+from formats.fsdp import torchtitan
+from formats.megatron import classic as megatron
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import save
 from tests.golden.cases import TOPOLOGIES
@@ -50,17 +51,17 @@ def test_every_line_of_the_older_names_was_written_by_megatron_lm():
     assert lines(megatron.LEGACY) - seen == set()
 
 
-@pytest.mark.parametrize("family", titan.TITAN)
+@pytest.mark.parametrize("family", torchtitan.TITAN)
 def test_every_line_of_torchtitan_was_written_by_it(family):
     """Each spelling, tied and untied."""
     cases = [case for case in CASES if family_of(case) == family]
     seen = set().union(*(used(case / "step-1", case / "hf") for case in cases))
-    assert lines(titan.TITAN[family]) - seen == set()
+    assert lines(torchtitan.TITAN[family]) - seen == set()
 
 
 def test_every_key_that_torchtitan_drops_was_written_by_it():
     dropped = [key for case in CASES for key in open_checkpoint(case / "step-1", Settings(config=case / "hf")).dropped]
-    for drop in titan.DROPS:
+    for drop in torchtitan.DROPS:
         assert any(re.fullmatch(rf"(?:.*\.)?{drop}", key) for key in dropped), drop
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from converters.digest import remembered_states
+from converters.common.manifest import remembered_states
 from tests.golden.worlds import once
 from tests.models import build
 from tests.train.conftest import Forks

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from formats.errors import UnsupportedError
-from formats.hf_config import from_huggingface, to_huggingface
+from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.registry import open_checkpoint
 from tests.models import settings_of
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from formats.errors import RefusedError
-from train.data.indexed import open_indexed
-from train.data.k_bin import k_bin, k_bin_indices
+from train.data.packing.k_bin import k_bin, k_bin_indices
+from train.data.tokens.indexed import open_indexed
 
 GOLDEN = Path(__file__).parent / "data"
 CASES = json.loads((GOLDEN / "4_pack/k_bin_cases.json").read_text())

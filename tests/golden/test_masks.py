@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data.documents import open_documents
-from train.data.masks import fork_mask, label_mask, megatron_llm_mask
+from train.data.tokens.documents import open_documents
+from train.data.tokens.loss_masks import fork_mask, label_mask, megatron_llm_mask
 
 GOLDEN = Path(__file__).parent / "data"
 TOLD = json.loads((GOLDEN / "5_masks/masks.json").read_text())

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from formats.archived import packed_plain
-from formats.torchfile import read_torch
+from formats.torch_files.archive import read_torch
+from formats.torch_files.archive_writer import packed_plain
 
 RUN = Path(__file__).with_name("megatron_0192") / "dp_reshardable"
 LOGITS = RUN.with_name("logits.npz")

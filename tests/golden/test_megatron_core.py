@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import VitruvianError
-from formats.pipeline import Pipeline, chunks
+from formats.megatron.pipeline import Pipeline, chunks
 from tests.golden.cases import TOPOLOGIES
 from tests.models import files
 

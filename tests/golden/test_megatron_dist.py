@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from formats import megatron, megatron_dist, megatron_mla
+from formats.megatron import classic as megatron
+from formats.megatron import torch_dist
+from formats.megatron.args import mla
 from formats.registry import open_checkpoint
 from tests.golden.test_coverage import lines, used
 from tests.models import EXPERTS, files
@@ -125,12 +127,12 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, megatron_
         saved, back = tmp_path / f"s{number}", tmp_path / f"back{number}"
         checkpoint = open_checkpoint(saved)
         state = ("optimizer", "rng_state") if case.optimizer else ("rng_state",)
-        assert (checkpoint.format, checkpoint.extra["state"]) == (megatron_dist.NAME, state)
+        assert (checkpoint.format, checkpoint.extra["state"]) == (torch_dist.NAME, state)
         seen |= used(saved)
         assert convert("verify", saved).code == 0, "its own checksums"
         assert convert("megatron2hf", saved, back, "--config", source).code == 0
         assert files(back) == files(source), f"what megatron-core wrote of {case} came back changed"
-    copies = lines(rule for rule in megatron_dist.TABLE if "copy" in rule.conditions)
+    copies = lines(rule for rule in torch_dist.TABLE if "copy" in rule.conditions)
     norms = {line for line in lines(megatron.MCORE) if re.search(r"\.(input|pre_mlp)_layernorm\.", line[0])}
-    local = norms - lines(megatron_dist.STACKED) - lines(megatron_mla.RULES)
-    assert seen == (lines(megatron_dist.TABLE) | lines(megatron_dist.SPLIT)) - copies - local
+    local = norms - lines(torch_dist.STACKED) - lines(mla.RULES)
+    assert seen == (lines(torch_dist.TABLE) | lines(torch_dist.SPLIT)) - copies - local

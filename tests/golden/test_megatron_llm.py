@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from formats import megatron_llm
 from formats.checkpoint import Settings
+from formats.disk.safetensors import read_safetensors
 from formats.errors import UnsupportedError
-from formats.pickles import TensorRef
+from formats.megatron import megatron_llm
 from formats.registry import open_checkpoint
-from formats.storage import read_safetensors
-from formats.torchfile import read_torch
+from formats.torch_files.archive import read_torch
+from formats.torch_files.pickle_values import TensorRef
 from tests.golden.test_coverage import lines, used
 from tests.golden.test_megatron_lm import tensors
 from tests.models import files

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from formats.disk.safetensors import read_safetensors
 from formats.registry import open_checkpoint
-from formats.storage import read_safetensors
 from tests.models import files
 
 HERE = Path(__file__).parent / "megatron_lm"

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from converters.digest import remembered_states
-from converters.engine import Limits, digest_of
-from converters.optimizer import state_jobs
-from formats import megatron_resume
+from converters.common.manifest import remembered_states
+from converters.move.engine import digest_of
+from converters.plan.request import Limits
+from converters.plan.training_state import state_jobs
 from formats.checkpoint import Settings
+from formats.megatron import optimizer_reader
 from formats.registry import open_checkpoint
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
@@ -126,7 +127,7 @@ def at(topology: Topology) -> dict[str, int | None]:
 def states(run: Path, vocab: int) -> dict[str, str]:
     """The digest of each state of each tensor."""
     source = open_checkpoint(run, Settings(vocab))
-    return digest_of(state_jobs(source, megatron_resume.read(source)), Limits())
+    return digest_of(state_jobs(source, optimizer_reader.read(source)), Limits())
 
 
 def swapped(run: Path) -> None:

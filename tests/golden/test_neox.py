@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from formats import neox
 from formats.checkpoint import Settings
+from formats.deepspeed.neox import checkpoint as neox
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import refused
 

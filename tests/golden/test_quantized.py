@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from converters.dequantize import read_bf16
+from converters.move.dequantize import read_bf16
+from formats.disk.safetensors import Fragment, Scales, row_major
 from formats.errors import UnsupportedError
-from formats.storage import Fragment, Scales, row_major
 from tests.faults.dcp_tools import refused
-from train.config import load_config
-from train.source import folder_of
+from train.settings.config import load_config
+from train.start.start_weights import folder_of
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
@@ -244,7 +244,7 @@ def test_any_part_of_it_is_a_part_of_the_whole(tmp_path_factory, data):
 
 
 def test_every_byte_of_fp8():
-    from converters.dequantize import E4M3
+    from converters.move.dequantize import E4M3
 
     theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
     assert np.array_equal(E4M3.view(np.uint32)[~np.isnan(E4M3)], theirs.view(np.uint32)[~np.isnan(theirs)])

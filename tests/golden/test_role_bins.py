@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data.documents import open_documents
-from train.data.indexed import open_indexed
-from train.data.packing import longest_first
+from train.data.packing.packing import longest_first
+from train.data.tokens.documents import open_documents
+from train.data.tokens.indexed import open_indexed
 
 GOLDEN = Path(__file__).parent / "data"
 REAL = GOLDEN / "7_megatron_llm"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from formats.megatron_versions import ALWAYS, IGNORED, OPTIONS, VERSIONS, since
+from formats.megatron.args.versions import ALWAYS, IGNORED, OPTIONS, VERSIONS, since
 from tests.models import EXPERTS, IN_MEGATRON, LLAMA3, PLAIN_YARN, YARN, build
 
 pytestmark = pytest.mark.stock

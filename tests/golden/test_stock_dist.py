@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from converters.digest import remembered_states
+from converters.common.manifest import remembered_states
 from tests.golden.test_megatron_optim import states
 from tests.models import SMALL, files
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data.indexed import best_dtype, open_indexed, write_index
-from train.data.records import REASONS
+from train.data.tokens.indexed import best_dtype, open_indexed, write_index
+from train.data.tokens.records import REASONS
 
 GOLDEN = Path(__file__).parent / "data/1_sft"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from formats import titan
-from formats.layout import Rule, rules
+from formats.fsdp import torchtitan
+from formats.layout.table import Rule, rules
 from tests.faults.dcp_tools import refused, with_config
 
 HERE = Path(__file__).parent / "torchtitan"
@@ -147,8 +147,8 @@ WRONG = [(name, what) for name in JUDGED for what in MISTAKES if "qwen3" in name
 @pytest.mark.parametrize(("name", "mistake"), WRONG)
 def test_logits_show_a_wrong_table(convert, tmp_path, monkeypatch, name, mistake):
     case, changes = HERE / name, MISTAKES[mistake]
-    table = titan.TITAN[family(case)]
-    monkeypatch.setitem(titan.TITAN, family(case), mistaken(table, changes, ROWS[family(case)]))
+    table = torchtitan.TITAN[family(case)]
+    monkeypatch.setitem(torchtitan.TITAN, family(case), mistaken(table, changes, ROWS[family(case)]))
     ran = convert("fsdp2hf", case / "step-1", tmp_path / "out", "--config", case / "hf")
     assert ran.code == 0, ran.err
     assert difference(tmp_path / "out", case) > 1e-3
@@ -158,6 +158,8 @@ def test_logits_show_a_wrong_table(convert, tmp_path, monkeypatch, name, mistake
 def test_the_same_table_spelled_out_is_right(convert, tmp_path, monkeypatch, name):
     """So what the mistakes show is their mistakes."""
     case = HERE / name
-    monkeypatch.setitem(titan.TITAN, family(case), mistaken(titan.TITAN[family(case)], {}, ROWS[family(case)]))
+    monkeypatch.setitem(
+        torchtitan.TITAN, family(case), mistaken(torchtitan.TITAN[family(case)], {}, ROWS[family(case)])
+    )
     assert convert("fsdp2hf", case / "step-1", tmp_path / "out", "--config", case / "hf").code == 0
     assert difference(tmp_path / "out", case) < 1e-5

@@ -85,16 +85,16 @@ def test_every_file_is_parsed_twice_at_most(made, convert, tmp_path, monkeypatch
     """Once to know what it is, once for all of masters, moments and steps."""
     from collections import Counter
 
-    from formats import torchfile
+    from formats.torch_files import archive
 
     counted: Counter[str] = Counter()
-    parse = torchfile.parse_archive
+    parse = archive.parse_archive
 
     def counting(read: Any, size: int, where: str) -> Any:
         counted[where] += 1
         return parse(read, size, where)
 
-    monkeypatch.setattr(torchfile, "parse_archive", counting)
+    monkeypatch.setattr(archive, "parse_archive", counting)
     source = made(PARALLEL if "tp2" in kind else TWO) / kind
     flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked"] if "tp2" in kind else []
     assert convert("zero2universal", source, tmp_path / "out", *flags).code == 0

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from converters.convert import Request, run
-from converters.optimizer import optimizer_of
-from converters.targets import plan_huggingface
+from converters.convert import run
+from converters.plan.request import Request
+from converters.plan.targets import plan_huggingface
+from converters.plan.training_state import optimizer_of
 from formats.checkpoint import Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.optimizer import Group, Optimizer

@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 
 from formats.errors import UnsupportedError
 from tests.train.test_model import flat_of
-from train.attention import BACKENDS, named, resolve
-from train.model import Trainee
-from train.selfcheck import self_check
+from train.model.attention import BACKENDS, named, resolve
+from train.model.selfcheck import self_check
+from train.model.trainee import Trainee
 
 DEVICE = torch.device("cuda")
 FAMILIES = ["llama", "mistral", "qwen3", "gpt_neox"]

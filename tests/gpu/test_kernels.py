@@ -10,10 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from formats.errors import VerificationError
-from train import kernels
-from train.model import Trainee
-from train.rows import Flat
-from train.selfcheck import TOLERANCE, self_check
+from train.data.rows import Flat
+from train.model import kernels
+from train.model.selfcheck import TOLERANCE, self_check
+from train.model.trainee import Trainee
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 """Largest difference of a gradient, relative to its norm: bf16 alone gives 0.04 between sdpa and eager on CPUs."""
@@ -79,7 +79,7 @@ def test_wrong_positions_are_refused_before_the_first_step(model, monkeypatch):
     config, device = AutoConfig.from_pretrained(model("llama", vocab_size=253)), torch.device("cuda")
     try:
         assert self_check(config, device, "sdpa", torch.bfloat16, "liger") < TOLERANCE[torch.bfloat16]
-        monkeypatch.setattr("train.kernels.replace", wrong)
+        monkeypatch.setattr("train.model.kernels.replace", wrong)
         with pytest.raises(VerificationError, match="see each other"):
             self_check(config, device, "sdpa", torch.bfloat16, "liger")
     finally:

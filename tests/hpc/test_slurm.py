@@ -249,8 +249,9 @@ def test_a_preflight_measures_the_nodes(preflight, tmp_path, seconds, told):
     """On one machine with other work a node may well take twice what the other takes: here five times is slow."""
     (tmp_path / "slowed.py").write_text(f"""
 import os, sys, time, torch
-from train import cli, nodes
-nodes.REPEATS = 3
+from train import cli
+from train.tools import node_speed
+node_speed.REPEATS = 3
 if os.environ["SLURMD_NODENAME"] == "n2":
     mm, torch.mm = torch.mm, lambda *words: (time.sleep({seconds}), mm(*words))[1]
 sys.argv = sys.argv[1:] + ["--slower", "5"]

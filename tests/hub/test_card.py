@@ -8,8 +8,9 @@ import json
 import pytest
 import yaml
 
-from converters.publish.card import BEGIN, END, write_card
-from converters.publish.push_plan import File, plan_push
+from converters.hub.files import File
+from converters.hub.model_card import BEGIN, END, write_card
+from converters.hub.push_plan import plan_push
 from formats.errors import SourceError, UsageError
 from tests.hub.server import Fault
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from formats.families import Family
-from formats.hf_config import FULL, HUGGINGFACE, SLIDING
-from formats.hf_experts import COUNTED
-from formats.spec import EXPERTS, LISTS, ModelSpec, checked
+from formats.families.family import Family
+from formats.huggingface.config import FULL, HUGGINGFACE, SLIDING
+from formats.huggingface.moe_config import COUNTED
+from formats.model.spec import EXPERTS, LISTS, ModelSpec, checked
 
 SIZE = st.integers(1, 300)
 FACTOR = st.sampled_from([4.0, 8.0, 1.5])

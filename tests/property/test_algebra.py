@@ -11,15 +11,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converters.blocks import Files
-from converters.engine import Limits, execute
-from converters.plan import Job, Part, prove_tiling
-from converters.regions import Nearby, region, runs, tiles
-from formats.boxes import overlap
-from formats.layout import _in_order
-from formats.pattern import Leaf, Pattern, Span, at, clip, lower, parse, shape
-from formats.storage import Fragment, row_major
-from formats.tensors import TENSORS
+from converters.move.blocks import Files
+from converters.move.engine import execute
+from converters.move.regions import Nearby, region, runs, tiles
+from converters.plan.plan import Job, Part, prove_tiling
+from converters.plan.request import Limits
+from formats.disk.safetensors import Fragment, row_major
+from formats.layout.boxes import overlap
+from formats.layout.pattern import Leaf, Pattern, Span, at, clip, lower, parse, shape
+from formats.layout.table import _in_order
+from formats.layout.tensors import TENSORS
 
 FUSED = [
     ("query", "key", "value"),

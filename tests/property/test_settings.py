@@ -17,14 +17,17 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 
-from formats import megatron_args, megatron_llm, neox_args
 from formats.checkpoint import Settings
+from formats.deepspeed.neox import yml as neox_args
 from formats.errors import RefusedError, UnsupportedError
-from formats.families import FAMILIES, Family, family_named
-from formats.hf_config import PARTIAL, SCALING, from_huggingface, to_huggingface
-from formats.megatron import topology_of
-from formats.megatron_args import CORE, Options
-from formats.spec import ModelSpec
+from formats.families import FAMILIES, family_named
+from formats.families.family import Family
+from formats.huggingface.config import PARTIAL, SCALING, from_huggingface, to_huggingface
+from formats.megatron import megatron_llm
+from formats.megatron.args import args as megatron_args
+from formats.megatron.args.args import CORE, Options
+from formats.megatron.classic import topology_of
+from formats.model.spec import ModelSpec
 from tests.property.specs import specs
 
 Spoken = dict[str, Any]

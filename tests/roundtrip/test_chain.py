@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from converters.convert import Request, run
-from converters.digest import total
-from converters.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
-from formats import megatron_llm, neox_writer
+from converters.convert import run
+from converters.plan.request import Request
+from converters.plan.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
+from converters.prove.digest import total
+from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
 from formats.families import family_of
-from formats.megatron_args import CORE, DIST, Options
+from formats.megatron import megatron_llm
+from formats.megatron.args.args import CORE, DIST, Options
 from formats.registry import open_checkpoint
 from tests.models import MODELS, files, settings_of
 

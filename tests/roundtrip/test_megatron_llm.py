@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from formats.disk.safetensors import read_safetensors
 from formats.registry import open_checkpoint
-from formats.storage import read_safetensors
 from tests.models import files
 
 LLM = ("--format", "megatron-llm")

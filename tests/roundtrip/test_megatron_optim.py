@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from formats.megatron_chained import Parameter
-from formats.megatron_optim import in_order
+from formats.megatron.chained_optimizer import Parameter
+from formats.megatron.optimizer import in_order
 from tests.optimizers import add_optimizer, check
 
 CASES = {

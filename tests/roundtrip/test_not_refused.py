@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2CLS, ACT2FN
 
 from formats.families import FAMILIES, known
-from formats.hf_config import SYNONYMS, from_huggingface
+from formats.huggingface.config import SYNONYMS, from_huggingface
 
 RIGHT = {
     "swish": ("llama", {"hidden_act": "swish"}),

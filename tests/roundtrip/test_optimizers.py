@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from converters.engine import Limits, digest_of
-from converters.optimizer import optimizer_of, state_jobs
+from converters.move.engine import digest_of
+from converters.plan.request import Limits
+from converters.plan.training_state import optimizer_of, state_jobs
 from formats.checkpoint import Settings
 from formats.errors import UnsupportedError
-from formats.megatron_adam import native
+from formats.megatron.portable_optimizer import native
 from formats.optimizer import Group, Optimizer
 from formats.registry import open_checkpoint
 from tests.optimizers import add_optimizer

@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from converters.assets import config_text
-from converters.convert import Request, run
-from converters.targets import plan_megatron, plan_neox
-from formats import megatron_llm, neox_writer
+from converters.assets.files import config_text
+from converters.convert import run
+from converters.plan.request import Request
+from converters.plan.targets import plan_megatron, plan_neox
+from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
-from formats.hf_config import from_huggingface, residue
-from formats.megatron_args import CORE, DIST, Options
+from formats.huggingface.config import from_huggingface, residue
+from formats.megatron import megatron_llm
+from formats.megatron.args.args import CORE, DIST, Options
+from formats.model.spec import differences
 from formats.registry import open_checkpoint
-from formats.spec import differences
 from tests.models import ALTERNATING, LLAMA3, MODELS, PARTIAL, settings_of
 
 LLM = megatron_llm.NAME

@@ -15,8 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from converters import convert as convert_module
 from formats.errors import SourceError, VitruvianError
-from formats.families import FAMILIES, Family, find_family
-from formats.hf_config import from_huggingface, residue, to_huggingface
+from formats.families import FAMILIES, find_family
+from formats.families.family import Family
+from formats.huggingface.config import from_huggingface, residue, to_huggingface
 from tests.models import MODELS, settings_of
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -18,9 +18,9 @@ import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer, sentencepiece_model_pb2
 from tokenizers import Tokenizer, normalizers
 
-from converters.publish import normalizer
-from converters.publish.tokenizer import Converted, convert_tokenizer
-from converters.publish.tokenizer_proof import check, made
+from converters.assets import normalizer
+from converters.assets.sentencepiece import Converted, convert_tokenizer
+from converters.assets.tokenizer_proof import check, made
 from formats.errors import RefusedError, UnsupportedError, UsageError, VerificationError
 
 ROOT = Path(__file__).parents[2]
@@ -621,8 +621,8 @@ def test_damaged_models(run, trained, tmp_path, damage):
 def test_random_damage_never_crashes(trained, tmp_path):
     """A byte anywhere: refused, or the same ids on both sides. In processes of their own, for a crash would end it."""
     code = (
-        "import random, sys\nfrom pathlib import Path\nfrom converters.publish.tokenizer_proof import check\n"
-        "from converters.publish.tokenizer import convert_tokenizer\nfrom formats.errors import VitruvianError\n"
+        "import random, sys\nfrom pathlib import Path\nfrom converters.assets.tokenizer_proof import check\n"
+        "from converters.assets.sentencepiece import convert_tokenizer\nfrom formats.errors import VitruvianError\n"
         "raw, path, draw = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), random.Random(int(sys.argv[3]))\n"
         "for _ in range(40):\n"
         "    at = draw.randrange(len(raw))\n"

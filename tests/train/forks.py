@@ -25,7 +25,7 @@ from typing import Any
 
 TRAINING = (
     "torch", "transformers.models.gpt_neox.modeling_gpt_neox", "transformers.models.llama.modeling_llama",
-    "transformers.models.mistral.modeling_mistral", "transformers.models.qwen3.modeling_qwen3", "train.loop",
+    "transformers.models.mistral.modeling_mistral", "transformers.models.qwen3.modeling_qwen3", "train.run.loop",
 )  # fmt: skip
 
 

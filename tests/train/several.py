@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 from formats.errors import Interrupted
-from train import model
-from train.config import load_config
 from train.distributed import world
-from train.loop import train
+from train.model import trainee
+from train.run.loop import train
+from train.settings.config import load_config
 
 if __name__ == "__main__":
-    model.CHUNK = 48
+    trainee.CHUNK = 48
     with world(1, 2) as ranks:
         for words in json.loads(sys.argv[2]):
             with contextlib.suppress(Interrupted):

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 
 from formats.errors import UnsupportedError
 from tests.train.test_model import flat_of
-from train.attention import named, resolve, varlen
-from train.model import Trainee
-from train.selfcheck import self_check
+from train.model.attention import named, resolve, varlen
+from train.model.selfcheck import self_check
+from train.model.trainee import Trainee
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -50,7 +50,7 @@ def documents():
     ],
 )
 def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
-    monkeypatch.setattr("train.attention._has_flash", lambda: flash)
+    monkeypatch.setattr("train.model.attention._has_flash", lambda: flash)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, window_size, scale, enable_gqa: q)
     config = config_of(model(family, vocab_size=253))
     assert resolve("auto", config, CUDA, dtype) == wanted
@@ -75,7 +75,7 @@ def test_kernels_are_not_given_what_they_refuse(model, monkeypatch, family, more
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, window_size, scale, enable_gqa: q)
     config = config_of(model(family, vocab_size=253, **more))
     for flash, found in ((True, wanted), (False, other)):
-        monkeypatch.setattr("train.attention._has_flash", lambda flash=flash: flash)
+        monkeypatch.setattr("train.model.attention._has_flash", lambda flash=flash: flash)
         assert resolve("auto", config, CUDA, torch.bfloat16) == found
 
 
@@ -91,7 +91,7 @@ def test_a_flash_attn_that_cannot_be_imported_is_not_there(model, monkeypatch, t
 
 def test_a_kernel_without_windows_is_not_taken(model, monkeypatch):
     """That of torch 2.10."""
-    monkeypatch.setattr("train.attention._has_flash", lambda: False)
+    monkeypatch.setattr("train.model.attention._has_flash", lambda: False)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, is_causal: q)
     config = config_of(model("llama", vocab_size=253))
     assert resolve("auto", config, CUDA, torch.bfloat16) == "sdpa"
@@ -186,7 +186,7 @@ def test_logits_that_a_model_scales_or_caps(model, documents, monkeypatch, famil
         wanted = torch.nn.functional.cross_entropy(logits, torch.from_numpy(flat.labels), reduction="sum")
         assert trainee(flat, CPU).item() == pytest.approx(wanted.item(), rel=1e-5)
     assert self_check(config, CPU, backend, torch.float32) < 1e-4
-    monkeypatch.setattr("train.selfcheck.adjusted", lambda logits, _: logits)
+    monkeypatch.setattr("train.model.selfcheck.adjusted", lambda logits, _: logits)
     with pytest.raises(UnsupportedError, match=f"{family} does something with its logits that is not known here"):
         self_check(config, CPU, backend, torch.float32)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.demo_train import chain, dialogues, turns
 from tests.hub.conftest import environment, finish, spawn
 from tests.hub.server import Hub
-from train.chat import Sampling, open_chat
+from train.tools.chat import Sampling, open_chat
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 PULL = """

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from formats.registry import FORMATS
-from train.source import TO_FOLDER
+from train.start.start_weights import TO_FOLDER
 
 USER, ASSISTANT = 7, 8
 SYSTEM = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|{{ m['role'] }}|>{% endfor %}<|assistant|>"

@@ -93,8 +93,8 @@ def by_hand(folder: Path, prefix: Path) -> dict[str, float]:
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu import corpus_bleu
 
-    from train.data.documents import open_documents
-    from train.data.vocabulary import open_vocabulary
+    from train.data.tokens.documents import open_documents
+    from train.data.tokens.tokenizers import open_vocabulary
 
     model, documents, known = loaded(folder), open_documents(prefix), open_vocabulary(GOLDEN / "model.model")
     spoken, meant, total, tokens = [], [], 0.0, 0
@@ -197,7 +197,7 @@ def test_checkpoints_of_other_frameworks(trained, evaluate, convert, tmp_path):
 
 def test_texts_that_nobody_tokenized(copy, evaluate, tmp_path):
     """Perplexity without a begin token, as transformers computes it of each text."""
-    from train.data.vocabulary import open_vocabulary
+    from train.data.tokens.tokenizers import open_vocabulary
 
     texts = {"eu": ["saule upe diena", "the house and the river"], "en": ["translate not you", "a", "sun thanks a"]}
     folder = tmp_path / "tests"

@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.models import EXPERTS, FUSED_HERE
-from train.experts import Fused
-from train.model import fill, fill_buffers, make, open_config, pieces, weights
+from train.model.fused_experts import Fused
+from train.model.trainee import fill, fill_buffers, make, open_config, pieces, weights
 
 NEAR = 2e-6
 

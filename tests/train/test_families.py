@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 from tests.models import MODELS
 from tests.train.test_model import flat_of
-from train.attention import resolve
-from train.model import Trainee, fill, fill_buffers, make, open_config
-from train.selfcheck import require_masks, self_check
+from train.model.attention import resolve
+from train.model.selfcheck import require_masks, self_check
+from train.model.trainee import Trainee, fill, fill_buffers, make, open_config
 
 CPU = torch.device("cpu")
 REFUSED: dict[str, str] = {}

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from converters.publish.chat import load_template
+from converters.assets.chat_template import load_template
 from formats.errors import OutputError, RefusedError, SourceError, UsageError
 from tests.train.test_settings import write
-from train.checkpoint import Progress, Saver, check_same, newest, ours, read_progress, require_places
-from train.config import Save, load_config
-from train.data.documents import open_documents
-from train.export import check_export
-from train.prepare import _start
-from train.schedule import check_schedule
-from train.source import folder_of
+from train.data.tokens.documents import open_documents
+from train.run.checkpoint import Progress, Saver, check_same, newest, ours, read_progress, require_places
+from train.run.export import check_export
+from train.run.prepare import _start
+from train.settings.config import Save, load_config
+from train.settings.schedule import check_schedule
+from train.start.start_weights import folder_of
 
 PLAIN = "model: {path: m}\ndata: {train: P, seq_length: 8}\nbatch: {size: 4}\noptim: {lr: 0.1}\nsave: {path: s}\n"
 
@@ -262,7 +262,7 @@ def test_a_start_is_converted_once(settings, model, convert, tmp_path):
 def test_numbers_go_through_a_file_of_settings_as_they_are():
     import yaml
 
-    from train.init import text_of
+    from train.tools.init_folder import text_of
 
     for value in (1.25e-5, 1e-5, 8e-6, 1e-8, 0.1, 3.0, 1e30):
         text = "\n".join(text_of({"optim.lr": value}))

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch.distributed.checkpoint import filesystem
 
 from train.engines.fsdp import write
-from train.model import make, open_config
+from train.model.trainee import make, open_config
 
 
 @pytest.mark.distributed

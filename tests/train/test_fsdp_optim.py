@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from converters.digest import remembered_states
+from converters.common.manifest import remembered_states
 from tests.conftest import Ran
 from tests.faults.dcp_tools import save
 

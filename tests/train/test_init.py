@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from tests.train.conftest import GOLDEN, ROOT
-from train.config import Config, Lora, keys, load_config
-from train.rows import open_rows
+from train.data.rows import open_rows
+from train.settings.config import Config, Lora, keys, load_config
 
 
 def test_every_setting_is_there_and_explained(train, model, data, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from formats.errors import UnsupportedError
-from train.kernels import resolve
+from train.model.kernels import resolve
 
 LLAMA = SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"})
 
@@ -24,7 +24,7 @@ def test_a_cpu_has_kernels_of_torch():
 
 def test_a_gpu_without_liger(monkeypatch):
     cuda = torch.device("cuda")
-    monkeypatch.setattr("train.kernels.find_spec", lambda _: None)
+    monkeypatch.setattr("train.model.kernels.find_spec", lambda _: None)
     assert resolve("auto", LLAMA, cuda) == resolve("torch", LLAMA, cuda) == "torch"
     with pytest.raises(UnsupportedError, match="not installed"):
         resolve("liger", LLAMA, cuda)
@@ -36,7 +36,7 @@ def test_models_that_liger_knows(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr("train.kernels.find_spec", lambda _: True)
+    monkeypatch.setattr("train.model.kernels.find_spec", lambda _: True)
     cuda = torch.device("cuda")
     assert resolve("auto", LLAMA, cuda) == resolve("liger", LLAMA, cuda) == "liger"
     part = SimpleNamespace(model_type="llama", rope_parameters={"partial_rotary_factor": 0.75})

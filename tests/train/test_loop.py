@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("torch")
 
 from formats.errors import VerificationError
-from train.checkpoint import Progress
-from train.config import load_config
-from train.loop import after, ahead
-from train.observe import Step
-from train.rows import Flat
+from train.data.rows import Flat
+from train.run.checkpoint import Progress
+from train.run.log import Step
+from train.run.step import after, ahead
+from train.settings.config import load_config
 
 STEP = Step(1.0, 1.0, 8, 9, 0.0, 0, 0.1, stop=False, written=False, due=False)
 
@@ -26,7 +26,7 @@ def follows(settings, monkeypatch):
     def told(done, step, **sections):
         config, did = load_config(settings(**sections))[0], []
         sets = {"one": None} if config.data.validation else {}
-        monkeypatch.setattr("train.loop.evaluate", lambda *_: did.append("evaluate"))
+        monkeypatch.setattr("train.run.loop.evaluate", lambda *_: did.append("evaluate"))
         saver = SimpleNamespace(finish=lambda: did.append("finish"), start=lambda *_: did.append("save"))
         run = SimpleNamespace(
             made=SimpleNamespace(config=config, total=8), saver=saver, sets=sets, world=None, judge=None,

@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from formats.errors import RefusedError, UnsupportedError, UsageError
-from train import lora
-from train.config import Lora
-from train.model import filed, make
+from train.model import lora
+from train.model.trainee import filed, make
+from train.settings.config import Lora
 
 LR = {"lr": 1e-2}
 
@@ -66,7 +66,7 @@ def test_any_ranks_and_interruptions(settings, run, convert, model, tmp_path):
     assert stopped.code == 75, stopped.out
     again = run(config)
     assert again.series("loss") == losses  # so what is frozen has not changed in eight steps either
-    from train.export import read_adapters
+    from train.run.export import read_adapters
 
     ours, theirs = (read_adapters(one.save / "global_step108") for one in (again, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 
 from formats.errors import RefusedError, UnsupportedError
 from tests.train.conftest import GOLDEN
-from train.config import Data
-from train.evaluate import Score, line_of
-from train.metrics import ROUGE, open_judge
-from train.model import summed_loss
-from train.rows import IGNORED, open_rows
+from train.data.rows import IGNORED, open_rows
+from train.model.trainee import summed_loss
+from train.run.evaluate import Score, line_of
+from train.run.metrics import ROUGE, open_judge
+from train.settings.config import Data
 
 MODEL = GOLDEN / "model.model"
 
@@ -93,7 +93,7 @@ def test_predictions_are_those_of_the_whole_logits(monkeypatch):
         most = max(most, len(states))
         return head(states)
 
-    monkeypatch.setattr("train.model.CHUNK", 7)
+    monkeypatch.setattr("train.model.trainee.CHUNK", 7)
     assert summed_loss(hidden, labels, counted, predicted).item() == pytest.approx(plain.item(), rel=1e-6)
     assert torch.equal(predicted, head(hidden).argmax(-1))
     assert most == 7

@@ -8,8 +8,8 @@ from zlib import crc32
 
 import pytest
 
-from formats import saves
 from formats.errors import SourceError
+from formats.torch_files import saves
 from tests.faults.dcp_tools import refused
 from tests.train.test_deepspeed import zero
 
@@ -62,7 +62,7 @@ def test_a_mixture_is_refused_by_all_that_read_it(settings, run, convert, tmp_pa
 
 def test_evaluation_and_merged_adapters(settings, run, forks, data, tmp_path):
     """They read the pieces themselves, without the converter."""
-    from train.export import read_adapters
+    from train.run.export import read_adapters
 
     config = settings(save={"every": 1}, data={"validation": {"one": str(data)}})
     for save, lora in (("whole", []), ("lora", ["--lora.rank", 4])):

@@ -11,13 +11,13 @@ torch = pytest.importorskip("torch")
 
 from formats.errors import RefusedError, UnsupportedError, UsageError
 from tests.models import SMALL, settings_of
-from train.attention import forward_words
-from train.config import Data
-from train.data.documents import open_documents
-from train.model import Trainee, summed_loss
-from train.neftune import noise_for
-from train.rows import IGNORED, Flat, open_rows
-from train.selfcheck import require_masks, self_check
+from train.data.rows import IGNORED, Flat, open_rows
+from train.data.tokens.documents import open_documents
+from train.model.attention import forward_words
+from train.model.neftune import noise_for
+from train.model.selfcheck import require_masks, self_check
+from train.model.trainee import Trainee, summed_loss
+from train.settings.config import Data
 
 CPU = torch.device("cpu")
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
@@ -79,7 +79,7 @@ def test_the_self_check_refuses_what_mixes_documents(model, monkeypatch):
     from transformers import AutoConfig
 
     from formats.errors import VerificationError
-    from train import selfcheck
+    from train.model import selfcheck
 
     config = AutoConfig.from_pretrained(model("llama", vocab_size=253))
     assert self_check(config, CPU, "sdpa", torch.float32) < 1e-5
@@ -98,15 +98,15 @@ def test_the_self_check_forgives_a_token_that_rounding_gives_to_another_expert()
 def test_the_self_check_has_the_kernels_of_the_training(settings, monkeypatch):
     """A stand-in for liger's: rotary positions that count the tokens of a row."""
     from formats.errors import VerificationError
-    from train.config import load_config
-    from train.prepare import choose_attention
+    from train.run.prepare import choose_attention
+    from train.settings.config import load_config
 
     def counting(model):
         forward = model.model.rotary_emb.forward
         model.model.rotary_emb.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None] ** 2)
 
-    monkeypatch.setattr("train.kernels.resolve", lambda *_: "liger")
-    monkeypatch.setattr("train.kernels.replace", counting)
+    monkeypatch.setattr("train.model.kernels.resolve", lambda *_: "liger")
+    monkeypatch.setattr("train.model.kernels.replace", counting)
     world = SimpleNamespace(device=CPU)
     with pytest.raises(VerificationError, match="documents of a row see each other"):
         choose_attention(load_config(settings())[0], world)
@@ -123,7 +123,7 @@ def test_chunks_of_the_loss(monkeypatch):
     labels[::3] = IGNORED
     whole = torch.nn.functional.cross_entropy(head(hidden), labels, ignore_index=IGNORED, reduction="sum")
     expected = torch.autograd.grad(whole, hidden)[0]
-    monkeypatch.setattr("train.model.CHUNK", 7)
+    monkeypatch.setattr("train.model.trainee.CHUNK", 7)
     found = summed_loss(hidden, labels, head)
     assert found.item() == pytest.approx(whole.item(), rel=1e-6)
     assert torch.allclose(torch.autograd.grad(found, hidden)[0], expected, atol=1e-6)

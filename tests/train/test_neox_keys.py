@@ -11,10 +11,10 @@ import yaml
 from formats.errors import RefusedError, UsageError
 from tests.train.conftest import GOLDEN
 from tests.train.neox_files import BARE, PHASE
-from train.config import Data
-from train.data.documents import open_documents
-from train.rows import open_rows
-from train.schedule import check_schedule, learning_rate
+from train.data.rows import open_rows
+from train.data.tokens.documents import open_documents
+from train.settings.config import Data
+from train.settings.schedule import check_schedule, learning_rate
 
 
 def test_a_phase_of_a_pre_training(read):

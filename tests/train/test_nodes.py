@@ -12,12 +12,12 @@ from formats.errors import UsageError
 from tests.train.conftest import ROOT, environment
 from tests.train.forks import free_port
 from train.distributed import environment as joined
-from train.nodes import Figures, compare, rounds
+from train.tools.node_speed import Figures, compare, rounds
 
 WORLD = """
 import json, sys, time
-from train import nodes
 from train.distributed import world
+from train.tools import node_speed as nodes
 
 nodes.REPEATS, nodes.EXCHANGED, exchange = 3, 2**20, nodes._exchange
 def late(*words):

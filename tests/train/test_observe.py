@@ -15,10 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.train.test_model import flat_of, loaded
-from train.config import Data
-from train.evaluate import evaluate
-from train.rows import open_rows
-from train.speed import flops_of, multiplied
+from train.data.rows import open_rows
+from train.run.evaluate import evaluate
+from train.run.throughput import flops_of, multiplied
+from train.settings.config import Data
 
 distributed = pytest.mark.distributed
 
@@ -92,7 +92,7 @@ def test_a_long_evaluation_is_no_hang(model, data):
 
 HANGS = """
 import sys, time
-from train import loop
+from train.run import loop
 loop.learning_rate = lambda *_: time.sleep(60)
 sys.argv = ["train", "run", *sys.argv[1:]]
 from train.cli import main

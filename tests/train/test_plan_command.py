@@ -50,12 +50,12 @@ def test_operations_are_those_that_the_log_counts(settings, family, more):
     """Of an epoch. The plan counts the biases of some routers too, which multiply nothing."""
     from transformers import AutoConfig
 
-    from train import lora
-    from train.config import load_config
-    from train.model import make
-    from train.planning import estimate
-    from train.rows import open_rows
-    from train.speed import flops_of, multiplied
+    from train.data.rows import open_rows
+    from train.model import lora
+    from train.model.trainee import make
+    from train.run.estimate import estimate
+    from train.run.throughput import flops_of, multiplied
+    from train.settings.config import load_config
 
     path = settings(family, steps={"train_iters": None, "epochs": 1}, **more)
     config, _ = load_config(path)

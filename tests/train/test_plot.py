@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from formats.errors import SourceError
-from train.plot import DPI, HEIGHT, WIDTH, draw, read_history
+from train.tools.plot import DPI, HEIGHT, WIDTH, draw, read_history
 
 
 def write(folder, name, first, steps=50, texts=False):

@@ -13,11 +13,11 @@ pytest.importorskip("torch")
 from formats.errors import SourceError, UsageError
 from tests.train.conftest import GOLDEN, spawn
 from tests.train.neox_files import BARE, PHASE
-from train.checkpoint import Progress, read_progress
-from train.config import load_config
-from train.data.indexed import open_indexed
-from train.effects import check_effect
-from train.schedule import check_schedule
+from train.data.tokens.indexed import open_indexed
+from train.run.checkpoint import Progress, read_progress
+from train.settings.config import load_config
+from train.settings.effects import check_effect
+from train.settings.schedule import check_schedule
 
 
 @pytest.mark.parametrize(

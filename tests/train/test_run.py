@@ -70,13 +70,13 @@ def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, whole):
 
 def test_loading_is_part_of_the_time(settings, monkeypatch):
     import train
-    from train.config import load_config
-    from train.loop import late
+    from train.run.step import late
+    from train.settings.config import load_config
 
-    monkeypatch.setattr("train.loop.BEGAN", train.BEGAN - 90)
+    monkeypatch.setattr("train.run.loop.BEGAN", train.BEGAN - 90)
     assert late(load_config(settings(steps={"exit_minutes": 1.5}))[0])
     assert not late(load_config(settings())[0])
-    monkeypatch.setattr("train.loop.BEGAN", time.monotonic())
+    monkeypatch.setattr("train.run.loop.BEGAN", time.monotonic())
     assert not late(load_config(settings(steps={"exit_minutes": 1.5}))[0])
 
 
@@ -184,7 +184,7 @@ def test_perplexity_is_the_same_on_any_ranks(settings, run, data):
 
 WATCHED = """
 from pathlib import Path
-from train import loop
+from train.run import loop
 from train.cli import main
 evaluate = loop.evaluate
 

@@ -12,10 +12,11 @@ torch = pytest.importorskip("torch")
 from formats.errors import SourceError
 from tests.faults.test_source_checksums import flip
 from tests.train.test_deepspeed import zero
-from train.checkpoint import Progress, Saver
-from train.config import Save
-from train.export import export
-from train.identity import RECORD, recorded, small_files
+from train.run.checkpoint import Progress, Saver
+from train.run.export import export
+from train.run.identity import recorded, small_files
+from train.settings.config import Save
+from train.start.run_folder import RECORD
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 LORA = {"targets": ["q_proj"], "rank": 2, "alpha": 4}

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import UsageError
-from train.batching import Order, Sizes, batch_sizes, make_order, passes
-from train.config import Batch, Config, Steps, load_config
-from train.schedule import SHAPES, check_schedule, learning_rate
+from train.settings.batching import Order, Sizes, batch_sizes, make_order, passes
+from train.settings.config import Batch, Config, Steps, load_config
+from train.settings.schedule import SHAPES, check_schedule, learning_rate
 
 NEOX = """
 "train_data_paths": ["/data/P_text_document"]

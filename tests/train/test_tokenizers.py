@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from tests.train.conftest import GOLDEN, spawn, tree_of
-from train.data.facts import read_facts
-from train.data.vocabulary import made_with, open_vocabulary
+from train.data.tokens.sidecar import read_facts
+from train.data.tokens.tokenizers import made_with, open_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_an_id_that_no_row_belongs_to(file, run, data, tmp_path):
 
 
 def open_rows_dtype(prefix):
-    from train.data.indexed import open_indexed
+    from train.data.tokens.indexed import open_indexed
 
     return open_indexed(prefix).dtype
 

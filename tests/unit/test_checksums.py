@@ -12,10 +12,10 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters.checksums import MANY, SMALL, Checksums
-from formats import crc32
+from converters.move.crc32 import MANY, SMALL, Checksums
 from formats.checkpoint import OutputFile
-from formats.storage import Fragment
+from formats.disk.safetensors import Fragment
+from formats.torch_files import crc32
 
 
 def sums(size: int) -> tuple[Checksums, Fragment]:

@@ -12,7 +12,7 @@ import pytest
 
 import converters.cli
 import train.cli
-from train.config import keys
+from train.settings.config import keys
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("formats", "converters", "train", "containers")

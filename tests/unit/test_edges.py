@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from converters.edges import WORDS, as_words, cast, finite, mean
+from converters.move.casts import WORDS, as_words, cast, finite, mean
+from formats.disk.safetensors import DTYPES
 from formats.errors import RefusedError
-from formats.storage import DTYPES
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -115,11 +115,12 @@ def test_copies_are_added_up_one_by_one(tmp_path, partial):
 
     import numpy as np
 
-    from converters.blocks import Files
-    from converters.engine import Limits, execute
-    from converters.plan import Job, Part
-    from formats.pattern import Leaf, Span
-    from formats.storage import Fragment
+    from converters.move.blocks import Files
+    from converters.move.engine import execute
+    from converters.plan.plan import Job, Part
+    from converters.plan.request import Limits
+    from formats.disk.safetensors import Fragment
+    from formats.layout.pattern import Leaf, Span
 
     count, size = 40, 1 << 18
     values = np.random.default_rng(0).normal(size=(count, size)).astype(np.float32)

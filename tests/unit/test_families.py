@@ -11,11 +11,12 @@ import shutil
 import pytest
 
 from formats.errors import RefusedError, UnsupportedError
-from formats.families import FAMILIES, Facts, family_of
-from formats.hf_config import from_huggingface, to_huggingface
-from formats.megatron_args import from_megatron, to_megatron
+from formats.families import FAMILIES, family_of
+from formats.families.family import Facts
+from formats.huggingface.config import from_huggingface, to_huggingface
+from formats.megatron.args.args import from_megatron, to_megatron
+from formats.model.spec import differences
 from formats.registry import open_checkpoint
-from formats.spec import differences
 from tests.models import files, settings_of
 
 FALCON_7B = {

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.errors import UsageError
-from formats.families import FAMILIES, Family, known
-from formats.family_file import load
-from formats.hf_config import HUGGINGFACE, from_huggingface, to_huggingface
+from formats.families import FAMILIES, known
+from formats.families.family import Family
+from formats.huggingface.config import HUGGINGFACE, from_huggingface, to_huggingface
+from formats.huggingface.family_file import load
 from tests.roundtrip.test_own_family import example
 
 OUTPUT = "output: hidden (group head dim)"

@@ -69,7 +69,7 @@ def test_help_loads_nothing_that_help_does_not_need():
     )
     loaded = set(ran.stdout.split())
     assert "click" in loaded
-    assert not loaded & {"numpy", "rich", "blake3", "formats.megatron", "converters.engine"}
+    assert not loaded & {"numpy", "rich", "blake3", "formats.megatron.classic", "converters.move.engine"}
 
 
 def test_every_package_is_installed():

@@ -8,10 +8,11 @@ import sys
 import tracemalloc
 from pathlib import Path
 
-from converters.blocks import Files, finish_files
-from formats import dcp, dcp_writer, zero
+from converters.move.blocks import Files, finish_files
 from formats.checkpoint import OutputFile
-from formats.storage import Fragment
+from formats.deepspeed import zero
+from formats.disk.safetensors import Fragment
+from formats.torch_files import dcp, dcp_writer
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 

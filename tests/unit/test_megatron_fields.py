@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from formats.errors import UnsupportedError
-from formats.megatron_args import from_megatron, to_megatron
-from formats.megatron_fields import FIELDS, UNKNOWN, WORDS, off, require_understood
-from formats.megatron_run_args import RUN
+from formats.megatron.args.args import from_megatron, to_megatron
+from formats.megatron.args.fields import FIELDS, UNKNOWN, WORDS, off, require_understood
+from formats.megatron.args.run_options import RUN
 from formats.registry import open_checkpoint
 from tests.megatron_runs import with_args
 

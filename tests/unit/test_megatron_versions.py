@@ -15,12 +15,12 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from converters.digest import MANIFEST
+from converters.prove.digest import MANIFEST
 from formats.errors import RefusedError, UnsupportedError, UsageError
-from formats.hf_config import from_huggingface
-from formats.megatron_args import Options, from_megatron, namespace, to_megatron
-from formats.megatron_flags import faults, flags, remarks
-from formats.megatron_versions import DEVIATIONS, IGNORED, OPTIONS, VERSIONS, WROTE, ignored, version_of
+from formats.huggingface.config import from_huggingface
+from formats.megatron.args.args import Options, from_megatron, namespace, to_megatron
+from formats.megatron.args.flags import faults, flags, remarks
+from formats.megatron.args.versions import DEVIATIONS, IGNORED, OPTIONS, VERSIONS, WROTE, ignored, version_of
 from tests.megatron_runs import with_args
 from tests.models import IN_MEGATRON, LATENT_YARN, LLAMA3, PLAIN_YARN, YARN, files, settings_of
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from formats.deepspeed.neox.yml import from_neox, to_neox
 from formats.errors import SourceError, UnsupportedError
-from formats.neox_args import from_neox, to_neox
 
 LLAMA: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "max_position_embeddings": 4096,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from formats.deepspeed.neox.gqa_order import QKV, choose
+from formats.disk.safetensors import Fragment
 from formats.errors import RefusedError
-from formats.neox_gqa import QKV, choose
 from formats.registry import open_checkpoint
-from formats.storage import Fragment
 
 DIM, HEADS, GROUPS, HIDDEN = 8, 8, 4, 64
 BLOCKED = np.repeat([0, 1, 2], [DIM * HEADS, DIM * GROUPS, DIM * GROUPS])

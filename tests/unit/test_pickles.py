@@ -23,8 +23,18 @@ import pytest
 import torch
 
 from formats.errors import SourceError
-from formats.pickles import DTYPES, STORAGES, Dtype, Namespace, Opaque, StorageRef, TensorRef, dumps, keeps
-from formats.unpickle import loads
+from formats.torch_files.pickle_values import (
+    DTYPES,
+    STORAGES,
+    Dtype,
+    Namespace,
+    Opaque,
+    StorageRef,
+    TensorRef,
+    dumps,
+    keeps,
+)
+from formats.torch_files.unpickle import loads
 
 PLAIN: dict[str, Any] = {
     "none": None, "true": True, "false": False, "zero": 0, "one": 1, "minus one": -1, "int32 max": 2**31 - 1,

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from converters.convert import Request
-from converters.plan import make_plan
-from converters.targets import plan_megatron
+from converters.plan.plan import make_plan
+from converters.plan.request import Request
+from converters.plan.targets import plan_megatron
 from formats.errors import RefusedError
-from formats.layout import Placed
-from formats.megatron_args import Options
+from formats.layout.table import Placed
+from formats.megatron.args.args import Options
 from formats.registry import open_checkpoint
 
 

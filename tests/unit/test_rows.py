@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from converters import engine
-from converters.blocks import Files
-from converters.regions import Nearby
-from converters.targets import plan_reading
+from converters.move import engine
+from converters.move.blocks import Files
+from converters.move.regions import Nearby
+from converters.plan.targets import plan_reading
+from formats.model.spec import Verbatim
+from formats.model.vocab_rows import grown, rows
 from formats.registry import open_checkpoint
-from formats.rows import grown, rows
-from formats.spec import Verbatim
 
 TOKENS = 211
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from formats.disk.safetensors import Fragment
 from formats.errors import SourceError
-from formats.layout import Cut
-from formats.scattered import Piece, scattered
-from formats.storage import Fragment
+from formats.layout.pieces import Piece, scattered
+from formats.layout.table import Cut
 
 
 def piece(start: int, stop: int, file: str, dtype: str = "F32") -> Piece:

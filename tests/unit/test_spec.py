@@ -20,14 +20,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, VitruvianError
 from formats.families import FAMILIES
-from formats.hf_config import from_huggingface, to_huggingface
-from formats.huggingface import BUFFERS, model_slots
-from formats.megatron_args import Options, from_megatron, namespace, to_megatron
-from formats.megatron_fields import FIELDS
-from formats.megatron_flags import flags
-from formats.megatron_rotary import LLAMA3_SCALING
-from formats.spec import differences, parse_settings
-from formats.verbatim import describe
+from formats.huggingface.config import from_huggingface, to_huggingface
+from formats.huggingface.folder import model_slots
+from formats.layout.tensors import BUFFERS
+from formats.megatron.args.args import Options, from_megatron, namespace, to_megatron
+from formats.megatron.args.fields import FIELDS
+from formats.megatron.args.flags import flags
+from formats.megatron.args.rope import LLAMA3_SCALING
+from formats.model.spec import differences, parse_settings
+from formats.model.untabled import describe
 from tests.models import EXPERTS, FUSED_HERE, IN_MEGATRON, LLAMA3, MODELS, PLAIN_YARN, YARN, settings_of
 
 
@@ -792,7 +793,7 @@ def test_a_config_is_the_same_file_each_time():
     """Whatever the order that this process gives to sets."""
     code = (
         "import json\nfrom tests.models import MODELS, SMALL\n"
-        "from formats.hf_config import from_huggingface, to_huggingface\n"
+        "from formats.huggingface.config import from_huggingface, to_huggingface\n"
         "for name in ('dots1', 'glm4_moe', 'deepseek_v3'):\n"
         "    config = {**SMALL, 'rms_norm_eps': 1e-6, **MODELS[name]}\n"
         "    print(json.dumps(to_huggingface(from_huggingface(config, {}, name), {})))"

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 
-from formats.errors import SourceError
-from formats.storage import (
+from formats.disk.safetensors import (
     DTYPES,
     Entry,
     Fragment,
@@ -27,6 +26,7 @@ from formats.storage import (
     safetensors_header,
     write_from,
 )
+from formats.errors import SourceError
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,

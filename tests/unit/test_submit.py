@@ -13,7 +13,7 @@ from shutil import which
 import pytest
 import yaml
 
-from converters.slurm import (
+from converters.common.slurm import (
     Wishes,
     cpu_header,
     cpu_job,
@@ -335,7 +335,7 @@ def test_a_site_file_that_lacks_something_is_refused_by_name(monkeypatch, tmp_pa
     text = (CONTAINERS / "sites/local.sh").read_text()
     (tmp_path / "sites").mkdir()
     (tmp_path / "sites/mine.sh").write_text(re.sub(f"^{key}.*$", line, text, flags=re.MULTILINE))
-    monkeypatch.setattr("converters.slurm.CONTAINERS", tmp_path)
+    monkeypatch.setattr("converters.common.slurm.CONTAINERS", tmp_path)
     with pytest.raises(UsageError, match=re.escape(f"{tmp_path}/sites/mine.sh: {message}")):
         load_site("mine")
 
@@ -349,7 +349,7 @@ def test_a_site_file_needs_neither_binds_nor_masks(monkeypatch, tmp_path):
         "SITE_GPU='--ntasks-per-node=4 --cpus-per-task=1 --time=1'\n"
         "SITE_CPU_1='--cpus-per-task=1 --mem=64G --time=60'\n"
     )
-    monkeypatch.setattr("converters.slurm.CONTAINERS", tmp_path)
+    monkeypatch.setattr("converters.common.slurm.CONTAINERS", tmp_path)
     site = load_site("mine")
     assert (site.srun, site.network) == ([], "")
     assert cpu_header(site, Wishes("mine", {}, None), 60, 65536)["mem"] == "65536"

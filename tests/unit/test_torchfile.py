@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from formats import pickles
+from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError
-from formats.pickles import STORAGES, Namespace, StorageRef, TensorRef
-from formats.storage import DTYPES, Fragment, row_major
-from formats.torchfile import ALIGNMENT, TorchFile, directories, plan_archive, read_torch
+from formats.torch_files import pickle_values
+from formats.torch_files.archive import ALIGNMENT, TorchFile, directories, plan_archive, read_torch
+from formats.torch_files.pickle_values import STORAGES, Namespace, StorageRef, TensorRef
 
 GIB4 = 1 << 32
-TORCH = {name: getattr(torch, name) for name in pickles.DTYPES}
+TORCH = {name: getattr(torch, name) for name in pickle_values.DTYPES}
 
 
 def elements(fragment: Fragment) -> list[bytes]:
@@ -80,7 +80,7 @@ def test_every_dtype_is_read(tmp_path, name):
     file = saved(tmp_path / "x.pt", {"whole": whole, "part": whole[1, 1:]})
     for key, tensor in (("whole", whole), ("part", whole[1, 1:])):
         ref = file.value[key]
-        assert ref.dtype == pickles.DTYPES[name]
+        assert ref.dtype == pickle_values.DTYPES[name]
         assert elements(file.fragment(ref, key)) == expected(tensor)
 
 
@@ -122,7 +122,7 @@ def test_a_state_dict_as_megatron_saves_it(tmp_path):
     file = saved(tmp_path / "x.pt", value)
     held = file.value
     assert isinstance(held["args"], Namespace)
-    assert vars(held["args"]) == vars(args) | {"params_dtype": pickles.Dtype("bfloat16")}
+    assert vars(held["args"]) == vars(args) | {"params_dtype": pickle_values.Dtype("bfloat16")}
     assert list(held["model"]) == ["weight", "bias"]
     assert elements(file.fragment(held["model"]["weight"], "w")) == expected(layer.weight)
     assert elements(file.fragment(held["parameter"], "p")) == expected(layer.weight)
@@ -184,7 +184,7 @@ def load(path: Path, **options: Any) -> Any:
         return torch.load(path, **options)
 
 
-WRITABLE = [name for name, dtype in pickles.DTYPES.items() if dtype in STORAGES.values()]
+WRITABLE = [name for name, dtype in pickle_values.DTYPES.items() if dtype in STORAGES.values()]
 
 
 @pytest.mark.parametrize("options", [{"weights_only": True, "mmap": True}, {"weights_only": True},
@@ -197,10 +197,17 @@ def test_torch_reads_what_is_written(tmp_path, options):
         tensors[name] = torch.arange(count, dtype=torch.uint8).remainder(2).view(TORCH[name]).reshape(2, -1)
         storages[str(i)] = b"".join(expected(tensors[name]))
     refs = OrderedDict(
-        (name, ref(pickles.DTYPES[name], str(i), tuple(tensors[name].shape))) for i, name in enumerate(WRITABLE)
+        (name, ref(pickle_values.DTYPES[name], str(i), tuple(tensors[name].shape))) for i, name in enumerate(WRITABLE)
     )
     args = Namespace(
-        {"layers": 2, "big": 1 << 80, "text": "é🦙", "window": (1, 0), "dtype": pickles.Dtype("bfloat16"), "none": None}
+        {
+            "layers": 2,
+            "big": 1 << 80,
+            "text": "é🦙",
+            "window": (1, 0),
+            "dtype": pickle_values.Dtype("bfloat16"),
+            "none": None,
+        }
     )
     write(tmp_path / "x.pt", {"args": args, "model": refs, "iteration": 5}, storages)
     held = load(tmp_path / "x.pt", **options)

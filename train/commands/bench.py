@@ -30,7 +30,7 @@ def bench(model: Path, dry_run: bool, out: Path | None, **options: Any) -> None:
     What stands behind -- goes to the harness, such as --num_fewshot 5 or --include_path FOLDER. The harness is found on
     the PATH, so that it may live in an environment of its own.
     """
-    from train.harness import Bench, command_of
+    from train.tools.lm_eval import Bench, command_of
 
     words = command_of(Bench(model=model, out=out or model / "benchmarks", **options))
     click.echo(shlex.join(words))

@@ -14,8 +14,8 @@ from converters.commands.options import FOLDER
 from formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from train.chat import Answer
-    from train.data.vocabulary import Fast
+    from train.data.tokens.tokenizers import Fast
+    from train.tools.chat import Answer
 
 
 @click.command()
@@ -38,7 +38,7 @@ def chat(
     A text that spells a control token stays text. An answer ends at the tokens of generation_config.json, from which
     nothing else is taken.
     """
-    from train.chat import Sampling, open_chat
+    from train.tools.chat import Sampling, open_chat
 
     if not math.isfinite(temperature):
         raise UsageError(f"--temperature {temperature} is no temperature")

@@ -27,7 +27,7 @@ def doctor(model: Path | None, slower: float, as_json: bool) -> None:
     that a training would take mixes them, or if ranks do not add up. Of several nodes the slow ones are named.
     """  # noqa: D301  # \b is the sign of click for lines as they stand
     from train.distributed import world
-    from train.doctor import examine
+    from train.tools.doctor import examine
 
     with world(1, 5) as ranks:
         found = list(examine(ranks, model, slower))

@@ -66,15 +66,15 @@ def _evaluate(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from train.runs import open_run
+    from train.start.run_folder import open_run
 
     if whole and checkpoint is not None:
         raise UsageError("--all and --checkpoint exclude each other")
     settings, notes = open_run(run, overrides)
 
     from train.distributed import world
-    from train.evaluate import CSV, line_of, write_csv, write_scores
-    from train.tester import every, facts_of, find, inside_of, score
+    from train.run.evaluate import CSV, line_of, write_csv, write_scores
+    from train.tools.eval_saved import every, facts_of, find, inside_of, score
 
     def note(text: str) -> None:
         click.echo(f"note: {text}", err=True)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json
-from converters.durable import STOPS, answered
+from converters.common.atomic import STOPS, answered
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from train.data.fetch import Counts
-    from train.data.recipe import Recipe
-    from train.data.sources import Source
+    from train.data.fetch.fetch import Counts
+    from train.data.fetch.recipe import Recipe
+    from train.data.fetch.sources import Source
 
 OFTEN, MASK = 0.5, 0xFF
 """Seconds between two updates of a line on a terminal; the clock is read for one record of 256."""
@@ -53,7 +53,7 @@ def fetch(recipe: str | None, out: Path | None, listing: bool, as_json: bool, **
     It needs the internet unless the source is local or a copy that --cache left.
     """
     from formats.errors import UsageError
-    from train.data.recipe_file import load, override
+    from train.data.fetch.recipe_yaml import load, override
 
     if listing:
         _list(as_json)
@@ -78,10 +78,10 @@ def fetch(recipe: str | None, out: Path | None, listing: bool, as_json: bool, **
 
 
 def _run(recipe: Recipe, out: Path, quiet: bool, as_json: bool, options: dict[str, Any]) -> None:
-    from train.data.copied import copy_set
-    from train.data.fetch import check_free
-    from train.data.fetch import fetch as fetched
-    from train.data.sources import open_source
+    from train.data.fetch.fetch import check_free
+    from train.data.fetch.fetch import fetch as fetched
+    from train.data.fetch.hub_copy import copy_set
+    from train.data.fetch.sources import open_source
 
     if not options["dry_run"]:
         check_free(out, options["force"])
@@ -100,7 +100,7 @@ def _run(recipe: Recipe, out: Path, quiet: bool, as_json: bool, options: dict[st
 def _report(
     recipe: Recipe, source: Source, commit: str | None, out: Path, counts: Counts, seconds: float, as_json: bool
 ) -> None:
-    from train.data.fetch import summary, why
+    from train.data.fetch.fetch import summary, why
 
     if as_json:
         facts = {"out": str(out), "examples": counts.written, "bytes": counts.nbytes, **_counted(counts)}
@@ -117,7 +117,7 @@ def _report(
 
 def _preview(recipe: Recipe, source: Source, out: Path, strict: bool, as_json: bool) -> None:
     """What the first records become."""
-    from train.data.fetch import Counts, made, summary
+    from train.data.fetch.fetch import Counts, made, summary
 
     counts, first = Counts(), b""
     for record in made(recipe, source, counts, strict):
@@ -148,8 +148,8 @@ def _origin(recipe: Recipe, source: Source, commit: str | None) -> dict[str, Any
 
 
 def _list(as_json: bool) -> None:
-    from converters.report import table
-    from train.data.recipe_file import shipped
+    from converters.common.progress import table
+    from train.data.fetch.recipe_yaml import shipped
 
     known = shipped()
     if as_json:
@@ -179,7 +179,7 @@ def _ended_by_signals() -> Iterator[None]:
 @contextmanager
 def _line(quiet: bool) -> Iterator[Any]:
     """How far the work is: one live line on a terminal, one line every 30 s in a log file."""
-    from converters.report import EVERY
+    from converters.common.progress import EVERY
 
     terminal, began = sys.stderr.isatty(), time.monotonic()
     said = began

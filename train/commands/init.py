@@ -31,8 +31,8 @@ def init(
 
     A checkpoint's global step becomes the iteration offset. A phase that follows another goes on in its save folder.
     """  # noqa: D301  # \b is the sign of click for lines as they stand
-    from train.init import after
-    from train.init import init as begin
+    from train.tools.init_folder import after
+    from train.tools.init_folder import init as begin
 
     if (start is None) == (before is None):
         raise UsageError("give one of --from CHECKPOINT and --after CONFIG")

@@ -16,9 +16,9 @@ from converters.commands.options import FILE, as_json, together
 from formats.errors import OutputError, UsageError, VerificationError
 
 if TYPE_CHECKING:
-    from train.data.counts import Counts
-    from train.data.encode import Encoder
-    from train.data.lint import Findings
+    from train.data.look.counts import Counts
+    from train.data.look.lint import Findings
+    from train.data.tokens.encode import Encoder
 
 LOSS = click.option("--loss", type=click.Choice(["assistant", "last_turn", "all"]), default="assistant",
                     show_default=True, help="What is trained: every reply, the last one, or all tokens.")  # fmt: skip
@@ -69,11 +69,11 @@ def lint(**options: Any) -> None:
 
     Exits with 6 if there are any.
     """
-    from converters.publish.small_files import held_template
-    from train.data.encode import TemplateEncoder, control_encoder
-    from train.data.lint import NOTES
-    from train.data.lint import lint as check
-    from train.data.vocabulary import ROLES, Fast, control_ids, open_vocabulary
+    from converters.assets.token_files import held_template
+    from train.data.look.lint import NOTES
+    from train.data.look.lint import lint as check
+    from train.data.tokens.encode import TemplateEncoder, control_encoder
+    from train.data.tokens.tokenizers import ROLES, Fast, control_ids, open_vocabulary
 
     roles = list(ROLES)
     encode: Encoder | None = None
@@ -109,8 +109,8 @@ def lint(**options: Any) -> None:
 
 
 def _report(found: Findings) -> None:
-    from train.data.lint import NOTES, OVER
-    from train.data.records import REASONS
+    from train.data.look.lint import NOTES, OVER
+    from train.data.tokens.records import REASONS
 
     click.echo(f"{found.records} records, {found.form}")
     for finding, number in found.counts.most_common():
@@ -130,9 +130,9 @@ def count(prefix: Path, out: Path | None, seq_length: int | None, force: bool, a
 
     OUT gets one number a line, in the order of the documents.
     """
-    from train.data.counts import count as counted
-    from train.data.counts import write_counts
-    from train.data.indexed import open_indexed
+    from train.data.look.counts import count as counted
+    from train.data.look.counts import write_counts
+    from train.data.tokens.indexed import open_indexed
 
     indexed = open_indexed(prefix, tokens=False)
     found = counted(indexed, None if seq_length is None else seq_length + 1)
@@ -181,9 +181,9 @@ def show(prefix: Path, **options: Any) -> None:
 
     Without colours trained tokens stand between » and «.
     """
-    from train.data.documents import open_documents
-    from train.data.show import lines_of
-    from train.data.vocabulary import open_vocabulary
+    from train.data.look.show import lines_of
+    from train.data.tokens.documents import open_documents
+    from train.data.tokens.tokenizers import open_vocabulary
 
     colour = options["color"]
     if colour is None:

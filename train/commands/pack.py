@@ -51,8 +51,8 @@ def pack(prefix: Path, **options: Any) -> None:
     Only lengths are looked at. No document is cut or joined with another unless --algorithm packed says so: masks and
     positions keep them apart in training.
     """
-    from train.data.indexed import open_indexed, prefix_of
-    from train.data.plan import make_plan, write_plan
+    from train.data.packing.pack_plan import make_plan, write_plan
+    from train.data.tokens.indexed import open_indexed, prefix_of
 
     prefix = prefix_of(prefix)
     try:

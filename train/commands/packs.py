@@ -49,7 +49,7 @@ def state(folder: Path, out: Path, dry_run: bool, force: bool, as_json: bool) ->
 
     It tells `slice` where each data set lies and at which document it begins.
     """
-    from converters.durable import write_file
+    from converters.common.atomic import write_file
     from formats.errors import OutputError
     from train.data.packs import inputs
 
@@ -89,7 +89,7 @@ def slice_(
 
     Run again after an interruption, it goes on with the slices that are missing.
     """
-    from converters.report import size
+    from converters.common.progress import size
     from train.data.packs import inputs, phases, slices, writing
 
     keys = ("tokens_per_iter", "warmup_iters", "cd_phase", "max_tokens_per_pack")
@@ -145,7 +145,7 @@ def plan_record(plan: Plan, pools: dict[str, Pool], wanted: Schedule) -> dict[st
 
 def plan_text(plan: Plan, record: dict[str, Any]) -> str:
     """What is to be written, for people."""
-    from converters.report import size, table
+    from converters.common.progress import size, table
 
     rows: list[tuple[str, ...]] = [
         ("pack", "tokens", "iterations", "train_iters", "end step", "tokens of whole documents", "files")
@@ -181,7 +181,7 @@ def merge(
 
     In the order of their names, with all their documents, and with masks and facts where they have them.
     """
-    from converters.report import size, table
+    from converters.common.progress import size, table
     from train.data.packs import merge as merging
 
     plan = merging.plan_merge(folder)
@@ -257,7 +257,7 @@ def append_eod(
 
     ID comes behind the last token of a document, or in its place. Beside FILE.bin that makes eod_FILE.bin and .idx.
     """
-    from converters.report import size
+    from converters.common.progress import size
     from train.data.packs import append
 
     work = append.plan_append(file, eod, mode)

@@ -19,7 +19,7 @@ def plot(runs: tuple[Path, ...], out: Path | None, force: bool) -> None:
 
     Several runs, such as the phases of a pre-training, lie in one diagram. A training may be running.
     """
-    from train.plot import draw, read_history
+    from train.tools.plot import draw, read_history
 
     if out is not None and out.exists() and not force:
         raise OutputError(f"{out} exists", "choose another --out, or replace it with --force")

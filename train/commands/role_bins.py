@@ -13,9 +13,9 @@ from formats.errors import UsageError
 from train.commands.tokenize import decided, make_request, paths, report, running
 
 if TYPE_CHECKING:
-    from train.data.role_bins import Packing
-    from train.data.vocabulary import SentencePiece
-    from train.data.workers import Job
+    from train.data.packing.role_bins import Packing
+    from train.data.tokens.tokenizers import SentencePiece
+    from train.data.tokens.workers import Job
 
 unused = together(
     click.option("--tokenizer-type", "--tokenizer_type", type=click.Choice(["SentencePieceTokenizer"]), hidden=True),
@@ -96,9 +96,9 @@ def role_bins(**options: Any) -> None:
     A turn is <|im_start|>ROLE, a line break, the content, <|im_end|> and a line break. A special token that a content
     spells stays text. A malformed record is dropped and counted. A killed run goes on when it is run again.
     """
-    from train.data.indexed import named_prefix
-    from train.data.inputs import ranges
-    from train.data.role_bins import write_role_bins
+    from train.data.packing.role_bins import write_role_bins
+    from train.data.tokens.indexed import named_prefix
+    from train.data.tokens.input_ranges import ranges
 
     if options["more"] and len(options["inputs"]) > 1:
         raise UsageError("several --input and files behind them have no order", "name all files behind one --input")
@@ -120,9 +120,9 @@ def role_bins(**options: Any) -> None:
 
 def make_job(options: Mapping[str, Any]) -> tuple[Job, Packing | None]:
     """What the options ask for, checked against the tokenizer."""
-    from train.data.role_bins import Packing, full_size, separator, special_tokens
-    from train.data.vocabulary import names_digest
-    from train.data.workers import Job
+    from train.data.packing.role_bins import Packing, full_size, separator, special_tokens
+    from train.data.tokens.tokenizers import names_digest
+    from train.data.tokens.workers import Job
 
     extra = [token for token in options["extra"].split(",") if token]
     vocabulary = _sentencepiece(options["tokenizer"], extra)
@@ -137,8 +137,8 @@ def make_job(options: Mapping[str, Any]) -> tuple[Job, Packing | None]:
 
 
 def _sentencepiece(path: Path, extra: list[str]) -> SentencePiece:
-    from train.data.role_bins import NEW
-    from train.data.vocabulary import SentencePiece, open_vocabulary
+    from train.data.packing.role_bins import NEW
+    from train.data.tokens.tokenizers import SentencePiece, open_vocabulary
 
     if (path / "tokenizer.model").is_file():
         path /= "tokenizer.model"

@@ -14,7 +14,7 @@ from converters.commands.options import FILE, as_json
 from formats.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from train.config import Config
+    from train.settings.config import Config
 
 VARIABLES = {
     "CURSE_ATTENTION": "documents of a row never see each other",
@@ -43,13 +43,13 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
 
 
 def _run(path: Path, overrides: tuple[str, ...]) -> None:
-    from train.config import load_config
+    from train.settings.config import load_config
 
     settings, notes = load_config(path, overrides)
 
     from train.distributed import world
-    from train.export import export
-    from train.loop import RESUME, train
+    from train.run.export import export
+    from train.run.loop import RESUME, train
 
     with world(settings.parallel.replicas, settings.parallel.timeout_minutes) as ranks:
         if ranks.first:
@@ -88,10 +88,10 @@ def _hints(settings: Config) -> list[str]:
 @as_json
 def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | None, mfu: float, as_json: bool) -> None:
     """What a training will take: batch equation, steps, tokens, memory, time. Needs no GPU."""
-    from converters.report import size, table
-    from train.batching import passes
-    from train.config import load_config
-    from train.planning import PEAK, estimate
+    from converters.common.progress import size, table
+    from train.run.estimate import PEAK, estimate
+    from train.settings.batching import passes
+    from train.settings.config import load_config
 
     if device is not None and device not in PEAK:
         raise UsageError(f"nobody knows how fast a {device} is", f"--device is one of {', '.join(PEAK)}")

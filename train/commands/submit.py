@@ -37,7 +37,7 @@ def submit(words: tuple[str, ...], **options: Any) -> None:
     Each job submits the next one, if there is something left and the last one has made a checkpoint. Script and logs go
     into the folder slurm beside CONFIG. -n prints the script, which may be edited and given to sbatch.
     """  # noqa: D301  # \b is the sign of click for lines as they stand
-    from train import submit as jobs
+    from train.tools import submit as jobs
 
     kind = words[0] if words else ""
     wishes = wishes_of(options, typed=OF_TRAININGS if kind in DATA else ("time",) if options["preflight"] else ())
@@ -53,7 +53,7 @@ def submit(words: tuple[str, ...], **options: Any) -> None:
         job = jobs.data(words, wishes)
     elif words[0] == "eval":
         from train.commands.evaluate import evaluate
-        from train.runs import open_run
+        from train.start.run_folder import open_run
 
         given = evaluate.make_context("eval", list(words[1:])).params
         open_run(given["run"], given["overrides"])

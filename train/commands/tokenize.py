@@ -16,9 +16,9 @@ from formats.errors import UnsupportedError, UsageError, short
 from train.commands.look import record_format, told
 
 if TYPE_CHECKING:
-    from train.data.inputs import Ranges
-    from train.data.tokenize import Request
-    from train.data.workers import Job
+    from train.data.tokens.input_ranges import Ranges
+    from train.data.tokens.tokenize import Request
+    from train.data.tokens.workers import Job
 
 KINDS = {
     "SPMTokenizer": ".model",
@@ -93,9 +93,9 @@ def tokenize(**options: Any) -> None:
     what the template writes. A malformed record is dropped and counted. A killed run goes on when it is run again.
     Each of several --jsonl-keys, such as text,summary, gets files of its own.
     """
-    from train.data.indexed import named_prefix
-    from train.data.inputs import ranges
-    from train.data.tokenize import tokenize
+    from train.data.tokens.indexed import named_prefix
+    from train.data.tokens.input_ranges import ranges
+    from train.data.tokens.tokenize import tokenize
 
     parts, prefix = ranges(paths(options["inputs"])), options["prefix"]
     if prefix.is_dir():
@@ -124,11 +124,11 @@ def paths(inputs: Sequence[str]) -> list[Path]:
 
 def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     """What the options ask for, checked against the tokenizer."""
-    from train.data.encode import check_template
-    from train.data.inputs import first_value
-    from train.data.shapes import form_of
-    from train.data.vocabulary import Fast, control_ids, eod_id, names_digest, open_vocabulary
-    from train.data.workers import Job
+    from train.data.tokens.encode import check_template
+    from train.data.tokens.input_ranges import first_value
+    from train.data.tokens.shapes import form_of
+    from train.data.tokens.tokenizers import Fast, control_ids, eod_id, names_digest, open_vocabulary
+    from train.data.tokens.workers import Job
 
     path, kind = options["tokenizer"], options["tokenizer_type"]
     vocabulary = open_vocabulary(path, [options["eod"]] if options["eod"] else [])
@@ -169,9 +169,9 @@ def _ftfy() -> str:
 
 def _template(named: str | None, vocabulary: Any, form: str, control: Mapping[str, int]) -> str | None:
     """The chat template to use: the named one, or for conversations the one that the tokenizer's folder has."""
-    from converters.publish.chat import load_template
-    from converters.publish.small_files import held_template
-    from train.data.vocabulary import Fast
+    from converters.assets.chat_template import load_template
+    from converters.assets.token_files import held_template
+    from train.data.tokens.tokenizers import Fast
 
     if form in ("text", "control-text"):
         if named is not None:
@@ -207,7 +207,7 @@ def _end(job: Job) -> str:
 
 def make_request(options: Mapping[str, Any], job: Job, parts: Ranges, out: Path) -> Request:
     """What the options that commands share ask for."""
-    from train.data.tokenize import Request
+    from train.data.tokens.tokenize import Request
 
     if not out.parent.is_dir():
         raise UsageError(f"the folder {out.parent} of --output-prefix is not there", f"mkdir -p {out.parent}")
@@ -224,8 +224,8 @@ def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str
     Returns:
         Whether it is to be done.
     """
-    from converters.report import size
-    from train.data.indexed import best_dtype
+    from converters.common.progress import size
+    from train.data.tokens.indexed import best_dtype
 
     if not options["quiet"] or options["dry_run"]:
         job, files, nbytes, workers = request.job, request.parts.files, request.parts.nbytes, request.workers
@@ -241,8 +241,8 @@ def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str
 
 def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
     """Tell what became of the records."""
-    from train.data.records import REASONS
-    from train.data.workers import UNTRAINED
+    from train.data.tokens.records import REASONS
+    from train.data.tokens.workers import UNTRAINED
 
     if as_json:
         click.echo(json.dumps({"output": str(out)} | dict(counts)))

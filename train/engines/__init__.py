@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from train.config import Config
 from train.distributed import World
+from train.settings.config import Config
 
 ENGINES: Mapping[str, tuple[str, str, str]] = {
     "fsdp": ("train.engines.fsdp", "Sharded", "fsdp"),

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from formats.errors import SourceError, UnsupportedError, UsageError
-from train.batching import batch_sizes
-from train.checkpoint import reason
-from train.config import Config
 from train.distributed import World
-from train.model import DTYPES, Trainee, fill_buffers, make, pieces, recompute
-from train.optimizer import adamw
-from train.parts import layers
+from train.engines.errors import reason
+from train.model.optimizer import adamw
+from train.model.parts import layers
+from train.model.trainee import DTYPES, Trainee, fill_buffers, make, pieces, recompute
+from train.settings.batching import batch_sizes
+from train.settings.config import Config
 
 OURS: Mapping[str, str] = {
     "train_batch_size": "batch.size",
@@ -135,7 +135,7 @@ class Zero:
 
     def _other(self, folder: Path) -> bool:
         """Whether a checkpoint has other partitions than this engine."""
-        from formats import deepspeed
+        from formats.deepspeed import folders as deepspeed
 
         files = sorted(path for path in folder.iterdir() if deepspeed.is_model(path.name))
         if not files:
@@ -266,8 +266,9 @@ def _part(piece: Any, count: int, rank: int) -> torch.Tensor:
 
 def _universal(folder: Path) -> Path:
     """Convert a checkpoint as `convert zero2universal` does: the folder with a universal one of the same name."""
-    from converters.convert import Request, run
-    from converters.universal import open_states, plan_universal
+    from converters.convert import run
+    from converters.plan.request import Request
+    from converters.plan.universal import open_states, plan_universal
     from formats.checkpoint import Settings
 
     request = Request(folder.parent / UNIVERSAL, quiet=True, force=True)

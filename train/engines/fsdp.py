@@ -20,15 +20,15 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from formats import dcp
 from formats.errors import SourceError
-from train import kernels, lora
-from train.checkpoint import reason
-from train.config import Config
+from formats.torch_files import dcp
 from train.distributed import World
-from train.model import DTYPES, Trainee, fill, fill_buffers, make, recompute, weights
-from train.optimizer import adamw
-from train.parts import layers
+from train.engines.errors import reason
+from train.model import kernels, lora
+from train.model.optimizer import adamw
+from train.model.parts import layers
+from train.model.trainee import DTYPES, Trainee, fill, fill_buffers, make, recompute, weights
+from train.settings.config import Config
 
 
 def sharded(config: Config, made: Any, world: World, backend: str) -> Any:

@@ -15,15 +15,15 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from converters.durable import stoppable, synced
-from converters.report import Progress
+from converters.common.atomic import stoppable, synced
+from converters.common.progress import Progress
+from formats.disk.safetensors import write_from
 from formats.errors import OutputError, RefusedError, SourceError
-from formats.storage import write_from
-from train.data.encode import LAST_REPLY, REPLY
-from train.data.facts import Facts, mask_path, read_facts
-from train.data.indexed import CHUNK, Indexed, bin_path, chunks, idx_path, open_indexed, write_index
 from train.data.packs import files
 from train.data.packs.iters import COPY
+from train.data.tokens.encode import LAST_REPLY, REPLY
+from train.data.tokens.indexed import CHUNK, Indexed, bin_path, chunks, idx_path, open_indexed, write_index
+from train.data.tokens.sidecar import Facts, mask_path, read_facts
 
 Tokens = NDArray[Any]
 

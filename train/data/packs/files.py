@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from converters.durable import named, sync_folder, synced, write_file
-from converters.report import size
+from converters.common.atomic import named, sync_folder, synced, write_file
+from converters.common.progress import size
+from formats.disk.safetensors import write_from
 from formats.errors import Interrupted, OutputError, SourceError
-from formats.storage import write_from
-from train.data.facts import Facts, facts_path, facts_text, mask_path
-from train.data.indexed import Column, Indexed, bin_path, chunks, idx_path
+from train.data.tokens.indexed import Column, Indexed, bin_path, chunks, idx_path
+from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
 
 STEP = 64 << 20
 """Bytes that the kernel is asked to copy at a time; between two of them a signal is heeded."""

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from formats.errors import SourceError, short
-from train.data.indexed import bin_path, idx_path
 from train.data.packs.phases import Pool, pool
+from train.data.tokens.indexed import bin_path, idx_path
 
 POOLS = {"U1": ("U1",), "N": ("N", "U2"), "U3": ("U3",), "E": ("Ext",)}
 """Pool, and the phases of the slices json that it is the sum of."""

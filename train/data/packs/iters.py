@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from formats.errors import SourceError
-from train.data.indexed import bin_path, open_indexed
+from train.data.tokens.indexed import bin_path, open_indexed
 
 COPY = "eod_"
 """What `append-eod` puts before the name of what it makes."""

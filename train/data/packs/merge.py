@@ -19,17 +19,17 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from converters.durable import stoppable, write_file
-from converters.report import Progress, size, table
+from converters.common.atomic import stoppable, write_file
+from converters.common.progress import Progress, size, table
+from formats.disk.safetensors import write_from
 from formats.errors import OutputError, RefusedError, SourceError, VerificationError
-from formats.storage import write_from
-from train.data.facts import Facts, common_facts, facts_path, mask_path
-from train.data.indexed import Column, Indexed, bin_path, idx_path, open_indexed, write_index
 from train.data.packs import files
 from train.data.packs.files import Advance, Joined, Stop
 from train.data.packs.iters import COPY
 from train.data.packs.slices import check_alike
 from train.data.packs.writing import files_of, read_record
+from train.data.tokens.indexed import Column, Indexed, bin_path, idx_path, open_indexed, write_index
+from train.data.tokens.sidecar import Facts, common_facts, facts_path, mask_path
 
 Keep = Callable[[memoryview, int], None]
 """What is done with a piece of a file, and the byte of it where it begins."""

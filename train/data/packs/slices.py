@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import RefusedError, SourceError, UsageError, VitruvianError
-from train.data.facts import common_facts, mask_path
-from train.data.indexed import Indexed, bin_path, open_indexed, prefix_of
 from train.data.packs.files import marks_of
 from train.data.packs.inputs import State
 from train.data.packs.phases import Pack, Pool
+from train.data.tokens.indexed import Indexed, bin_path, open_indexed, prefix_of
+from train.data.tokens.sidecar import common_facts, mask_path
 
 LONGEST = 255 - len(".partial")
 """Bytes of the longest name of a file that can be written."""

@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from converters.durable import lock, named, stoppable, write_file
-from converters.report import Progress
+from converters.common.atomic import lock, named, stoppable, write_file
+from converters.common.progress import Progress
 from formats.errors import OutputError, VitruvianError, short
-from train.data.facts import Facts, mask_path, read_facts
-from train.data.indexed import bin_path, chunks, idx_path, open_indexed, write_index
 from train.data.packs import files
 from train.data.packs.files import Advance, Joined, Stop
 from train.data.packs.inputs import State, dump, state_text
 from train.data.packs.phases import Schedule
 from train.data.packs.slices import Plan, Slice, Source
+from train.data.tokens.indexed import bin_path, chunks, idx_path, open_indexed, write_index
+from train.data.tokens.sidecar import Facts, mask_path, read_facts
 
 RECORD = "packs.json"
 DIFFERENCES = {

@@ -1,0 +1,1 @@
+"""What travels with the weights: tokenizer, chat template, other files."""

@@ -1,0 +1,309 @@
+"""Chat templates: the shipped ones, what any template does, and a model's files after one was applied to it.
+
+A chat template makes a text of a dialogue. A model stops where its reply ends only if the token that ends a turn (the
+terminator) is a token of the tokenizer, was trained, and is an end-of-sequence id of the generation config. All three
+are found by rendering, not by reading the template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from converters.assets.jinja_sandbox import Dialogue, Rendered, guarded
+from converters.assets.json_edit import decoded, removed, replaced
+from converters.assets.token_files import (  # fmt: skip
+    CONFIG,
+    GENERATION,
+    KINDS,
+    OLD_TEMPLATES,
+    SLOW,
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+    Assets,
+    content,
+    eos_ids,
+    named_tokens,
+    object_of,
+)
+from converters.assets.tokenizer_json import FLAGS, NAME, Vocabulary, read_vocabulary, with_tokens
+from formats.errors import RefusedError, SourceError, UsageError
+
+MAX_TEMPLATE = 1 << 20
+"""Bytes of a template file."""
+
+
+class Template(NamedTuple):
+    """A shipped template: its file, the special tokens it needs, and those of them that end a reply."""
+
+    file: str
+    tokens: tuple[str, ...]
+    terminators: tuple[str, ...]
+
+
+TEMPLATES: Mapping[str, Template] = {
+    "control": Template("control.jinja", ("<|user|>", "<|assistant|>"), ("<|assistant|>",)),
+    "chatml": Template("chatml.jinja", ("<|im_start|>", "<|im_end|>"), ("<|im_end|>",)),
+    "llama3": Template("llama3.jinja", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), ("<|eot_id|>",)),
+}
+MARKER = re.compile(r"<[|\uff5c][^\s<>|\uff5c]+[|\uff5c]>")
+"""What a template can only mean as a token: nobody writes `<|im_end|>` for its own sake."""
+QUESTIONS, REPLIES = ("How many are 2 and 3?", "And 4 more?"), ("That makes 5.", "Then 9.")
+
+
+def load_template(name_or_path: str) -> str:
+    """The text of a shipped template, or of a file.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    shipped = TEMPLATES.get(name_or_path)
+    path = Path(__file__).parent / "templates" / shipped.file if shipped else Path(name_or_path)
+    if not path.is_file():
+        raise UsageError(
+            f"{name_or_path} is neither a shipped chat template nor a file", f"shipped are {', '.join(TEMPLATES)}"
+        )
+    content = path.read_bytes()
+    if len(content) > MAX_TEMPLATE:
+        raise UsageError(f"{path} has {len(content)} bytes, too many for a chat template")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text: {error.reason} at byte {error.start}") from None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a template makes of a dialogue of two turns.
+
+    Attributes:
+        one: the dialogue after the first reply.
+        two: the dialogue after the second.
+        prompts: the texts that ask for the first and the second reply.
+        led: the text with a system turn before the others, empty if the template refuses one.
+        names: what the template looks up, such as `bos_token`.
+    """
+
+    one: Rendered
+    two: Rendered
+    prompts: tuple[str, str]
+    led: str
+    names: frozenset[str]
+
+    def markers(self) -> tuple[str, ...]:
+        """Tokens of the form <|name|> that the template writes, in their order."""
+        return tuple(dict.fromkeys(MARKER.findall(self.two[0] + " " + self.led)))
+
+    def terminator(self, tokens: Iterable[str]) -> str | None:
+        """The first of some tokens that follows the first reply: a model that writes it has ended its turn.
+
+        The first reply tells more than the last one, behind which an eos may follow.
+        """
+        text, stop = self.two[0], self._reply(0)[1]
+        end = text.find(QUESTIONS[1], stop)
+        rest = text[stop : end if end >= 0 else len(text)]
+        found = [(place, -len(token), token) for token in tokens if token and (place := rest.find(token)) >= 0]
+        return min(found)[2] if found else None
+
+    def faults(self, ending: str | None) -> list[str]:
+        """What keeps a training run from learning replies, and nothing but replies, with this template.
+
+        Args:
+            ending: its terminator.
+        """
+        text, spans = self.two
+        if not spans:
+            return ["the chat template has no {% generation %} block, so that training cannot tell replies apart"]
+        faults = []
+        if not all(_within(*self._reply(number), spans) for number in range(2)):
+            faults.append("the generation blocks of the chat template do not hold every reply")
+        begin, stop = self._reply(0)
+        if ending is not None and not _within(begin, text.find(ending, stop) + len(ending), spans):
+            faults.append(
+                f"{ending} lies outside the generation block, so that training does not teach a model to stop"
+            )
+        if any(text.find(question) in range(*span) for question in QUESTIONS for span in spans):
+            faults.append("a generation block of the chat template holds a question, which would be trained")
+        if not (self.one[0].startswith(self.prompts[0]) and text.startswith(self.prompts[1])):
+            faults.append("the prompt that the chat template makes for a reply is no beginning of what it trains")
+        return faults
+
+    def _reply(self, number: int) -> tuple[int, int]:
+        begin = self.two[0].find(REPLIES[number])
+        if begin < 0:
+            raise SourceError(f"the chat template leaves out a reply: {REPLIES[number]!r} is not in its text")
+        return begin, begin + len(REPLIES[number])
+
+
+def _within(begin: int, stop: int, spans: Iterable[tuple[int, int]]) -> bool:
+    return any(low <= begin and stop <= high for low, high in spans)
+
+
+def probe(template: str, *, bos_token: str | None, eos_token: str | None) -> Probe:
+    """Render a dialogue of two turns in a guarded process.
+
+    Raises:
+        SourceError: the template does not render, or not within its limits.
+        RefusedError: it writes a token that the tokenizer does not name.
+    """
+    turns = [
+        {"role": role, "content": text}
+        for pair in zip(QUESTIONS, REPLIES, strict=True)
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    dialogues = [Dialogue(turns[:2]), Dialogue(turns), Dialogue(turns[:1], True), Dialogue(turns[:3], True)]
+    dialogues.append(Dialogue([{"role": "system", "content": "Be brief."}, *turns], optional=True))
+    try:
+        (one, two, first, second, led), names = guarded(template, dialogues, bos_token=bos_token, eos_token=eos_token)
+    except SourceError as error:
+        lacking = [name for name, token in (("bos", bos_token), ("eos", eos_token)) if token is None]
+        asked = next((name for name in lacking if re.search(rf"\b'?{name}_token'? is undefined", str(error))), None)
+        if asked is None:
+            raise
+        raise RefusedError(
+            f"the chat template writes {asked}_token, and the tokenizer has none",
+            f'"{asked}_token": "TOKEN" in tokenizer_config.json names it; the template chatml needs none',
+        ) from error
+    return Probe(one, two, (first[0], second[0]), led[0], names)
+
+
+# --- a model's files -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What becomes of a model's small files.
+
+    Attributes:
+        texts: files that are new or changed: relative name to bytes.
+        removed: files that must not stay, because they hold other templates.
+        terminator: the token that ends a reply.
+        added: tokens that the tokenizer did not have, in the order of their ids. Each needs an embedding row.
+        length: the tokenizer's length with them.
+        rows: the rows that the embedding has.
+        notes: what changed, one sentence each.
+    """
+
+    texts: Mapping[str, bytes]
+    removed: tuple[str, ...]
+    terminator: str
+    added: tuple[str, ...]
+    length: int
+    rows: int
+    notes: tuple[str, ...]
+
+    @property
+    def rows_needed(self) -> int:
+        """The rows that the embedding must have; more than `rows` if it has to grow."""
+        return max(self.rows, self.length)
+
+
+def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[str] = ()) -> Applied:
+    """Give a model a chat template, the tokens that it needs and the ids at which generation stops.
+
+    Args:
+        assets: the model's files: relative name to path.
+        template: the text of a chat template, see `load_template`.
+        rows: the rows of the model's embedding.
+        trained: tokens that the model's training knew and these files lack, in the order of their ids.
+
+    Raises:
+        SourceError: a file or the template is broken.
+        RefusedError: there is no tokenizer.json, it has more tokens than rows already, no token ends a reply, a token
+            cannot be added, or another one was trained in its place.
+    """
+    if NAME not in assets:
+        slow = next((name for name in SLOW if name in assets), None)
+        raise RefusedError(
+            f"a chat template needs {NAME}, and the model has {slow or 'no tokenizer at all'}",
+            "make one: convert tokenizer MODEL OUT" if slow and slow.endswith(".model") else
+            "give a model whose tokenizer was saved with save_pretrained",
+        )  # fmt: skip
+    named = named_tokens(assets)
+    seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
+    before = read_vocabulary(content(assets, NAME))
+    missing = tuple(token for token in trained if token not in before.ids)
+    if before.length + len(missing) > rows:
+        known = f"{before.length} entries" + (f" and lacks {len(missing)} of the training" if missing else "")
+        raise RefusedError(
+            f"the tokenizer has {known}, the embedding {rows} rows: they are not of one model",
+            "take the tokenizer of the model that was trained",
+        )
+    ending = seen.terminator({*before.added, *seen.markers(), *named.values()})
+    if ending is None:
+        raise RefusedError("the chat template ends a reply with no special token, so that a model would never stop")
+    edited, after = with_tokens(content(assets, NAME), [*seen.markers(), ending])
+    after.require_single([*seen.markers(), ending])
+    new = sorted((after.ids[token], token) for token in after.added if after.special(token) > before.special(token))
+    changed = {token: number for number, token in new}
+    added = tuple(token for token in changed if token not in before.ids)
+    if missing and added != missing[: len(added)]:
+        raise RefusedError(
+            f"the chat template would add {', '.join(added)} to the tokenizer where the model was trained with "
+            f"{', '.join(missing)}",
+            "choose the template that it was trained with",
+        )
+    texts = {TEMPLATE: template.encode(), GENERATION: _generation_config(assets, after, ending, named), NAME: edited}
+    texts |= _tokenizer_config(assets, changed) | _added_tokens(assets, {token: changed[token] for token in added})
+    kept = {name: text for name, text in texts.items() if name not in assets or text != content(assets, name)}
+    gone = tuple(name for name in assets if name.startswith(OLD_TEMPLATES))
+    made = Applied(kept, gone, ending, added, after.length, rows, ())
+    return replace(made, notes=tuple(_notes(made, after, changed, "tokenizer.model" in assets, bool(missing))))
+
+
+def _generation_config(assets: Assets, known: Vocabulary, ending: str, named: Mapping[str, str]) -> bytes:
+    """The generation config, which also stops at the tokenizer's eos and at the terminator."""
+    ends = (named.get("eos", ending), ending)
+    ids = list(dict.fromkeys([*eos_ids(assets), *(known.ids[token] for token in ends if token in known.ids)]))
+    if GENERATION in assets:
+        return replaced(decoded(content(assets, GENERATION), GENERATION), GENERATION, "eos_token_id", ids).encode()
+    config = object_of(assets, CONFIG)
+    inherited = {key: config[key] for kind in KINDS if (key := f"{kind}_token_id") in config}
+    return (json.dumps(inherited | {"eos_token_id": ids}, indent=2) + "\n").encode()
+
+
+def _tokenizer_config(assets: Assets, changed: Mapping[str, int]) -> dict[str, bytes]:
+    """The tokenizer config without a template of its own; transformers 4 also lists the added tokens there."""
+    if TOKENIZER_CONFIG not in assets:
+        return {}
+    text = removed(decoded(content(assets, TOKENIZER_CONFIG), TOKENIZER_CONFIG), TOKENIZER_CONFIG, "chat_template")
+    listed = object_of(assets, TOKENIZER_CONFIG).get("added_tokens_decoder")
+    if isinstance(listed, dict) and changed:
+        entries = {str(number): {"content": token} | dict(sorted(FLAGS.items())) for token, number in changed.items()}
+        for key, old in listed.items():
+            if key in entries and isinstance(old, dict):
+                entries[key] = old | {"special": True}
+        text = replaced(text, TOKENIZER_CONFIG, "added_tokens_decoder", listed | entries)
+    return {TOKENIZER_CONFIG: text.encode()}
+
+
+def _added_tokens(assets: Assets, added: Mapping[str, int]) -> dict[str, bytes]:
+    """A list of added tokens that older tokenizers bring, made longer."""
+    name = "added_tokens.json"
+    if name not in assets or not added:
+        return {}
+    return {name: (json.dumps(object_of(assets, name) | dict(added), indent=2, ensure_ascii=False) + "\n").encode()}
+
+
+def _notes(made: Applied, known: Vocabulary, changed: Mapping[str, int], slow: bool, trained: bool) -> Iterator[str]:
+    yield f"a reply ends with {made.terminator}, id {known.ids[made.terminator]}; generation stops there"
+    if made.added:
+        listed = ", ".join(f"{token} ({changed[token]})" for token in made.added)
+        yield f"the tokenizer gets {listed} and then has {made.length} entries"
+        if made.length > made.rows:
+            yield f"the embedding has {made.rows} rows and needs {made.rows_needed}"
+        elif trained:
+            yield "the embedding has their rows, as they were trained"
+        else:
+            yield "the embedding has rows for them, whose values are those of its padding: train them"
+        if slow:
+            yield "tokenizer.model lacks them: a program that reads it and not tokenizer.json splits them up"
+    promoted = sorted(changed.keys() - set(made.added))
+    if promoted:
+        yield f"{', '.join(promoted)} become special tokens, which they were not"
+    if made.removed:
+        yield f"{', '.join(made.removed)} are left out: they hold templates for another format"

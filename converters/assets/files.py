@@ -1,0 +1,196 @@
+"""What belongs to a model besides its weights: config, generation config, tokenizer, chat template, licence.
+
+They travel inside a Megatron folder (in `huggingface/`) and come back out of it, byte for byte unless a setting
+changed on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from converters.assets.trusted import UNKNOWN, require_inside, why_not
+from converters.common.atomic import named, synced
+from formats.checkpoint import Checkpoint
+from formats.disk.json_file import read_json
+from formats.errors import SourceError
+from formats.families import FAMILIES
+from formats.families.family import FAMILY_FILE
+from formats.huggingface.config import dropouts, to_huggingface
+from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
+from formats.huggingface.quantized import stale
+from formats.model.spec import ModelSpec, Spec
+
+OWN = ("*.safetensors", INDEX, "vitruvian.json")
+"""What each output writes anew."""
+RECORDS = {"evaluation_results.json": ".", "train_params.yaml": "..", "benchmark_results.json": ".."}
+"""What a training leaves beside (.) or above (..) a checkpoint, and its model keeps."""
+FOLDERS = ("additional_chat_templates",)
+DTYPE = ("dtype", "torch_dtype")
+"""What transformers 5 and 4 call the element type of the weights in a config."""
+TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(relative name, path) of every asset in a folder: each file that holds no weights, and has a name that we know.
+
+    Raises:
+        SourceError: one is a link that leads out of the folder.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not why_not(path) and not any(fnmatchcase(path.name, own) for own in OWN):
+            yield path.name, require_inside(path, folder)
+        if path.is_dir() and path.name in FOLDERS:
+            for inner in sorted(path.iterdir()):
+                if inner.is_file() and not why_not(inner):
+                    yield f"{path.name}/{inner.name}", require_inside(inner, folder)
+
+
+def left_behind(folder: Path) -> list[str]:
+    """The files of a folder that do not travel since nobody knows their names, or since they are no regular files."""
+    return [
+        path.name
+        for path in sorted(folder.iterdir())
+        if not path.is_dir() and (why_not(path) or ("" if path.is_file() else UNKNOWN)) == UNKNOWN
+    ]
+
+
+def records(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(name, path) of what is on record about a checkpoint."""
+    for name, where in RECORDS.items():
+        if (folder / where / name).is_file():
+            yield name, require_inside(folder / where / name, folder / where)
+
+
+def own_family(spec: Spec, folder: str = "") -> dict[str, Path]:
+    """The file of a family of the user's own, by which the output can be opened again."""
+    file = FAMILIES[spec.family].file if isinstance(spec, ModelSpec) else None
+    return {} if file is None else {f"{folder}{FAMILY_FILE}": file}
+
+
+def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None) -> bytes:
+    """The config.json that belongs to a checkpoint's weights.
+
+    Args:
+        source: the opened checkpoint.
+        dtype: the element type that a cast gave the weights, None without one.
+        spec: that of the output, when its vocabulary has grown.
+    """
+    spec = spec or source.spec
+    counted = list(source.dtypes().values())
+    usual = max(counted, key=counted.count)
+    path = source.assets / "config.json" if source.assets else None
+    if path is None:
+        return _dump(to_huggingface(spec, {}) | {"torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
+    base = read_json(require_inside(path, path.parent))
+    config = to_huggingface(spec, base)
+    plain = stale(config, counted) and (source.format != NAME or isinstance(spec, ModelSpec))
+    if plain:
+        del config["quantization_config"]
+    named = "dtype" if "dtype" in config else "torch_dtype"
+    said = {config[key] for key in DTYPE if isinstance(config.get(key), str)}
+    if dtype is None and (((source.format != NAME or plain) and named in config) or len(said) > 1):
+        dtype = usual  # a training rarely keeps its weights in the type of the model that it began with
+    if dtype in TORCH_NAMES:
+        config |= dict.fromkeys([named, *(key for key in DTYPE if key in config)], TORCH_NAMES[dtype])
+    return path.read_bytes() if config == base else _dump(config)
+
+
+def dropouts_of(source: Checkpoint) -> dict[str, float]:
+    """What a training of a checkpoint drops out, in Megatron's terms, as far as its yml or its config says."""
+    path = source.assets / "config.json" if source.assets else None
+    return dropouts(source.extra.get("yml") or (read_json(path) if path else {}))
+
+
+def _dump(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def shard_map(source: Checkpoint) -> bytes:
+    """An index that remembers which file held which tensor, also when it was a single one."""
+    if (source.root / INDEX).is_file():
+        return require_inside(source.root / INDEX, source.root).read_bytes()
+    return _dump({"metadata": {}, "weight_map": {placed.key: SINGLE for placed in source.tensors}})
+
+
+def remembered_index(folder: Path | None) -> dict[str, Any] | None:
+    """The index that travels with a checkpoint, None without one."""
+    if folder is None or not (folder / INDEX).is_file():
+        return None
+    return read_json(require_inside(folder / INDEX, folder)) | {"weight_map": read_weight_map(folder)}
+
+
+def checks(folder: Path, spec: Spec) -> list[str]:
+    """Where config, generation config and tokenizer do not fit each other."""
+    notes = []
+    for name, key in (("generation_config.json", ""), ("tokenizer_config.json", "added_tokens_decoder")):
+        if not (folder / name).is_file():
+            continue
+        try:
+            held = read_json(folder / name)
+        except SourceError as error:
+            notes.append(str(error))
+            continue
+        if key:
+            inner = held.get(key)
+            ids = list(_ids(inner if isinstance(inner, dict) else ()))
+        else:
+            ids = list(_ids(held.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")))
+        beyond = sorted(token for token in ids if spec.vocab is not None and token >= spec.vocab)
+        if beyond:
+            notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")
+    if not has_tokenizer(folder):
+        notes.append(f"no tokenizer lies in {folder}")
+    return notes
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    return any((folder / name).is_file() for name in names)
+
+
+def _ids(values: Any) -> Iterator[int]:
+    for value in values:
+        for one in value if isinstance(value, list) else [value]:
+            if type(one) is int or (isinstance(one, str) and re.fullmatch("[0-9]{1,18}", one)):
+                yield int(one)
+
+
+def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> None:
+    """Write small files below a folder, and force them to disk.
+
+    Raises:
+        SourceError: one that is to be copied cannot be read.
+    """
+    for name, content in texts.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with synced(path) as handle:
+            handle.write(content)
+    for name, source in copies.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            reader = source.open("rb")
+        except OSError as error:
+            raise SourceError(f"{source}: {error.strerror}") from None
+        with named(path), reader, synced(path) as writer:
+            if not _copied(reader, writer):
+                raise SourceError(
+                    f"{source} changes while it is copied", "the same command again, once nothing writes it"
+                )
+
+
+def _copied(reader: BinaryIO, writer: BinaryIO) -> bool:
+    """Copy a file of the size that it has now; whether it still has it afterwards, as one that grows may never end."""
+    left = os.fstat(reader.fileno()).st_size
+    while left and (piece := reader.read(min(left, 1 << 20))):
+        writer.write(piece)
+        left -= len(piece)
+    return not left and not reader.read(1)

@@ -1,0 +1,135 @@
+"""The tokenizer of a training that knows no Hugging Face folder: a SentencePiece model, or a tokenizer.json alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.checkpoint import Checkpoint
+from formats.errors import SourceError, VerificationError
+
+NAMES = {"eos": "<|endoftext|>", "pad": "<|pad|>"}
+"""What GPT-NeoX calls the tokens that end a document and fill a batch (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
+CHECKED = 3000
+"""Texts on which a converted tokenizer is compared with SentencePiece."""
+
+
+class Tokenizer(NamedTuple):
+    """A tokenizer as Hugging Face reads it.
+
+    Attributes:
+        files: contents by name.
+        size: how many tokens it has.
+        special: the ids of bos, eos, pad and unk, as far as there are any.
+        notes: what the user should know.
+    """
+
+    files: Mapping[str, bytes]
+    size: int
+    special: Mapping[str, int]
+    notes: tuple[str, ...]
+
+
+def load(path: Path) -> Tokenizer:
+    """Read a SentencePiece model, a tokenizer.json, or a folder that holds one.
+
+    Raises:
+        SourceError: it is none of them.
+        VerificationError: the fast tokenizer that was made of the model gives other ids.
+    """
+    if (path / "tokenizer.json").is_file():
+        return _fast(path / "tokenizer.json")
+    if path.suffix == ".json" and path.is_file():
+        return _fast(path)
+    if not path.is_file():
+        raise SourceError(f"{path} is no tokenizer", "name a .model of SentencePiece, a tokenizer.json, or its folder")
+    return _sentencepiece(path)
+
+
+def named(path: Path, tag: str | None, config: Path | None) -> Tokenizer | None:
+    """The tokenizer that the yml of a GPT-NeoX checkpoint names, if there is one and it is here.
+
+    Args:
+        path: of the run or the checkpoint.
+        tag: as in `Settings`.
+        config: likewise; a Hugging Face folder has its own tokenizer.
+
+    Raises:
+        UnsupportedError: it is no checkpoint of GPT-NeoX, and of a program whose checkpoints are not read.
+    """
+    from formats.deepspeed import folders as deepspeed
+    from formats.deepspeed.neox import checkpoint as neox
+    from formats.detect import lookalikes
+
+    lookalikes.check(path)
+    if not path.is_dir() or not neox.detect(path) or (config and (config / "config.json").is_file()):
+        return None
+    _, place = deepspeed.locate(path, tag)
+    said = neox.config_of(place, config)[0].get("vocab_file")
+    return load(Path(said)) if isinstance(said, str) and Path(said).exists() else None
+
+
+def attached(source: Checkpoint, found: Tokenizer, folder: Path) -> Checkpoint:
+    """A checkpoint with a tokenizer, and a config that knows its special tokens, as its small files.
+
+    Args:
+        source: opened with the tokenizer's size as its vocabulary.
+        found: the tokenizer.
+        folder: where the files are written, to be kept until the checkpoint is converted.
+    """
+    from converters.assets.files import config_text
+
+    for name, content in found.files.items():
+        (folder / name).write_bytes(content)
+    ids = {f"{role}_token_id": found.special.get(role) for role in ("bos", "eos", "pad")}
+    config = json.loads(config_text(source, None)) | ids
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    kept = {name: number for name, number in ids.items() if number is not None}
+    (folder / "generation_config.json").write_text(json.dumps(kept, indent=2) + "\n")
+    return replace(source, assets=folder, notes=(*source.notes, *found.notes))
+
+
+def _sentencepiece(path: Path) -> Tokenizer:
+    from sentencepiece import SentencePieceProcessor
+
+    from converters.assets.chat_template import MARKER
+    from converters.assets.sentencepiece import convert_tokenizer
+    from converters.assets.tokenizer_proof import check
+
+    converted = convert_tokenizer(path)
+    tokens = [piece for piece in converted.pieces if MARKER.fullmatch(piece)]
+    model = SentencePieceProcessor()
+    model.LoadFromSerializedProto(converted.reference)
+    control = [token for token in tokens if token in converted.control or not model.is_unused(model.piece_to_id(token))]
+    names = {role: token for role, token in NAMES.items() if token in tokens}
+    converted = convert_tokenizer(path, control=control, names=names)
+    wrong = [one for one in check(converted, CHECKED) if one.different]
+    if wrong:
+        raise VerificationError(
+            f"{wrong[0].different} of {wrong[0].compared} {wrong[0].what} get other ids from the tokenizer made "
+            f"of {path}",
+            f"look with `convert tokenizer {path} FOLDER --allow-mismatches 0.01`, then --tokenizer FOLDER",
+        )
+    return Tokenizer(converted.files, converted.size, converted.special, converted.notes)
+
+
+def _fast(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  # the library raises nothing narrower
+        raise SourceError(f"{path} is no tokenizer.json: {error}") from None
+    near = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.json")
+    files = {name: (path.parent / name).read_bytes() for name in near if (path.parent / name).is_file()}
+    ids = {role: backend.token_to_id(token) for role, token in NAMES.items()}
+    special = {role: number for role, number in ids.items() if number is not None}
+    if "tokenizer_config.json" not in files:
+        named = {f"{role}_token": NAMES[role] for role in special}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+        files["tokenizer_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+    files["tokenizer.json"] = path.read_bytes()
+    return Tokenizer(files, backend.get_vocab_size(with_added_tokens=True), special, ())

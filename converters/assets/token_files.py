@@ -1,0 +1,98 @@
+"""What the small files of a model folder say about tokens: their names, their ids, the chat template.
+
+Everything here reads `assets`: relative name to path, as `converters.assets.files` finds them.
+Facts: transformers 5.23.0 tokenization_utils_base.py `from_pretrained` (a chat_template.jinja outranks the template
+inside tokenizer_config.json, tokenizer_config.json outranks special_tokens_map.json) and generation/utils.py (without
+a generation_config.json its values come from config.json).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from converters.assets.json_edit import decoded, members
+from formats.errors import SourceError, short
+
+Assets = Mapping[str, Path]
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+OLD_TEMPLATES = ("chat_template.json", "additional_chat_templates/")
+"""Where else a template may lie, with further ones for tools."""
+SLOW = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "sentencepiece.bpe.model", "spiece.model")
+"""Tokenizers that are no tokenizer.json."""
+KINDS = ("bos", "eos", "pad")
+
+
+def content(assets: Assets, name: str) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    try:
+        return assets[name].read_bytes()
+    except OSError as error:
+        raise SourceError(f"{assets[name]}: {error.strerror}") from None
+
+
+def object_of(assets: Assets, name: str) -> dict[str, Any]:
+    """The object in a JSON file, empty if the file is not there.
+
+    Raises:
+        SourceError: it cannot be read, or is no JSON object.
+    """
+    if name not in assets:
+        return {}
+    text = decoded(content(assets, name), name)
+    return {member.key: member.value for member in members(text, name)}
+
+
+def named_tokens(assets: Assets) -> dict[str, str]:
+    """Which token is the tokenizer's bos, eos and pad."""
+    held = object_of(assets, "special_tokens_map.json") | object_of(assets, TOKENIZER_CONFIG)
+    found = {kind: held.get(f"{kind}_token") for kind in KINDS}
+    texts = {kind: token.get("content") if isinstance(token, dict) else token for kind, token in found.items()}
+    return {kind: token for kind, token in texts.items() if isinstance(token, str)}
+
+
+def token_ids(value: Any, name: str) -> list[int]:
+    """The ids in a setting such as eos_token_id: none, one or several.
+
+    Raises:
+        SourceError: it is something else.
+    """
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(one) is int for one in ids):
+        raise SourceError(f"{name} is {short(value)}, not an id or a list of ids")
+    return ids
+
+
+def eos_ids(assets: Assets) -> list[int]:
+    """The ids at which generation stops: a generation config that names none is not helped out by the config."""
+    name = GENERATION if GENERATION in assets else CONFIG
+    return token_ids(object_of(assets, name).get("eos_token_id"), f"eos_token_id of {name}")
+
+
+def held_template(assets: Assets) -> str | None:
+    """The chat template that a model comes with, None without one.
+
+    Raises:
+        SourceError: it is no text.
+    """
+    if TEMPLATE in assets:
+        return decoded(content(assets, TEMPLATE), TEMPLATE)
+    for name in (TOKENIZER_CONFIG, "chat_template.json"):
+        held = object_of(assets, name).get("chat_template")
+        if isinstance(held, list):
+            named = [one for one in held if isinstance(one, dict) and one.get("name") == "default"]
+            held = named[-1].get("template") if named else None
+        if held is not None and not isinstance(held, str):
+            raise SourceError(f"chat_template of {name} is {short(held)}, not a text")
+        if held is not None:
+            return held
+    return None

@@ -1,0 +1,149 @@
+"""What a fast tokenizer's file (`tokenizer.json`) knows, and how tokens are added to it.
+
+Facts: tokenizers 0.23.3. The ids of `added_tokens` in the file are not obeyed: a token that the model's vocabulary
+has keeps that id, any other gets the next one after all others (added_vocabulary.rs, `add_tokens`). So the ids written
+here are those that the library itself gives, and the edited file is loaded again to see that it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from converters.assets.json_edit import decoded, members, replaced
+from formats.errors import RefusedError, SourceError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NAME = "tokenizer.json"
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+"""How a control token is matched: anywhere, as it is written, and hidden from decoded text."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a tokenizer.
+
+    Attributes:
+        ids: every token, added ones included.
+        added: those that are cut out of a text before the model sees it, and whether they are special.
+        tokenizer: the library's own.
+    """
+
+    ids: Mapping[str, int]
+    added: Mapping[str, bool]
+    tokenizer: Tokenizer = field(repr=False, compare=False)
+
+    @property
+    def length(self) -> int:
+        """Rows that an embedding needs: the highest id, and one."""
+        return max(self.ids.values(), default=-1) + 1
+
+    def special(self, token: str) -> bool:
+        """Whether a token is cut out of a text and hidden from decoded text."""
+        return self.added.get(token, False)
+
+    def single(self, token: str) -> bool:
+        """Whether a token is a special one, and one id alone and inside a text."""
+        if not self.special(token):
+            return False
+        alone, inside = (self._encode(text) for text in (token, f"a{token}b"))
+        return alone.count(self.ids[token]) == 1 and inside.count(self.ids[token]) == 1
+
+    def require_single(self, tokens: Iterable[str], name: str = NAME) -> None:
+        """See that a chat template's tokens are found in what it writes.
+
+        Raises:
+            RefusedError: one is not, as a token that is `single_word` and stands beside a letter.
+        """
+        for token in tokens:
+            if self.special(token) and not self.single(token):
+                raise RefusedError(
+                    f"{name} has the token {token}, and does not find it beside letters: the chat template would write "
+                    "text",
+                    f'"single_word": false in the entry of {token} in "added_tokens" makes it a token everywhere',
+                )
+
+    def _encode(self, text: str) -> list[int]:
+        with _explained(f"{NAME} fails on {text!r}"):
+            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """The library raises bare exceptions, and a panic in its Rust code is not even one: all are the file's fault."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise SourceError(f"{what}: {' '.join(str(error).split())[:300]}") from error
+
+
+def read_vocabulary(content: bytes, name: str = NAME) -> Vocabulary:
+    """Load a tokenizer.json.
+
+    Raises:
+        SourceError: the library cannot load it.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        with _explained(f"{name} is no tokenizer that can be loaded"):
+            tokenizer = Tokenizer.from_buffer(content)
+    except SourceError as error:
+        if b'"model"' in content:
+            raise
+        hint = "a tokenizer.json is one, or a .model of SentencePiece"
+        raise SourceError(f"{name} is no tokenizer: it has no model", hint) from error
+    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    return Vocabulary(tokenizer.get_vocab(with_added_tokens=True), added, tokenizer)
+
+
+def with_tokens(content: bytes, wanted: Iterable[str]) -> tuple[bytes, Vocabulary]:
+    """A tokenizer.json in which all wanted tokens are special ones, and what it then knows.
+
+    Args:
+        content: the file.
+        wanted: tokens; those that are special already change nothing, in the order in which new ones get ids.
+
+    Raises:
+        SourceError: the file cannot be loaded.
+        RefusedError: the library would not give each new token an id of its own after all others.
+    """
+    from tokenizers import AddedToken
+
+    before = read_vocabulary(content)
+    lacking = [token for token in dict.fromkeys(wanted) if not before.special(token)]
+    if not lacking:
+        return content, before
+    before.tokenizer.add_special_tokens([AddedToken(token, **FLAGS) for token in lacking if token not in before.added])
+    known = before.tokenizer.get_vocab(with_added_tokens=True)
+    edited = _edited(content, {token: known[token] for token in lacking})
+    after = read_vocabulary(edited)
+    fresh = [token for token in lacking if token not in before.ids]
+    expected = dict(before.ids) | {token: before.length + place for place, token in enumerate(fresh)}
+    if after.ids != expected or not all(after.single(token) for token in lacking):
+        raise RefusedError(
+            f"{', '.join(lacking)} cannot be added to {NAME}: the tokenizer would not read each as one token, "
+            f"with new ids from {before.length} on",
+            "add them with the tool that made the tokenizer",
+        )
+    return edited, after
+
+
+def _edited(content: bytes, ids: Mapping[str, int]) -> bytes:
+    """The file with entries for tokens: existing ones become special, others are appended."""
+    text = decoded(content, NAME)
+    held: list[dict[str, Any]] = []
+    for member in members(text, NAME):
+        if member.key == "added_tokens":
+            held = member.value or []
+            break
+    entries = [entry | {"special": True} if entry["content"] in ids else entry for entry in held]
+    known = {entry["content"] for entry in entries}
+    entries += [{"id": number, "content": token} | FLAGS for token, number in ids.items() if token not in known]
+    return replaced(text, NAME, "added_tokens", entries).encode()

@@ -1,0 +1,175 @@
+"""Averages the norms of a GPT-NeoX checkpoint over its tensor parallel ranks, in the model and in the float32 masters.
+
+Each rank trains its own copy of every norm, and in a long training they drift apart. Averaged in the module alone they
+would come back with the first step that goes on from the masters. Every other byte stays what it is: files without a
+norm are hard links.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from converters.common.atomic import sync_folder
+from converters.convert import check_paths, publish
+from converters.move.blocks import Files
+from converters.move.engine import digest_of, execute
+from converters.move.journal import open_journal
+from converters.move.source_checks import SourceChecks
+from converters.plan.plan import Job, Part, Plan, make_plan
+from converters.plan.request import Limits, Request
+from converters.prove.archive_crc import amend
+from formats.checkpoint import MANIFEST, Checkpoint, Settings
+from formats.deepspeed import folders as deepspeed
+from formats.deepspeed.neox import checkpoint as neox
+from formats.detect import lookalikes
+from formats.errors import OutputError, UnsupportedError
+
+NORMS = ("input_norm", "input_norm_bias", "post_norm", "post_norm_bias", "final_norm", "final_norm_bias")
+MARK = "average-norms"
+"""What a journal is of that knows no jobs."""
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """What is to be done.
+
+    Attributes:
+        source: the opened checkpoint.
+        jobs: those that write the means, their targets in the output.
+        written: files that hold a norm, in the source.
+        linked: files that hold none.
+        out: where the tag's folder is written.
+        settings: with which the source was opened.
+        masters: whether there are optimizer states.
+    """
+
+    source: Checkpoint
+    jobs: tuple[Job, ...]
+    written: tuple[Path, ...]
+    linked: tuple[Path, ...]
+    out: Path
+    settings: Settings
+    masters: bool
+
+
+def plan(run: Path, settings: Settings, request: Request) -> Averaging:
+    """Find every copy of every norm.
+
+    Raises:
+        UnsupportedError: there is one tensor parallel rank, and so one copy; or it is no checkpoint of GPT-NeoX.
+    """
+    lookalikes.check(run)
+    settings = replace(settings, gqa_layout="blocked")  # which no norm depends on
+    source = neox.read(run, replace(settings, weights="module"))
+    if source.topology["tp"] == 1:
+        raise UnsupportedError(f"{source.home} is of one tensor parallel rank: its norms have one copy")
+    out = request.root / source.home.name
+    module = _norms(make_plan(source))
+    jobs: list[Job] = []
+    held = any(deepspeed.OPTIM.fullmatch(path.name) for path in source.home.iterdir())
+    if held:
+        masters = _norms(make_plan(neox.read(run, replace(settings, weights="fp32-master"))))
+        for name, job in masters.items():
+            mean = replace(job, targets=_moved(job, source.home, out), twins=())
+            rounded = replace(mean, dtype=module[name].dtype, targets=_moved(module[name], source.home, out))
+            jobs += [mean, rounded]
+    else:
+        jobs += [replace(job, targets=_moved(job, source.home, out)) for job in module.values()]
+    names = {part.fragment.path.name for job in jobs for part in job.targets}
+    files = [path for path in sorted(source.home.iterdir()) if path.is_file() and path.name != MANIFEST]
+    written = tuple(path for path in files if path.name in names)
+    linked = tuple(path for path in files if path.name not in names)
+    return Averaging(source, tuple(jobs), written, linked, out, settings, held)
+
+
+def _norms(found: Plan) -> dict[str, Job]:
+    return {job.name: job for job in found.jobs if job.tensor in NORMS}
+
+
+def _moved(job: Job, home: Path, out: Path) -> tuple[Part, ...]:
+    """Where all copies of a tensor lie in the files of the output."""
+    parts = chain(job.sources, *job.replicas.values())
+    places = ((part, out / part.fragment.path.relative_to(home)) for part in parts)
+    return tuple(replace(part, fragment=part.fragment._replace(path=path)) for part, path in places)
+
+
+def run(work: Averaging, request: Request, limits: Limits) -> dict[str, float]:
+    """Write the output: linked files, copies of the others with the means in them.
+
+    Returns:
+        How far apart the copies of each norm were that differed.
+
+    Raises:
+        OutputError: OUT exists, there is no room, or another process or conversion has the folder of the work.
+    """
+    check_paths(work.source, request)
+    with open_journal(request.staging, MARK, (), force=request.force, every=request.commit_seconds):
+        return _write(work, request, limits)
+
+
+def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float]:
+    """Write and publish the output, from the beginning: what a killed run left is made anew."""
+    drifted: dict[str, float] = {}
+    try:
+        if request.root.exists():
+            shutil.rmtree(request.root)
+        work.out.mkdir(parents=True)
+        for path in work.linked:
+            _link(path.resolve(), work.out / path.name)
+        for path in work.written:
+            shutil.copyfile(path, work.out / path.name)
+        for folder in (path for path in work.source.home.iterdir() if path.is_dir()):
+            shutil.copytree(folder, work.out / folder.name)
+        (request.root / deepspeed.LATEST).write_text(work.source.home.name)
+        checks = SourceChecks(work.jobs)
+        with Files(checks=checks) as files:
+            execute(
+                work.jobs,
+                files,
+                replace(limits, replicas="mean", fresh=False),
+                done=lambda *_: None,
+                drifted=lambda job, distance: drifted.update({job.name: distance}),
+            )
+            checks.complete(files.read_stored, limits.threads)
+        for path, ranges in _changed(work.jobs).items():
+            amend(path, ranges)
+            sync_folder(path.parent)
+        _verify(work, limits)
+        publish(request)
+    except OSError as error:
+        reason = f"{error.filename or request.staging}: {error.strerror}"
+        raise OutputError(reason, "free some space, and run it again") from None
+    return drifted
+
+
+def _verify(work: Averaging, limits: Limits) -> None:
+    """Read every norm of the output back: all copies are equal, and the masters are the module.
+
+    Raises:
+        VerificationError: they are not.
+    """
+    for weights in ("module", *(["fp32-master"] if work.masters else [])):
+        written = neox.read(work.out, replace(work.settings, tag=None, weights=weights))
+        digest_of(_norms(make_plan(written)).values(), replace(limits, replicas="verify"), checked=False)
+
+
+def _link(path: Path, place: Path) -> None:
+    """A hard link, or a copy where file systems differ."""
+    try:
+        os.link(path, place)
+    except OSError:
+        shutil.copyfile(path, place)
+
+
+def _changed(jobs: Iterable[Job]) -> Mapping[Path, list[tuple[int, int]]]:
+    """The byte ranges of each file that were written."""
+    found: dict[Path, list[tuple[int, int]]] = {}
+    for job in jobs:
+        for part in job.targets:
+            found.setdefault(part.fragment.path, []).append((part.fragment.offset, part.fragment.nbytes))
+    return found

@@ -1,0 +1,1 @@
+"""What every command needs: atomic files, progress, batch scripts, the entry point."""

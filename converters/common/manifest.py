@@ -1,0 +1,116 @@
+"""The manifest beside an output of ours: read, and held against what is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from formats.checkpoint import MANIFEST, Checkpoint
+from formats.disk.json_file import read_json
+from formats.errors import SourceError, VerificationError, short
+from formats.families import family_named
+from formats.model.spec import ModelSpec, Verbatim
+
+UNSETTABLE = {"family", "own", "biases"}
+"""The settings that `--set` cannot give."""
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
+    """The settings and the digests in a folder's manifest, None without one.
+
+    Raises:
+        SourceError: it is no manifest.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    held = read_json(path)
+    facts, digests = held.get("settings"), _digests(held.get("tensors"))
+    if not isinstance(facts, dict) or digests is None:
+        raise SourceError(f"{path} is no manifest of vitruvian")
+    return facts, digests
+
+
+def remembered_states(folder: Path) -> dict[str, str]:
+    """The digests of an optimizer in a folder's manifest, none without one.
+
+    Raises:
+        SourceError: it is no manifest.
+    """
+    path = folder / MANIFEST
+    digests = _digests(read_json(path).get("optimizer", {})) if path.is_file() else {}
+    if digests is None:
+        raise SourceError(f"{path} is no manifest of vitruvian")
+    return digests
+
+
+def _digests(tensors: Any) -> dict[str, str] | None:
+    """The digest of each tensor of a manifest, None if it is none."""
+    if not isinstance(tensors, dict):
+        return None
+    found = {name: entry.get("blake3") for name, entry in tensors.items() if isinstance(entry, dict)}
+    digests = {name: digest for name, digest in found.items() if isinstance(digest, str)}
+    return digests if len(digests) == len(tensors) else None
+
+
+def is_verbatim(folder: Path) -> bool:
+    """Whether a folder's manifest counts its tensors under their own names."""
+    facts, _ = read_manifest(folder) or ({"layers": 0}, {})
+    return "layers" not in facts
+
+
+def contradictions(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Where settings are not those of a manifest, as `name: here | there`; of a map, each of its keys."""
+    found = []
+    for name, one in here.items():
+        other = there.get(name)
+        if one == other:
+            continue
+        ours, theirs = (each if isinstance(each, dict) else {} for each in (one, other))
+        keys = [key for key in {**ours, **theirs} if key not in ours or key not in theirs or ours[key] != theirs[key]]
+        pairs = [(f"{name}.{key}", ours.get(key), theirs.get(key)) for key in keys] or [(name, one, other)]
+        found += [f"{said}: {short(a)} | {short(b)}" for said, a, b in pairs]
+    return found
+
+
+def check_manifest(source: Checkpoint) -> None:
+    """Compare what the headers of a source say with the manifest that travels with it, if there is one.
+
+    Only what the manifest records, and what the user has not said (with --set, --config, --family and the like). Names
+    follow from the settings of a model that a table describes; a manifest of names says nothing of such a one.
+
+    Raises:
+        VerificationError: the source is not what it was when its manifest was written.
+    """
+    held = read_manifest(source.home)
+    if held is None:
+        return
+    (facts, digests), path = held, source.home / MANIFEST
+    spec, said = source.spec, source.settings
+    if isinstance(spec, Verbatim) == ("layers" in facts):
+        if isinstance(spec, ModelSpec) or said.verbatim or said.config:
+            return
+        raise VerificationError(
+            f"{path} is of a model that a table describes, {short(facts.get('family'))}, and none does now: {spec.why}",
+            "correct its config.json, or name its --family; --verbatim carries every tensor under its own name",
+        )
+    decided = {*said.values, *(["vocab"] if said.vocab_size else [])}
+    if isinstance(spec, ModelSpec) and family_named(spec.family).file:
+        decided.add("family")
+    here = {name: value for name, value in spec.settings().items() if name in facts and name not in decided}
+    wrong = {name: value for name, value in here.items() if value != facts[name]}
+    if wrong and said.config is None:
+        ways = " ".join(f"--set {quote(f'{name}={json.dumps(value)}')}" for name, value in wrong.items())
+        raise VerificationError(
+            f"{source.root} and {path} differ in settings (here | there): {'; '.join(contradictions(wrong, facts))}",
+            f"if that is meant: {'' if wrong.keys() & UNSETTABLE else f'{ways}, or '}remove {path}",
+        )
+    odd = sorted(spec.shapes.keys() ^ digests.keys()) if isinstance(spec, Verbatim) else []
+    if odd:
+        raise VerificationError(
+            f"{source.root} is damaged: {len(odd)} tensors, such as {odd[0]}, are in it or in {path}, not in both",
+            f"`convert verify {source.root}` lists them; if that is meant, remove {path}",
+        )

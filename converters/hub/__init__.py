@@ -1,0 +1,1 @@
+"""Publish: the checks before, the model card, the upload."""

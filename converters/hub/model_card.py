@@ -1,0 +1,193 @@
+"""The model card: the README.md that a repository on the Hub shows.
+
+A folder's own README.md stays as it is, but for metadata that it lacks. Without one a card is written that says where
+the weights come from, what they hash to and how to load them. Nothing is invented: what no file tells is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.assets.files import files as assets
+from converters.assets.files import has_tokenizer
+from converters.assets.token_files import held_template
+from formats.checkpoint import MANIFEST
+from formats.disk.json_file import read_json
+from formats.errors import SourceError
+
+if TYPE_CHECKING:
+    from converters.hub.files import File
+
+NAME = "README.md"
+BEGIN, END = "<!-- vitruvian: begin -->", "<!-- vitruvian: end -->"
+"""What stands between them is written anew at each push, so that no digest in it is ever an old one."""
+FRONT = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:\r?\n)?^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+MOST = 1 << 20
+"""Bytes of a README.md."""
+
+
+def write_card(folder: Path, repo: str, files: Sequence[File], base_model: str | None) -> tuple[str, list[str]]:
+    """The card of a folder, and notes on it.
+
+    Args:
+        folder: a Hugging Face folder.
+        repo: ORG/NAME, for the usage example.
+        files: what is sent besides the card.
+        base_model: id of the model that the weights were trained from.
+
+    Raises:
+        SourceError: README.md is no text, or what begins it is no metadata.
+    """
+    wanted = _metadata(folder, base_model)
+    section = _conversion(folder, files)
+    path = folder / NAME
+    if not path.exists():
+        title = repo.partition("/")[2]
+        text = f"---\n{_yaml(wanted)}---\n\n# {title}\n\n{section}\n{_usage(folder, repo)}"
+        return text, ["the card states no licence: no README.md in the folder names one"]
+    text, held = _merged(path, wanted)
+    notes = [f"{NAME} of the folder is the card: its text is kept"]
+    if base_model and held.get("base_model") != base_model:
+        notes.append(f"{NAME} names another base_model already, --base-model {base_model} is not written")
+    if "license" not in held:
+        notes.append("the card states no licence")
+    if BEGIN in text and END in text.partition(BEGIN)[2]:
+        before, _, rest = text.partition(BEGIN)
+        text = before + section.strip("\n") + rest.partition(END)[2]
+    return text, notes
+
+
+def _metadata(folder: Path, base_model: str | None) -> dict[str, Any]:
+    """What is known for certain."""
+    facts: dict[str, Any] = {"library_name": "transformers"}
+    names = read_json(folder / "config.json").get("architectures")
+    if isinstance(names, list) and names and str(names[0]).endswith("ForCausalLM"):
+        facts["pipeline_tag"] = "text-generation"
+    if base_model:
+        facts["base_model"] = base_model
+    return facts | {"tags": ["vitruvian"]}
+
+
+def _yaml(value: Mapping[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True)) if value else ""
+
+
+def _merged(path: Path, wanted: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """A README.md with the metadata that it lacks, which goes below what it has; and all of that metadata."""
+    try:
+        if path.stat().st_size > MOST:
+            raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a card")
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    match = FRONT.match(text)
+    held = _parse(match[1], path) if match else {}
+    missing = {key: value for key, value in wanted.items() if key not in held}
+    if not missing:
+        return text, held
+    body = text[match.end() :] if match else text
+    front = f"{match[1]}\n{_yaml(missing)}".lstrip("\n") if match and held else _yaml({**held, **missing})
+    if match and held and not _reads_as(front, {*held, *missing}):  # such as {a: 1}, which has no line to add
+        front = _yaml({**held, **missing})
+    return f"---\n{front}---\n{body if match else chr(10) + body}", {**held, **missing}
+
+
+def _parse(front: str, path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        held = yaml.safe_load(front)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise SourceError(f"the metadata that begins {path} is no YAML: {line}", f"edit {path}, or remove it") from None
+    if held is not None and not isinstance(held, dict):
+        raise SourceError(f"the metadata that begins {path} is no mapping", f"edit {path}, or remove it")
+    return held or {}
+
+
+def _reads_as(front: str, keys: set[Any]) -> bool:
+    import yaml
+
+    try:
+        held = yaml.safe_load(front)
+    except yaml.YAMLError:
+        return False
+    return isinstance(held, dict) and set(held) == keys
+
+
+def _conversion(folder: Path, files: Iterable[File]) -> str:
+    """Where the weights come from, and what they and their files hash to."""
+    lines = [BEGIN, "## Conversion", "", f"Published with vitruvian {version()}."]
+    if (folder / MANIFEST).is_file():
+        lines += _provenance(read_json(folder / MANIFEST))
+    lines += ["", "| file | bytes | SHA-256 |", "|---|---:|---|"]
+    lines += [f"| {_cell(file.name)} | {file.size} | `{file.sha256}` |" for file in files if file.name != NAME]
+    return "\n".join([*lines, END, ""])
+
+
+def _provenance(manifest: Mapping[str, Any]) -> list[str]:
+    """What a manifest tells about the conversion; what is not as expected is not repeated."""
+    lines = []
+    source = manifest.get("source")
+    if isinstance(source, dict) and re.fullmatch("[a-z0-9_]{1,40}", str(source.get("format"))):
+        sizes = source.get("topology")
+        known = {name: n for name, n in sizes.items() if type(n) is int} if isinstance(sizes, dict) else {}
+        shape = ", ".join(f"{_cell(name)} {n}" for name, n in known.items())
+        lines += [f"Converted from: {source['format']}" + (f" ({shape})" if shape else "") + "."]
+    digest = manifest.get("digest")
+    if isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest):
+        lines += ["", f"Digest of the weights, the same in every format and topology: `{digest}`",
+                  f"(`convert verify FOLDER` checks a copy against `{MANIFEST}`)."]  # fmt: skip
+    return lines
+
+
+def _cell(name: str) -> str:
+    """A name from a file system or a file, for a table in Markdown."""
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|~])", r"\\\1", name) if not re.fullmatch(r"[\w./-]+", name) else name
+
+
+def version() -> str:
+    """The version of this tool."""
+    from importlib.metadata import version as of
+
+    return of("vitruvian")
+
+
+def _usage(folder: Path, repo: str) -> str:
+    """How to load what is sent."""
+    if not has_tokenizer(folder):
+        lines = ["from transformers import AutoModelForCausalLM", "",
+                 f"model = AutoModelForCausalLM.from_pretrained({_quoted(repo)}, dtype=\"auto\")"]  # fmt: skip
+        return "\n".join(["## Usage", "", "```python", *lines, "```", ""])
+    lines = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({_quoted(repo)})",
+        f'model = AutoModelForCausalLM.from_pretrained({_quoted(repo)}, dtype="auto")',
+    ]
+    if held_template(dict(assets(folder))):
+        lines += [
+            'messages = [{"role": "user", "content": "Hello!"}]',
+            "inputs = tokenizer.apply_chat_template(",
+            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
+            ")",
+        ]
+    else:
+        lines += ['inputs = tokenizer("Hello!", return_tensors="pt")']
+    lines += [
+        "outputs = model.generate(**inputs, max_new_tokens=50)",
+        'print(tokenizer.decode(outputs[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
+    return "\n".join(["## Usage", "", "```python", *lines, "```", ""])
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)

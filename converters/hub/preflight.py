@@ -1,0 +1,170 @@
+"""Whether a Hugging Face folder can be served: config, tokenizer, chat template and special ids fit each other.
+
+Weights are not read here. Each finding is one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from converters.assets.chat_template import probe
+from converters.assets.token_files import (
+    CONFIG,
+    GENERATION,
+    KINDS,
+    SLOW,
+    TOKENIZER_CONFIG,
+    Assets,
+    content,
+    eos_ids,
+    held_template,
+    named_tokens,
+    object_of,
+    token_ids,
+)
+from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary
+from formats.disk.json_file import read_json
+from formats.disk.safetensors import read_safetensors
+from formats.errors import SourceError, UsageError, short
+from formats.huggingface.folder import INDEX, SINGLE, read_weight_map
+from formats.model.vocab_rows import EMBEDDING
+
+
+class Finding(NamedTuple):
+    """Something that does not fit.
+
+    Attributes:
+        sentence: what.
+        blocks: whether the model cannot be served because of it; else only training with the template suffers.
+    """
+
+    sentence: str
+    blocks: bool = True
+
+
+def embedding_rows(folder: Path) -> int:
+    """The rows of a model's embedding: of the tensor, or without weights as config.json says.
+
+    Raises:
+        UsageError: the folder is no Hugging Face model.
+        SourceError: a header is broken.
+    """
+    if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+        placed = read_weight_map(folder)
+        held = {SINGLE} if placed is None else {name for key, name in placed.items() if EMBEDDING.fullmatch(key)}
+        for name in sorted(held):
+            for key, tensor in read_safetensors(folder / name)[0].items():
+                if EMBEDDING.fullmatch(key) and tensor.shape:
+                    return tensor.shape[0]
+    vocab = read_json(folder / CONFIG).get("vocab_size") if (folder / CONFIG).is_file() else None
+    if type(vocab) is not int:
+        raise UsageError(f"{folder} is no Hugging Face model: neither an embedding nor a vocab_size in its config.json")
+    return vocab
+
+
+def findings(assets: Assets, rows: int | None, need_template: bool = False) -> list[Finding]:
+    """What is wrong with files that are to be published, which need not lie in one folder.
+
+    Args:
+        assets: relative name to path.
+        rows: the rows of the embedding, None if they are not known.
+        need_template: whether the model is to be served with its chat template: then what is wrong with it blocks.
+    """
+    found = list(_held(lambda: _config(assets)))
+    vocabulary = None
+    if NAME in assets:
+        try:
+            vocabulary = read_vocabulary(content(assets, NAME))
+        except SourceError as error:
+            found.append(Finding(str(error)))
+    found += _held(lambda: _tokenizer(assets, vocabulary, rows, need_template))
+    found += _held(lambda: _special(assets, vocabulary, rows))
+    found += _held(lambda: _template(assets, vocabulary, need_template))
+    return list(dict.fromkeys(found))
+
+
+def _held(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of a check; a file that it cannot read is one."""
+    try:
+        yield from check()
+    except SourceError as error:
+        yield Finding(str(error))
+
+
+def _config(assets: Assets) -> Iterator[Finding]:
+    """A merge that takes the class of the wrapped model writes FSDPLlamaForCausalLM, which nothing can load."""
+    if CONFIG not in assets:
+        yield Finding(f"there is no {CONFIG}")
+        return
+    named = object_of(assets, CONFIG).get("architectures")
+    if not (isinstance(named, list) and named and all(isinstance(name, str) for name in named)):
+        yield Finding(f"{CONFIG} names no architectures")
+    elif wrapped := [name for name in named if name.startswith("FSDP")]:
+        yield Finding(f"{CONFIG} names the architecture {short(wrapped[0])}, a wrapper of the training framework")
+
+
+def _tokenizer(assets: Assets, known: Vocabulary | None, rows: int | None, need_template: bool) -> Iterator[Finding]:
+    if known is not None and rows is not None and known.length > rows:
+        yield Finding(f"the tokenizer has {known.length} entries, the embedding {rows} rows")
+    if NAME in assets:
+        return
+    slow = next((name for name in SLOW if name in assets), None)
+    if slow is None:
+        yield Finding(f"there is no tokenizer: no {NAME}")
+    else:
+        yield Finding(f"{slow} has no {NAME} beside it, so that its tokens cannot be checked", need_template)
+
+
+def _special(assets: Assets, known: Vocabulary | None, rows: int | None) -> Iterator[Finding]:
+    """Names and ids of bos, eos and pad."""
+    named = named_tokens(assets)
+    for kind, token in named.items():
+        if known is not None and token not in known.ids:
+            yield Finding(f"the tokenizer has no token {short(token)}, which is its {kind}_token")
+    held = set(known.ids.values()) if known is not None else None
+    for name in (GENERATION, CONFIG):
+        values: dict[str, Any] = object_of(assets, name)
+        for key in (f"{kind}_token_id" for kind in KINDS):
+            for number in token_ids(values.get(key), f"{key} of {name}"):
+                if key == "pad_token_id" and number == -1:
+                    continue  # how the first Llama configs spell "none"
+                if number < 0 or (rows is not None and number >= rows):
+                    yield Finding(f"{key} of {name} is {number}, the embedding has {rows or 'no such'} rows")
+                elif held is not None and number not in held:
+                    yield Finding(f"{key} of {name} is {number}, an id that the tokenizer does not have")
+    eos = known.ids.get(named.get("eos", "")) if known is not None else None
+    if eos is not None and eos_ids(assets) and eos not in eos_ids(assets):
+        yield Finding(f"generation stops at {sorted(eos_ids(assets))}, the tokenizer's {named['eos']} has id {eos}")
+    if not eos_ids(assets) and "eos" not in named:
+        yield Finding(f"nothing says where a text ends: {GENERATION} and {TOKENIZER_CONFIG} name no eos")
+
+
+def _template(assets: Assets, known: Vocabulary | None, need: bool) -> Iterator[Finding]:
+    template = held_template(assets)
+    if template is None:
+        if need:
+            yield Finding("there is no chat template")
+        return
+    named = named_tokens(assets)
+    try:
+        seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
+        added = known.added if known is not None else {}
+        ending = seen.terminator({*added, *seen.markers(), *named.values()})
+        faults = seen.faults(ending)
+    except SourceError as error:
+        yield Finding(str(error), need)
+        return
+    yield from (Finding(fault, False) for fault in faults)
+    for kind in ("bos", "eos"):
+        if f"{kind}_token" in seen.names and kind not in named:
+            yield Finding(f"the chat template uses {kind}_token, and {TOKENIZER_CONFIG} names none", need)
+    if ending is None:
+        yield Finding("the chat template ends a reply with no special token, so that a model would never stop", need)
+    elif known is not None and not known.single(ending):
+        yield Finding(f"{ending}, which ends a reply, is not a single special token of the tokenizer", need)
+    elif known is not None and known.ids[ending] not in eos_ids(assets):
+        yield Finding(
+            f"{ending}, which ends a reply, has id {known.ids[ending]}, at which generation does not stop", need
+        )

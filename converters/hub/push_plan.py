@@ -1,0 +1,196 @@
+"""What a push sends: which files of a Hugging Face folder, what they hash to, and the card. Nothing here is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from converters.assets.trusted import require_inside, why_not
+from converters.hub import model_card
+from converters.hub.files import File
+from formats.errors import SourceError, UsageError, VerificationError, short
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+"""What a framework takes for weights when it lies at the root of a repository."""
+NAME = re.compile(r"(?!.*(?:--|[.][.]))(?!.*[.]git$)(?:\w(?:[\w.-]*\w)?/)?\w(?:[\w.-]*\w)?", re.ASCII)
+"""What a repository can be called: huggingface_hub 2.4.0, utils/_validators.py."""
+STEP = 1 << 20
+MAIN = "main"
+
+
+@dataclass(frozen=True)
+class Push:
+    """What would be sent, and where to.
+
+    Attributes:
+        folder: the Hugging Face folder.
+        repo: ORG/NAME.
+        files: all that is sent, the card included.
+        card: the text of README.md.
+        private: whether a new repository is private.
+        revision: the branch, None for main; it is made if it does not exist.
+        create_pr: whether the files go into a new pull request.
+        base_model: id of the model that the weights were trained from.
+        left_out: (name, reason) of what lies in the folder and is not sent.
+        notes: what the user should know.
+    """
+
+    folder: Path
+    repo: str
+    files: tuple[File, ...]
+    card: str
+    private: bool
+    revision: str | None
+    create_pr: bool
+    base_model: str | None
+    left_out: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def plan_push(
+    folder: Path,
+    repo: str,
+    *,
+    private: bool = True,
+    revision: str | None = None,
+    create_pr: bool = False,
+    base_model: str | None = None,
+    quiet: bool = True,
+) -> Push:
+    """Find and hash what would be sent, in constant memory. Needs neither network nor token.
+
+    Raises:
+        UsageError: a name that the Hub cannot have, or options that exclude each other.
+        SourceError: the folder is no Hugging Face folder, or a file in it cannot be read.
+    """
+    check_names(repo, base_model)
+    if create_pr and revision not in (None, MAIN):
+        raise UsageError("--create-pr and --revision exclude each other: a pull request is always one to main")
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"{folder} is no Hugging Face folder: it holds no config.json", f"convert megatron2hf {folder} OUT"
+        )
+    left_out: list[tuple[str, str]] = []
+    paths = dict(_walk(folder, left_out))
+    if not any(fnmatchcase(name, WEIGHTS[0]) for name in paths):
+        raise SourceError(f"{folder} holds no *.safetensors file")
+    paths.pop(model_card.NAME, None)
+    files = _hashed(paths, quiet)
+    text, notes = model_card.write_card(folder, repo, files, base_model)
+    content = text.encode()
+    files.append(File(model_card.NAME, len(content), hashlib.sha256(content).hexdigest(), None))
+    files.sort(key=lambda file: file.name)
+    return Push(
+        folder, repo, tuple(files), text, private, revision, create_pr, base_model, tuple(left_out), tuple(notes)
+    )
+
+
+def check_names(repo: str, base_model: str | None) -> None:
+    """Refuse what cannot be the name of a repository."""
+    for name, what in ((repo, "ORG/NAME"), (base_model, "--base-model")):
+        if name is not None and not (NAME.fullmatch(name) and len(name.rpartition("/")[2]) <= 96):
+            allowed = "letters, digits and single - _ . within, 96 of them at most"
+            raise UsageError(f"{what} {short(name)} is no name on the Hub: it has {allowed}")
+    if "/" not in repo:
+        raise UsageError(f"{short(repo)} does not say whose repository it is", f"convert push OUT YOUR-NAME/{repo}")
+
+
+def _walk(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str, Path]]:
+    """(name, path) of all that is sent; what is not is noted with the reason."""
+
+    def refuse(error: OSError) -> None:
+        raise SourceError(f"{error.filename}: {error.strerror}")
+
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        below = Path(root).relative_to(folder)
+        for name in sorted(folders):
+            why = why_not(Path(root) / name) or ("a link to a folder" if (Path(root) / name).is_symlink() else "")
+            if why:
+                folders.remove(name)
+                left_out.append(((below / name).as_posix() + "/", why))
+        folders.sort()
+        for name in sorted(names):
+            path, shown = Path(root) / name, (below / name).as_posix()
+            if why := why_not(path) or _irregular(path):
+                left_out.append((shown, why))
+            elif not shown.isprintable():
+                raise SourceError(f"{folder} holds a file whose name cannot be sent: {short(shown)}")
+            else:
+                yield shown, require_inside(path, folder)
+
+
+def _irregular(path: Path) -> str:
+    """Why a path is no file; a link to a file is one."""
+    try:
+        return "" if stat.S_ISREG(path.stat().st_mode) else "no regular file"
+    except OSError as error:
+        raise SourceError(f"{path} is a broken link" if path.is_symlink() else f"{path}: {error.strerror}") from None
+
+
+def _hashed(paths: Mapping[str, Path], quiet: bool) -> list[File]:
+    from converters.common.progress import Progress
+
+    def one(name: str, path: Path) -> File:
+        counted, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(STEP))
+        try:
+            with path.open("rb", buffering=0) as reader:
+                while got := reader.readinto(buffer):
+                    counted.update(buffer[:got])
+                    size += got
+                    progress.advance(got)
+        except OSError as error:
+            raise SourceError(f"{path}: {error.strerror}") from None
+        return File(name, size, counted.hexdigest(), path)
+
+    nbytes = sum(path.stat().st_size for path in paths.values())
+    with Progress("hashing", nbytes, quiet) as progress, ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, paths.keys(), paths.values()))
+
+
+def verify_folder(folder: Path, *, quiet: bool = True) -> str | None:
+    """Read all weights of a folder, and compare them with its manifest.
+
+    Returns:
+        The digest of its weights; None when it has no manifest to compare them with.
+
+    Raises:
+        VerificationError: weights or settings are not those of the manifest, or a weight is NaN or infinite.
+    """
+    from converters.common.manifest import is_verbatim, read_manifest
+    from converters.common.progress import Progress
+    from converters.move.engine import digest_of
+    from converters.plan.request import Limits
+    from converters.plan.targets import plan_reading
+    from converters.prove.digest import total
+    from formats.checkpoint import MANIFEST, Settings
+    from formats.registry import open_checkpoint
+
+    remembered = read_manifest(folder)
+    checkpoint = open_checkpoint(folder, Settings(verbatim=is_verbatim(folder)))
+    hint = "convert it again, or copy it again"
+    facts, against = remembered or (checkpoint.spec.settings(), {})
+    settings = [key for key, value in checkpoint.spec.settings().items() if value != facts.get(key)]
+    if settings:
+        raise VerificationError(f"{folder} and its {MANIFEST} differ in settings: {', '.join(settings)}", hint)
+    plan = plan_reading(checkpoint)
+    with Progress("verifying", plan.nbytes, quiet) as progress:
+        found = digest_of(plan.jobs, Limits(finite=True), progress.advance)
+    if remembered is None:
+        return None
+    wrong = sorted(name for name in {*found, *against} if found.get(name) != against.get(name))
+    if wrong:
+        names = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
+        raise VerificationError(f"{len(wrong)} tensors of {folder} differ from its {MANIFEST}: {names}", hint)
+    return total(found)

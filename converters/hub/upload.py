@@ -1,0 +1,323 @@
+"""Publishing a Hugging Face folder on the Hub: sending it, and the proof that it arrived.
+
+huggingface_hub sends. It resumes because the Hub keeps every object that arrived whole; it finds the token (HF_TOKEN or
+`hf auth login`) and honours HF_ENDPOINT. It is imported where it is used, as it is heavy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from shlex import join, quote
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from converters.common.atomic import answered
+from converters.hub.files import File
+from converters.hub.model_card import version
+from converters.hub.push_plan import MAIN, STEP, WEIGHTS, Push
+from formats.errors import (
+    Interrupted,
+    NetworkError,
+    RefusedError,
+    SourceError,
+    UsageError,
+    VerificationError,
+    VitruvianError,
+)
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
+
+LIBRARIES = ("httpx2", "httpx", "requests", "hf_xet")
+"""What huggingface_hub speaks through; an error of theirs is trouble with the network."""
+LATER = (408, 409, 412, 425, 429)
+"""Refusals that may be over when one asks again, as may all of the server's own errors."""
+NO_TOKEN = ("LocalTokenNotFoundError", "OIDCError")
+"""By name, as not every version of huggingface_hub has them."""
+XET = {"HF_XET_DATA_MAX_CONCURRENT_FILE_INGESTION": "1", "HF_XET_CLIENT_AC_MAX_UPLOAD_CONCURRENCY": "4"}
+"""hf_xet 1.8.0 would read 8 files at a time and send 64 blocks of 64 MB: that takes gigabytes."""
+LOGIN = "hf auth login   # or set HF_TOKEN to a token that may write"
+PULLS = "refs/pr/"
+STOPPED = "stopped by a signal; what arrived whole is not sent again"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push did.
+
+    Attributes:
+        commit: the commit that holds the files.
+        url: its address, or that of the pull request.
+        revision: the ref that it is on.
+        notes: what the user should know.
+    """
+
+    commit: str
+    url: str
+    revision: str
+    notes: tuple[str, ...]
+
+
+def require_token() -> None:
+    """Find out early that nobody is logged in.
+
+    Raises:
+        UsageError: there is no token, or it is none.
+    """
+    from huggingface_hub import get_token
+
+    with _explained("the Hub", LOGIN):
+        token = get_token()
+    if token is None:
+        raise UsageError("no token for the Hub is known", LOGIN)
+    if not re.fullmatch("[!-~]+", token):  # an HTTP library would quote it in its error
+        raise UsageError("the token for the Hub holds characters that no token has", LOGIN)
+
+
+def push(plan: Push, *, quiet: bool = False) -> Pushed:
+    """Send what was planned, then compare what the Hub holds with the plan.
+
+    Objects that the Hub has are not sent again, so the same call goes on where an interrupted one stopped.
+
+    Raises:
+        UsageError: the Hub refuses: token, rights, names.
+        RefusedError: the repository is public and should not be, or would hold the weights of two models.
+        NetworkError: the Hub cannot be reached.
+        VerificationError: what the Hub holds is not what was planned.
+        Interrupted: Control-C, before the sending begins; then a signal ends the process with the same exit code.
+    """
+    from huggingface_hub import HfApi
+
+    _calm(quiet)
+    api, target, url = HfApi(library_name="vitruvian", library_version=version()), plan.revision or MAIN, ""
+    with _explained(plan.repo, command(plan)):
+        before = _prepared(api, plan, target)
+        if plan.create_pr and not differences(plan, before.siblings or ()):
+            note = f"{plan.repo} holds exactly this already: no pull request is opened"
+            return Pushed(str(before.sha), f"{api.endpoint}/{plan.repo}", target, (note,))
+        if plan.create_pr:
+            pull = api.create_pull_request(plan.repo, title=_title(plan))
+            target, url = str(pull.git_reference), pull.url
+    again = command(plan, target)
+    with _explained(plan.repo, again), warnings.catch_warnings(record=True) as said:
+        with tempfile.TemporaryDirectory(prefix="vitruvian-push-") as staging, _ended_by_signals(staging, again):
+            _stage(plan, Path(staging))
+            done = api.upload_folder(
+                repo_id=plan.repo, folder_path=staging, revision=target, commit_message=_title(plan)
+            )
+        after = api.model_info(plan.repo, revision=done.oid, files_metadata=True)
+    wrong = differences(plan, after.siblings or ())
+    if wrong:
+        lines = "; ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
+        raise VerificationError(f"{plan.repo} does not hold what was planned: {lines}", again)
+    notes = [*_kept(plan, after), *(_line(str(one.message)) for one in said)]
+    notes += [f"{url} is a draft until you publish it there"] if plan.create_pr else []
+    return Pushed(done.oid, url or str(done.commit_url), target, tuple(notes))
+
+
+def command(plan: Push, target: str = "") -> str:
+    """The command that goes on with a push, for a hint."""
+    revision = target if target.startswith(PULLS) else plan.revision or ""
+    words = ["convert", "push", str(plan.folder), plan.repo, *([] if plan.private else ["--public"])]
+    words += ["--revision", revision] if revision else ["--create-pr"] if plan.create_pr else []
+    return join([*words, *(["--base-model", plan.base_model] if plan.base_model else [])])
+
+
+def differences(plan: Push, held: Iterable[RepoSibling]) -> list[str]:
+    """Where a revision on the Hub does not hold what is planned: names, sizes, and the hash of every file."""
+    there = {one.rfilename: one for one in held}
+    return [why for file in plan.files if (why := _difference(plan, file, there.get(file.name)))]
+
+
+def _difference(plan: Push, file: File, held: RepoSibling | None) -> str:
+    if held is None:
+        return f"{file.name} is missing"
+    if held.size != file.size:
+        return f"{file.name} has {held.size} bytes instead of {file.size}"
+    if held.lfs is not None:
+        same = held.lfs.sha256 == file.sha256
+    else:
+        same = (held.blob_id, file.sha256) == _hashes(plan, file)
+    return "" if same else f"{file.name} has another hash"
+
+
+def _hashes(plan: Push, file: File) -> tuple[str, str]:
+    """What git calls a small file, and its SHA-256 at this moment."""
+    blob, sha256 = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False), hashlib.sha256()
+    if file.path is None:
+        blob.update(plan.card.encode())
+        return blob.hexdigest(), file.sha256
+    with file.path.open("rb") as reader:
+        while piece := reader.read(STEP):
+            blob.update(piece)
+            sha256.update(piece)
+    return blob.hexdigest(), sha256.hexdigest()
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _calm(quiet: bool) -> None:
+    """Bounded buffers, progress bars on a terminal only, and no log lines, as they hold signed addresses."""
+    os.environ.update({name: value for name, value in XET.items() if name not in os.environ})
+    from huggingface_hub import utils
+
+    if (quiet or not sys.stderr.isatty()) and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+        utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, though its package does not say so
+    if "HF_HUB_VERBOSITY" not in os.environ:
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def _title(plan: Push) -> str:
+    return f"Upload {plan.folder.resolve().name} with vitruvian {version()}"
+
+
+def _prepared(api: HfApi, plan: Push, target: str) -> ModelInfo:
+    """Make the repository and the branch if they do not exist, and see that nothing there stands against the plan."""
+    api.create_repo(plan.repo, private=plan.private, exist_ok=True)
+    held = api.model_info(plan.repo, files_metadata=True)
+    if plan.private and held.private is False:
+        raise RefusedError(f"{plan.repo} exists and is public", f"{command(plan)} --public")
+    if target != MAIN:
+        if not target.startswith(PULLS):
+            api.create_branch(plan.repo, branch=target, exist_ok=True)
+        held = api.model_info(plan.repo, revision=target, files_metadata=True)
+    sent = {file.name for file in plan.files}
+    names = [one.rfilename for one in held.siblings or () if one.rfilename not in sent]
+    stale = [name for name in names if any(fnmatchcase(name, one) for one in WEIGHTS) and "/" not in name]
+    if stale:
+        shown = ", ".join(stale[:3]) + (" …" if len(stale) > 3 else "")
+        where = f" --revision {quote(target)}" if target != MAIN else ""
+        raise RefusedError(
+            f"{plan.repo} holds {shown}, which {plan.folder} does not: frameworks would mix the weights of two models",
+            f"hf repos delete-files {plan.repo}{where} {join(_globs(stale))}",
+        )
+    return held
+
+
+def _globs(names: Iterable[str]) -> list[str]:
+    """Names, those of numbered shards as one pattern."""
+    return sorted({re.sub(r"-\d{5}-of-(\d{5})\.", r"-*-of-\1.", name) for name in names})
+
+
+def _stage(plan: Push, staging: Path) -> None:
+    """A folder of links to exactly what is planned, and the card."""
+    for file in plan.files:
+        place = staging / file.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if file.path is None:
+            place.write_bytes(plan.card.encode())
+        else:
+            place.symlink_to(file.path.resolve())
+
+
+@contextmanager
+def _ended_by_signals(staging: str, again: str) -> Iterator[None]:
+    """End the process at once: huggingface_hub would first send every file that it has begun, for hours.
+
+    Nothing is lost by it, as no file here is written and the Hub only keeps objects that arrived whole.
+    """
+
+    def end(_: int, __: FrameType | None) -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+        sys.stderr.write(f"error: {STOPPED}\nhint: {again}\n")
+        sys.stderr.flush()
+        os._exit(Interrupted.exit_code)
+
+    with answered(end):
+        yield
+
+
+def _kept(plan: Push, held: ModelInfo) -> list[str]:
+    """A note on what is on the Hub besides what was sent."""
+    sent = {file.name for file in plan.files} | {".gitattributes"}
+    names = [one.rfilename for one in held.siblings or () if one.rfilename not in sent]
+    return (
+        [f"{plan.repo} also holds {len(names)} files that are not in {plan.folder}, such as {names[0]}"]
+        if names
+        else []
+    )
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _explained(repo: str, again: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into one sentence and a hint; what is not known stays as it is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(STOPPED, again) from None
+    except VitruvianError:
+        raise
+    except Exception as error:
+        known = _known(error, repo, again)
+        if known is None:
+            raise
+        raise known from error
+
+
+def _known(error: BaseException | None, repo: str, again: str) -> VitruvianError | None:
+    """What an error, or the one that caused it, means for the user."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    while error is not None:
+        said = _line(str(error))
+        if isinstance(error, HfHubHTTPError):
+            status, said = error.response.status_code, str(error.server_message or "")
+            if said.lstrip().startswith("<"):  # a storage service, in XML that may hold parts of a signature
+                return NetworkError(f"the storage of the Hub refuses a file of {repo} ({status})", again)
+            said = str(error.response.headers.get("X-Error-Message") or said or error.response.reason_phrase)
+            return _refusal(status, _line(said), repo, again)
+        if found := re.search(r"HTTP status client error \((\d+)", said):  # as hf_xet tells it
+            return _refusal(int(found[1]), said, repo, again)
+        if isinstance(error, OfflineModeIsEnabled):
+            return UsageError("HF_HUB_OFFLINE is set, so nothing can be sent", "unset HF_HUB_OFFLINE")
+        if type(error).__name__ in NO_TOKEN:
+            return UsageError(f"no token for the Hub: {said}", LOGIN)
+        if isinstance(error, ValueError) and "README.md" in said:
+            return RefusedError(f"the Hub does not accept the card: {said}", "edit the metadata that begins README.md")
+        network = type(error).__module__.partition(".")[0] in LIBRARIES
+        if network or isinstance(error, (ConnectionError, TimeoutError, ValueError)):
+            return NetworkError(f"{repo} cannot be reached: {said or type(error).__name__}", again)
+        if isinstance(error, OSError):
+            return SourceError(f"{error.filename or 'a file'}: {error.strerror or said}", again)
+        error = error.__cause__
+    return None
+
+
+def _refusal(status: int, said: str, repo: str, again: str) -> VitruvianError:
+    """What an answer of the Hub means: exit 8 where asking again may help, 2 where something has to change first."""
+    if status >= 500 or status in LATER:
+        return NetworkError(f"the Hub is not able to serve {repo} now ({status}: {said})", again)
+    match status:
+        case 401:
+            return UsageError(f"the Hub does not accept the token ({status}: {said})", LOGIN)
+        case 403:
+            return UsageError(
+                f"the token may not write to {repo} ({status}: {said})",
+                "hf auth whoami   # whose token it is; `hf auth login` for another, or set HF_TOKEN",
+            )
+        case 404:
+            return UsageError(f"{repo} or its revision does not exist for this token ({status}: {said})", LOGIN)
+        case _:
+            return UsageError(f"the Hub refuses the push to {repo} ({status}: {said})")
+
+
+def _line(text: str) -> str:
+    """One line of bounded length, of each address the host alone: the rest may be signed."""
+    return " ".join(re.sub(r"(https?://[^/\s'\")]+)[^\s'\")]*", r"\1", text).split())[:300]

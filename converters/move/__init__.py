@@ -1,0 +1,1 @@
+"""Move bytes: tiles, casts, replicas, checksums, the journal."""

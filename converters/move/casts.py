@@ -1,0 +1,125 @@
+"""Edges: the closed list of changes that a value may undergo on its way. All else is a copy of bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.disk.safetensors import DTYPES, FLOATS
+from formats.errors import RefusedError
+
+Array = NDArray[Any]
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Elements travel as words of their size: what is not cast is never interpreted."""
+
+PIECE = 1 << 16
+"""Elements that are cast at a time: few enough to stay in the cache, and in little memory."""
+
+
+def cast(words: Array, source: str, target: str, name: str, out: Array | None = None) -> Array:
+    """Cast elements between F64, F32, BF16 and F16, rounding to the nearest even.
+
+    Args:
+        words: the elements as unsigned words.
+        source: their element type.
+        target: the wanted element type.
+        name: what to call the tensor in an error.
+        out: where to put the result, as words of the target's size; by default in new memory.
+
+    Raises:
+        RefusedError: a finite value has no finite counterpart.
+    """
+    if source == target:
+        return words
+    result = np.empty(len(words), WORDS[DTYPES[target]]) if out is None else out
+    for start in range(0, len(words), PIECE):
+        piece = slice(start, start + PIECE)
+        result[piece] = _cast(words[piece], source, target, name)
+    return result
+
+
+def _cast(words: Array, source: str, target: str, name: str) -> Array:
+    values = to_float(words, source)
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow is refused below, a NaN is a value like any other
+        if source == "F64" and target != "F64":
+            values = values.astype(np.float32)  # in two steps, as torch does
+        if target == "BF16":
+            result = _to_bf16(values)
+            finite = (result & 0x7F80) != 0x7F80
+        else:
+            floats = values.astype({"F64": np.float64, "F32": np.float32, "F16": np.float16}[target])
+            finite = np.isfinite(floats)
+            result = as_words(floats)
+    if not finite.all():
+        original = to_float(words, source)
+        lost = original[~finite & np.isfinite(original)]
+        if len(lost):
+            raise RefusedError(
+                f"{name} holds {lost[0]:g}, which is too large for {target} ({len(lost)} or more such values)",
+                "choose --dtype bf16, fp32 or keep" if target == "F16" else "leave --dtype out",
+            )
+    return result
+
+
+def to_float(words: Array, dtype: str) -> Array:
+    """The elements as float32 (float64 for F64), for arithmetic."""
+    if dtype == "BF16":
+        return (words.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F16":
+        return words.view(np.float16).astype(np.float32)
+    return words.view(np.float32 if dtype == "F32" else np.float64)
+
+
+def as_words(values: Array) -> Array:
+    """The bits of numbers as unsigned words."""
+    words: Array = values.view(WORDS[values.itemsize])
+    return words
+
+
+def _to_bf16(values: Array) -> Array:
+    """Round to the nearest even on the bits; a NaN stays a NaN."""
+    bits = values.view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    nan = np.isnan(values)
+    if nan.any():
+        rounded = np.where(nan, (bits >> 16) | 0x40, rounded)
+    words: Array = rounded.astype(np.uint16)
+    return words
+
+
+def finite(words: Array, dtype: str) -> bool:
+    """Whether no element is NaN or infinite: none has an exponent of ones only."""
+    mask, exponent = {"F64": (2**63 - 1, 0x7FF << 52), "F32": (2**31 - 1, 0xFF << 23)}.get(
+        dtype, (2**15 - 1, 0xFF << 7 if dtype == "BF16" else 0x1F << 10)
+    )
+    pieces = (words[start : start + PIECE] for start in range(0, len(words), PIECE))
+    return dtype not in FLOATS or all(int((piece & words.dtype.type(mask)).max()) < exponent for piece in pieces)
+
+
+def mean(copies: Iterable[Array], dtype: str) -> Array:
+    """The mean of diverged replicas, taken in float32 (float64 for F64) and rounded once."""
+    total, count = _total(copies, dtype)
+    total /= count
+    return _rounded(total, dtype, "the mean")
+
+
+def add(copies: Iterable[Array], dtype: str) -> Array:
+    """The sum of what several ranks hold, taken in float32 (float64 for F64) and rounded once."""
+    return _rounded(_total(copies, dtype)[0], dtype, "the sum")
+
+
+def _total(copies: Iterable[Array], dtype: str) -> tuple[Array, int]:
+    """The sum of copies, each of which is done with when the next one is asked for, and how many there were."""
+    rest = iter(copies)
+    total, count = to_float(next(rest), dtype).copy(), 1
+    for copy in rest:
+        total += to_float(copy, dtype)
+        count += 1
+    return total, count
+
+
+def _rounded(values: Array, dtype: str, name: str) -> Array:
+    return cast(as_words(values), "F64" if dtype == "F64" else "F32", dtype, name)

@@ -1,0 +1,56 @@
+"""CRC-32 of a storage that is written in any order, by any number of threads. What is never written are zeros."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect
+from collections.abc import Iterable
+from pathlib import Path
+
+from formats.checkpoint import OutputFile
+from formats.disk.safetensors import Fragment
+from formats.torch_files import crc32
+
+SMALL, MANY = 16 << 10, 256
+"""A storage of more than so many pieces of fewer bytes is cheaper to read once more."""
+
+
+class Checksums:
+    """The running CRC-32 of every storage that needs one."""
+
+    def __init__(self, files: Iterable[OutputFile]) -> None:
+        self.sizes = {(file.path, offset): size for file in files for offset, size in file.checksums.values()}
+        self.sums = dict.fromkeys(self.sizes, 0)
+        self.small = dict.fromkeys(self.sizes, 0)
+        self.starts: dict[Path, list[int]] = {}
+        for path, offset in sorted(self.sizes):
+            self.starts.setdefault(path, []).append(offset)
+        self.lock = threading.Lock()
+
+    def add(self, fragment: Fragment, at: int, piece: memoryview) -> None:
+        """Count a piece that was written `at` bytes into a tensor, which may be one of several in a storage."""
+        key = self._storage(fragment)
+        if key is None or self.small[key] >= MANY:
+            return
+        at += fragment.offset - key[1]
+        register = crc32.part(piece, self.sizes[key] - at - len(piece))
+        with self.lock:
+            self.sums[key] ^= register
+            self.small[key] += len(piece) < SMALL
+
+    def forget(self, fragment: Fragment) -> None:
+        """Count no more of the storage of a tensor, bytes of which are written more than once."""
+        key = self._storage(fragment)
+        if key is not None:
+            self.small[key] = MANY
+
+    def _storage(self, fragment: Fragment) -> tuple[Path, int] | None:
+        starts = self.starts.get(fragment.path, ())
+        return (fragment.path, starts[bisect(starts, fragment.offset) - 1]) if starts else None
+
+    def get(self, path: Path, offset: int) -> int | None:
+        """The CRC-32 of a storage; None where reading it is cheaper."""
+        key = (path, offset)
+        if self.small[key] >= MANY:
+            return None
+        return crc32.whole(self.sums[key], self.sizes[key])

@@ -1,0 +1,282 @@
+"""The journal: which jobs of a conversion are done and on disk, so that a killed run can go on.
+
+`OUT.partial/journal.jsonl` begins with a fingerprint of the conversion; then comes a line for each finished job, its
+name and its digest, and lines of the entries of the source's archives that were found sound. Lines are written after
+the data that they speak of was forced to disk.
+
+A conversion can be split over processes on any nodes: each does a share, with a journal of its own beside the common
+one, and what any journal says is done is done. A process that works on all of it locks the common journal for itself,
+those with a share hold it together: so they work beside each other, and never beside the one that finishes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from converters.common.atomic import lock, write_all
+from converters.move.blocks import Files
+from converters.plan.plan import Job, Plan
+from formats.checkpoint import OutputFile
+from formats.errors import OutputError
+
+JOURNAL = "journal.jsonl"
+SOUND = "sound"
+SPOILED = "the source is damaged"
+"""Stands for the fingerprint in the journal of a share that read something damaged."""
+
+
+class Done(NamedTuple):
+    """What a journal says: its fingerprint, finished jobs and sound entries; and how many of its bytes are whole."""
+
+    head: str
+    digests: dict[str, str]
+    sound: set[str]
+    length: int
+
+
+class Share(NamedTuple):
+    """One of several processes of a conversion, `number` from 1 to `of`."""
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    @property
+    def journal(self) -> str:
+        """Name of its journal."""
+        return f"journal-{self.number}-of-{self.of}.jsonl"
+
+    def jobs(self, jobs: Iterable[Job]) -> list[Job]:
+        """Its part of a plan's jobs, by bytes: layers that follow each other, so that few files have two writers."""
+        ordered = sorted(jobs, key=lambda job: -1 if job.layer is None else job.layer)
+        found, before, total = list[Job](), 0, sum(job.nbytes for job in ordered)
+        together: dict[tuple[Path, int], int] = {}
+        for job in ordered:
+            middle = (2 * before + job.nbytes) * self.of // max(1, 2 * total)
+            woven = [(part.fragment.path, part.fragment.offset) for part in job.targets if part.woven]
+            share = next((together[one] for one in woven if one in together), min(middle, self.of - 1))
+            together |= dict.fromkeys(woven, share)
+            if share == self.number - 1:
+                found.append(job)
+            before += job.nbytes
+        return found
+
+
+class Journal:
+    """The finished jobs of a conversion, on disk.
+
+    Attributes:
+        digests: that of each finished job, those of runs before this one too.
+        sound: the entries of the source's archives that runs before this one have found sound.
+    """
+
+    def __init__(self, handle: int, done: Done, every: float) -> None:
+        self.handle, self.digests, self.sound, self.every = handle, done.digests, done.sound, every
+        self.fresh: list[tuple[str, str]] = []
+        self.lock = threading.Lock()
+
+    def note(self, job: Job, found: str) -> None:
+        """Remember a finished job."""
+        with self.lock:
+            self.digests[job.name] = found
+            self.fresh.append((job.name, found))
+
+    def commit(self, files: Files) -> None:
+        """Force the data to disk, then the lines that say so."""
+        with self.lock:
+            fresh, self.fresh = self.fresh, []
+        files.sync()
+        sound = files.checks.noted() if files.checks else []
+        lines = [*fresh, *([{SOUND: sound}] if sound else [])]
+        if lines:
+            write_all(self.handle, "".join(json.dumps(line) + "\n" for line in lines).encode())
+            os.fsync(self.handle)
+
+    def spoil(self) -> None:
+        """Say that what was read for the finished jobs is damaged: nobody resumes them."""
+        os.ftruncate(self.handle, 0)
+        _begin(self.handle, SPOILED)
+
+    @contextmanager
+    def kept(self, files: Files) -> Iterator[None]:
+        """Commit again and again while jobs run, and once more behind them: the disk works along."""
+        finished, failed = threading.Event(), []
+
+        def work() -> None:
+            try:
+                while not finished.wait(self.every):
+                    self.commit(files)
+            except OSError as error:  # raised where the conversion can see it
+                failed.append(error)
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            worker.join()
+            if not failed:  # Linux says once that data was lost: what was noted since may be part of it
+                self.commit(files)
+        if failed:
+            raise failed[0]
+
+
+@contextmanager
+def open_journal(
+    staging: Path,
+    fingerprint: str,
+    files: Iterable[OutputFile],
+    share: Share | None = None,
+    *,
+    force: bool,
+    every: float,
+) -> Iterator[Journal]:
+    """Open or create the journal in a staging folder, alone, and only for this very conversion.
+
+    Args:
+        staging: the folder.
+        fingerprint: what the journal must be of.
+        files: what the finished jobs wrote to; if one of them is gone, nothing counts as finished.
+        share: open that of a share, beside others.
+        force: discard what the folder holds of another conversion, instead of refusing. A share never does.
+        every: seconds after which finished work is forced to disk.
+
+    Raises:
+        OutputError: another process, or another conversion, has the folder; or it cannot be written.
+    """
+    with ExitStack() as held:
+        try:
+            handle = _claim(held, staging, share)
+            finished = _resume(handle, staging, fingerprint, files, share, force)
+        except OSError as error:
+            raise OutputError(f"{staging}: {error.strerror}") from None
+        yield Journal(handle, finished, every)
+
+
+def _claim(held: ExitStack, staging: Path, share: Share | None) -> int:
+    """Lock the staging folder, or a share of it. Returns the handle of the journal."""
+    staging.mkdir(parents=True, exist_ok=True)
+    if any(staging.iterdir()) and not (staging / JOURNAL).is_file():  # in this order: the journal comes first
+        raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
+    common = own = _open(held, staging / JOURNAL)
+    if share is None:
+        try:
+            lock(common, staging)
+        except OutputError:
+            lock(common, staging, shared=True)  # then the others share it too
+            raise OutputError(f"other processes are writing parts of {staging}", "wait until they are done") from None
+    else:
+        own = _open(held, staging / share.journal)
+        if not (lock(common, f"all of {staging}", shared=True) and lock(own, f"part {share} of {staging}")):
+            raise OutputError(f"{staging} lies on a file system without locks, which --part needs", "leave --part out")
+    if not os.path.samestat(os.fstat(common), (staging / JOURNAL).stat()):
+        raise OutputError(f"another process has begun {staging} anew", "wait until it is done")
+    return own
+
+
+def _open(held: ExitStack, path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    held.callback(os.close, handle)
+    return handle
+
+
+def _resume(
+    handle: int, staging: Path, fingerprint: str, files: Iterable[OutputFile], share: Share | None, force: bool
+) -> Done:
+    """Make the journal ready to be appended to. Returns what is finished, of all journals."""
+    own = staging / (share.journal if share else JOURNAL)
+    found = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
+    os.ftruncate(handle, found.length)
+    new = share is not None and not found.length
+    if new:
+        _begin(handle, fingerprint)  # before the others are read: of two conversions at a time one sees the other
+    others = [path for path in staging.glob("journal*.jsonl") if path != own]
+    every = [found, *(_entries(path.read_bytes()) for path in others)]
+    finished = {name: digest for one in every for name, digest in one.digests.items()}
+    sound = {name for one in every for name in one.sound}
+    heads = {one.head for one in every if one.head}
+    if heads - {fingerprint} and (share or not force):
+        if new:
+            os.ftruncate(handle, 0)
+        hint = f"remove {staging}" + (", or start over with --force" if share is None else "")
+        what = "of another conversion (or its source has changed since)"
+        if SPOILED in heads:
+            what = "of a conversion whose source is damaged"
+        raise OutputError(f"{staging} holds the beginnings {what}", hint)
+    whole = not finished or all(file.path.is_file() and file.path.stat().st_size == file.size for file in files)
+    if share is not None:
+        if not whole:
+            raise OutputError(
+                f"{staging} lacks files that its journals speak of", "the same command without --part starts over"
+            )
+    elif heads != {fingerprint} or not whole:
+        if (staging / "out").exists():
+            shutil.rmtree(staging / "out")
+        for path in others:
+            path.unlink()
+        os.ftruncate(handle, 0)
+        _begin(handle, fingerprint)
+        return Done(fingerprint, {}, set(), 0)
+    if share is None and not found.length:
+        _begin(handle, fingerprint)
+    return Done(fingerprint, finished, sound, found.length)
+
+
+def _begin(handle: int, fingerprint: str) -> None:
+    write_all(handle, (fingerprint + "\n").encode())
+    os.fsync(handle)
+
+
+def _entries(content: bytes) -> Done:
+    head, *lines = content.splitlines(keepends=True) or [b""]
+    if not head.endswith(b"\n"):
+        return Done("", {}, set(), 0)
+    finished, sound, length = dict[str, str](), set[str](), len(head)
+    for line in lines:
+        try:
+            said = json.loads(line)
+        except ValueError:
+            break
+        match said:
+            case [str(name), str(digest)]:
+                finished[name] = digest
+            case {"sound": [*names]} if all(isinstance(name, str) for name in names):
+                sound.update(names)
+            case _:
+                break
+        length += len(line)
+    return Done(head.decode(errors="replace").strip(), finished, sound, length)
+
+
+def fingerprint(plan: Plan, replicas: str) -> str:
+    """What makes a conversion the same one: what is read of which files, the target's layout, casts, replica policy."""
+    source = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in plan.source.files]
+    files = plan.target.files if plan.target else ()
+    target = [
+        [str(file.path), file.size, [(placed.slot.file, placed.key, placed.slot.layer) for placed in file.tensors]]
+        for file in files
+    ]
+    facts = blake3(json.dumps([source, target, repr(plan.spec), replicas]).encode())
+    place = lru_cache(maxsize=None)(Path.resolve)  # however the user spells it
+    for job in plan.jobs:  # which tensors are read, and in which order, and not only from which files
+        facts.update(f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial}\n".encode())
+        for part in (*job.sources, *job.targets):
+            at, spans = part.fragment, [(one.start, one.stop, one.stride) for one in part.leaf.spans]
+            of = at.scales
+            scaled = of and (of.method, place(of.factors.path), of.factors.offset, of.block, of.rows, of.columns)
+            line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans}\n"
+            facts.update(line.encode(errors="surrogateescape"))  # a path is bytes
+    return "vitruvian 1 " + facts.hexdigest()

@@ -1,0 +1,101 @@
+"""Regions: where a part of a tile lies in a file, as strided blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from converters.plan.plan import Part
+
+
+class Region(NamedTuple):
+    """A strided block: `dims` are (count, stride in the file, stride in the tile), in elements, widest stride first."""
+
+    file: int
+    tile: int
+    dims: tuple[tuple[int, int, int], ...]
+
+
+def tiles(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box into (start, shape) pieces of at most `limit` elements, contiguous and in canonical order."""
+    inner, axis = 1, len(shape)
+    while axis > 0 and inner * shape[axis - 1] <= limit:
+        axis -= 1
+        inner *= shape[axis]
+    if axis == 0:
+        yield (0,) * len(shape), shape
+        return
+    step = max(1, limit // inner)
+    for outer in product(*(range(n) for n in shape[: axis - 1])):
+        for start in range(0, shape[axis - 1], step):
+            count = min(step, shape[axis - 1] - start)
+            yield (*outer, start, *(0,) * (len(shape) - axis)), (*(1,) * (axis - 1), count, *shape[axis:])
+
+
+class Nearby:
+    """Parts of a tensor, to be asked which of them meet a tile: a tensor of a thousand ranks has as many."""
+
+    def __init__(self, parts: Sequence[Part], axes: int) -> None:
+        self.parts = parts
+        spans = [[(0, 1) if span.axis == "layer" else span[1:3] for span in part.leaf.spans] for part in parts]
+        self.bounds = np.array(spans, np.int64).reshape(len(parts), axes, 2)
+
+    def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> list[Part]:
+        """The parts that meet a tile."""
+        low = np.array(start, np.int64)
+        meets = (self.bounds[:, :, 0] < low + np.array(shape, np.int64)) & (self.bounds[:, :, 1] > low)
+        return [self.parts[i] for i in np.flatnonzero(meets.all(axis=1)).tolist()]
+
+
+def region(part: Part, start: tuple[int, ...], shape: tuple[int, ...]) -> Region:
+    """The part of a tile that a leaf holds, given that they meet.
+
+    `start` and `shape` are the tile's, in the coordinates of the job's box. A `layer` span counts as coordinate 0: a
+    job has one layer.
+    """
+    address, position, dims, tile_stride = part.leaf.base, 0, [], 1
+    for span, low, count in zip(reversed(part.leaf.spans), reversed(start), reversed(shape), strict=True):
+        first, stop = (0, 1) if span.axis == "layer" else (span.start, span.stop)
+        begin, end = max(first, low), min(stop, low + count)
+        address += (begin - first) * span.stride
+        position += (begin - low) * tile_stride
+        if end - begin > 1:
+            dims.append((end - begin, span.stride, tile_stride))
+        tile_stride *= count
+    dims.sort(key=lambda dim: -dim[1])
+    merged: list[tuple[int, int, int]] = []
+    for count, in_file, in_tile in dims:
+        if merged and merged[-1][1] == count * in_file and merged[-1][2] == count * in_tile:
+            merged[-1] = (merged[-1][0] * count, in_file, in_tile)
+        else:
+            merged.append((count, in_file, in_tile))
+    return Region(address, position, tuple(merged))
+
+
+def runs(where: Region, limit: int, sparsest: int) -> Iterator[tuple[int, int, int, tuple[tuple[int, int, int], ...]]]:
+    """Cut a region into pieces that lie close together in the file.
+
+    Args:
+        where: the region.
+        limit: most elements from the first to the last of a piece.
+        sparsest: most elements of the file for each element that is wanted; 1 for exact runs.
+
+    Yields:
+        (address in the file, position in the tile, elements from first to last, dims of the piece).
+    """
+    inner = len(where.dims)
+    span = useful = 1
+    while inner > 0:
+        count, in_file, _ = where.dims[inner - 1]
+        wider = span + (count - 1) * in_file
+        if wider > limit or wider > useful * count * sparsest:
+            break
+        span, useful, inner = wider, useful * count, inner - 1
+    outer = where.dims[:inner]
+    for index in product(*(range(count) for count, _, _ in outer)):
+        in_file = sum(i * stride for i, (_, stride, _) in zip(index, outer, strict=True))
+        in_tile = sum(i * stride for i, (_, _, stride) in zip(index, outer, strict=True))
+        yield where.file + in_file, where.tile + in_tile, span, where.dims[inner:]

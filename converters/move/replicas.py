@@ -1,0 +1,146 @@
+"""Further copies of a tensor: compared, averaged, or added up, tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from converters.move import casts
+from converters.move.blocks import Files, gather
+from converters.move.casts import WORDS, Array
+from converters.move.regions import Nearby
+from converters.plan.plan import Job
+from formats.disk.safetensors import DTYPES, FLOATS
+from formats.errors import VerificationError
+
+FARTHEST = 0.5
+"""Of the largest element of a tensor: copies of a norm that are farther apart did not drift there."""
+
+
+class Tile(NamedTuple):
+    """A part of a tensor, and a thread's memory of the same size as bytes."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    other: Array
+    scratch: Array
+
+
+class Copies:
+    """What is done with the copies of one job's tensor, and what they turned out to be.
+
+    Attributes:
+        drift: how far apart the copies were that had to be averaged.
+        nameless: masters lie in the model's own file, as in ZeRO stage 0, which gives them no names: that each is the
+            tensor's own only the comparison tells, and no policy does without it.
+    """
+
+    def __init__(self, job: Job, files: Files, policy: str) -> None:
+        axes, heeded = len(job.shape), policy != "first"
+        self.job, self.files = job, files
+        self.replicas = {name: Nearby(one, axes) for name, one in job.replicas.items()} if heeded or job.partial else {}
+        self.nameless = bool(job.twins) and job.twins[0].fragment.path == job.sources[0].fragment.path
+        self.twins = Nearby(job.twins, axes) if job.twins and (heeded or self.nameless) else None
+        self.mean = policy in ("mean", "drift") and job.source_dtype in FLOATS
+        self.plausible = policy == "drift" and not job.name.startswith("exp_avg")  # moments may be far apart
+        self.worst: dict[str, float] = {}
+        self.drift, self.unequal = 0.0, 0
+
+    def settle(self, values: Array, tile: Tile) -> None:
+        """Make of the elements of the first copy in a tile those that count. Rows that no copy has are left alone."""
+        rows = self.job.rows
+        if rows is not None:
+            values = values[: max(0, rows - tile.start[0]) * (len(values) // tile.shape[0])]
+        if self.twins:
+            self._round(values, tile, self.twins)
+        if self.job.partial and self.replicas:
+            values[:] = casts.add(chain([values], self._others(values, tile)), self.job.source_dtype)
+        elif self._apart(values, tile) and self.mean:
+            values[:] = casts.mean(chain([values], self._others(values, tile)), self.job.source_dtype)
+
+    def _others(self, values: Array, tile: Tile) -> Iterator[Array]:
+        """The further copies, one after the other in the same memory."""
+        other = tile.other.view(values.dtype)[: len(values)]
+        for parts in self.replicas.values():
+            gather(self.files, parts, tile.start, tile.shape, other, tile.scratch.view(values.dtype))
+            yield other
+
+    def _apart(self, values: Array, tile: Tile) -> bool:
+        """Whether copies differ; how far is noted."""
+        dtype, found = self.job.source_dtype, False
+        for name, copy in zip(self.replicas, self._others(values, tile), strict=True):
+            if np.array_equal(values, copy):
+                continue
+            found, distance = True, _distance(values, copy, dtype)
+            if not self.mean:
+                self.worst[name] = max(self.worst.get(name, 0.0), distance)
+                continue
+            self.drift = max(self.drift, distance)
+            if self.plausible and not distance <= FARTHEST * _largest(values, dtype):
+                self.worst["its copies"] = max(self.worst.get("its copies", 0.0), distance)
+        return found
+
+    def _round(self, values: Array, tile: Tile, twins: Nearby) -> None:
+        """Count the elements in which the rounded masters differ from what the model computes with."""
+        dtype = self.job.twins[0].fragment.dtype
+        word = WORDS[DTYPES[dtype]]
+        room = tile.other.view(word)[: len(values)]
+        rounded = casts.cast(values, self.job.source_dtype, dtype, self.job.name, room)
+        held = np.empty(len(values), word)
+        gather(self.files, twins, tile.start, tile.shape, held, tile.scratch.view(word))
+        self.unequal += int((rounded != held).sum())
+
+    def judge(self) -> None:
+        """Refuse copies that differ, when nothing said which one counts.
+
+        Raises:
+            VerificationError: they do.
+        """
+        job = self.job
+        if self.unequal:
+            alone = "without its optimizer" if job.state else "with zero2hf or neox2hf --weights module"
+            unchecked = "" if self.nameless else "; --replicas first takes the masters unchecked"
+            raise VerificationError(
+                f"{self.unequal} of {prod(job.shape)} elements of {job.name} in {job.twins[0].fragment.path} are not "
+                f"the rounded float32 masters of {job.sources[0].fragment.path}",
+                f"the model goes alone {alone}{unchecked}",
+            )
+        if not self.worst:
+            return
+        name, distance = max(self.worst.items(), key=lambda pair: pair[1])
+        if name == "its copies":
+            raise VerificationError(
+                f"the copies of {job.name} are up to {distance:g} apart, too far for a norm that drifted: "
+                f"{job.sources[0].fragment.path} and others may be of different models",
+                "--replicas mean averages them all the same, --replicas first takes the first",
+            )
+        paths = (str(parts[0].fragment.path) for parts in (job.sources, job.replicas[name]))
+        where = " and ".join(dict.fromkeys(paths))
+        if name == "copy":
+            raise VerificationError(
+                f"the output head should share {job.name} and differs from it by up to {distance:g} between {where}",
+                "--set tied=false keeps both",
+            )
+        raise VerificationError(
+            f"{job.name} differs between its copies in {len(self.worst)} of {len(self.replicas)} places, most in "
+            f"{name}: by up to {distance:g} between {where}",
+            "--replicas first takes the first copy, --replicas mean their mean in float32",
+        )
+
+
+def _largest(values: Array, dtype: str) -> float:
+    return float(np.abs(casts.to_float(values, dtype)).max(initial=0.0))
+
+
+def _distance(one: Array, two: Array, dtype: str) -> float:
+    """The largest absolute difference; infinity where a NaN meets a number."""
+    if dtype not in FLOATS:
+        return float((one != two).sum())
+    a, b = casts.to_float(one, dtype), casts.to_float(two, dtype)
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(a - b)
+    return float(np.where(np.isnan(difference), np.inf, difference)[one != two].max())

@@ -1,0 +1,1 @@
+"""Join two layouts, prove coverage: every kind of plan."""

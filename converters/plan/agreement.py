@@ -1,0 +1,173 @@
+"""Whether a model without a table and its config are one model: by its base's weights, or by transformers.
+
+Where a table describes a model, the plan proves that it is complete. Of any other the names and shapes are compared
+with the first of these that can tell: what transformers makes of the config (in a process of its own), the weights of
+the base model, and the manifest of an earlier conversion. Where there is none of them nothing proves that a tensor is
+not missing from every layer, so that the model is refused, unless the user takes its tensors as they are (--verbatim).
+What the config says of sizes and numbers is compared all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from converters.common.manifest import check_manifest, read_manifest
+from formats.checkpoint import Checkpoint
+from formats.errors import SourceError, UnsupportedError
+from formats.huggingface.folder import has_weights, read_files
+from formats.model.coherence import Finding, contradictions, losses, predicts_further
+from formats.model.spec import Spec, Verbatim
+from formats.model.vocab_rows import EMBEDDING, HEAD, rows
+
+NEEDED = ("transformers", "torch", "accelerate")
+"""What has to be installed to ask transformers; accelerate is what places a model on the meta device."""
+PROGRAM = (str(Path(__file__).with_name("meta_model.py")),)
+SECONDS = 300
+"""How long transformers may take: the largest models take ten seconds, a slow file system a minute to import it."""
+SHOWN = 4
+HINT = (
+    "a file of the checkpoint may be missing, or --config names another model; what may be missing or left over is "
+    "named with --allow-missing, such as --allow-missing '{}'"
+)
+CHECKED = "names and shapes checked against:"
+UNPROVEN = "a kind of tensor that is missing from every layer would not be seen"
+JUDGES = (
+    "install a transformers that knows the model (pip install 'vitruvian[transformers]'), or name its base with the "
+    "weights (--config BASE), or take the tensors as they are with --verbatim"
+)
+UNBOUNDED = (
+    "the files of torch's Hugging Face writer do not record how many there were, and nothing tells whether the last of "
+    "them are here"
+)
+
+
+def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
+    """The tensors of a checkpoint are those that its config describes.
+
+    Args:
+        source: the opened checkpoint.
+        spec: that of the output, whose vocabulary may have grown.
+        config: the config.json of the output.
+
+    Returns:
+        What they were compared with, for the summary; nothing for a model with a table.
+
+    Raises:
+        SourceError: a tensor is missing, of another shape, or none of the model's.
+        UnsupportedError: nothing tells which tensors the model has.
+    """
+    if not (isinstance(spec, Verbatim) and isinstance(source.spec, Verbatim)):
+        return []
+    check_manifest(source)  # it has the better sentence, where there is one
+    said = json.loads(config)
+    answer = {"why": "the weights are quantized"} if "quantization_config" in said else ask(said, spec.shapes)
+    if "why" not in answer:
+        _refuse(source, _of_transformers(answer, said, known_only=not source.settings.verbatim))
+        return [f"{CHECKED} transformers"]
+    differing = _against_base(source, source.spec)
+    if differing is not None:
+        _refuse(source, [*differing, *contradictions(said, spec)])
+        return [f"{CHECKED} base ({answer['why']})"]
+    _refuse(source, [*contradictions(said, spec), *losses(said, spec)])
+    if source.extra.get("unbounded") and not _is_bounded(source.spec):
+        raise SourceError(
+            f"{source.root}: {UNBOUNDED}: {answer['why']}", "name the base model with its weights: --config BASE"
+        )
+    _, written = read_manifest(source.home) or ({}, {})
+    if written.keys() == source.spec.shapes.keys():
+        return [f"{CHECKED} manifest ({answer['why']})"]
+    if not source.settings.verbatim:
+        raise UnsupportedError(
+            f"nothing here tells whether {source.root} is complete: no table describes {source.spec.family}, "
+            f"{answer['why']}, and no base with weights is named",
+            JUDGES,
+        )
+    return [f"{CHECKED} config only ({answer['why']}): {UNPROVEN}"]
+
+
+def ask(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """What transformers says of a model, in a process of its own; or `why` it cannot."""
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        return {"why": f"{' and '.join(lacking)} not installed"}
+    answer: dict[str, Any] = json.loads(_asked(json.dumps({"config": config, "shapes": shapes})))
+    return answer
+
+
+@lru_cache(maxsize=4)
+def _asked(request: str) -> str:
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    words = [sys.executable, *PROGRAM]
+    try:
+        ran = subprocess.run(  # noqa: S603  # this interpreter, and fixed words
+            words, input=request, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **quiet},
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return json.dumps({"why": f"transformers gave no answer in {SECONDS} seconds"})
+    last = ran.stdout.rpartition("\n{")
+    return "{" + last[2] if ran.returncode == 0 and last[1] else json.dumps({"why": "transformers gave no answer"})
+
+
+def _refuse(source: Checkpoint, found: Iterable[Finding]) -> None:
+    """What the user did not allow is an error.
+
+    Raises:
+        SourceError: there is something.
+    """
+    allowed = source.settings.allow_missing
+    left = [one for one in found if not any(fnmatchcase(one.name, pattern) for pattern in allowed)]
+    if left:
+        texts = "; ".join(one.text for one in left[:SHOWN]) + (f"; and {len(left) - SHOWN} more" * (len(left) > SHOWN))
+        raise SourceError(f"{source.root} and its config are not one whole model: {texts}", HINT.format(left[0].name))
+
+
+def _against_base(source: Checkpoint, spec: Verbatim) -> list[Finding] | None:
+    """In what a model differs from the one that its training began with; None where there are no such weights."""
+    folder = source.assets
+    if folder is None or not has_weights(folder) or folder.resolve() in (source.root.resolve(), source.home.resolve()):
+        return None
+    base = {key: fragment.shape for key, fragment in read_files(folder).items()}
+    copies = {*spec.copies, *([key for key in base if HEAD.fullmatch(key)] if spec.tied else [])}
+    shared = set() if any(map(HEAD.fullmatch, base)) else {key for key in spec.shapes if HEAD.fullmatch(key)}
+    unknown = [] if source.settings.verbatim else [key for key in spec.shapes if key not in {*base, *shared}]
+    return [
+        *(Finding(key, f"{key} is missing") for key in base if key not in spec.shapes and key not in copies),
+        *(Finding(key, f"{key} is no tensor of {folder}") for key in unknown),
+        *(
+            Finding(key, f"{key} is {list(shape)}, {list(base[key])} in {folder}")
+            for key, shape in spec.shapes.items()
+            if key in base and not _same(key, shape, base[key], spec)
+        ),
+    ]
+
+
+def _same(key: str, here: tuple[int, ...], there: tuple[int, ...], spec: Verbatim) -> bool:
+    """Whether two shapes are equal, or that of the checkpoint has the vocabulary that the user said."""
+    grown = here[:1] == (spec.vocab,) and here[1:] == there[1:]
+    return here == there or (grown and bool(EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)))
+
+
+def _of_transformers(answer: Mapping[str, Any], config: dict[str, Any], *, known_only: bool) -> list[Finding]:
+    """What transformers reports. Without `known_only` the model may have more than its class: --verbatim means so."""
+    unknown = [key for key in answer["unexpected"] if known_only and not predicts_further(config, key)]
+    return [
+        *(Finding(key, f"{key} is {here}, and {wanted} in the model") for key, here, wanted in answer["mismatched"]),
+        *(Finding(key, f"{key} is missing") for key in answer["missing"]),
+        *(Finding(key, f"{key} is no tensor of the model") for key in unknown),
+        *(Finding("", text) for text in answer["errors"]),
+    ]
+
+
+def _is_bounded(spec: Verbatim) -> bool:
+    """Whether an embedding that has all of its rows proves that no rank's file is missing."""
+    return spec.vocab is not None and rows(spec) == spec.vocab

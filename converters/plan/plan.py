@@ -1,0 +1,278 @@
+"""Plans: what will be copied from where to where, proved complete before a byte is read.
+
+A job moves one logical tensor of one layer. Its sources and its targets are both maps from the same box of
+coordinates, so the plan is only a matter of putting together the leaves that hold the same tensor, and of proving that
+the leaves of each side tile its box: each element comes from exactly one place and each place is written exactly once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from formats.checkpoint import Checkpoint, Target
+from formats.disk.safetensors import DTYPES, FLOATS, Fragment
+from formats.errors import RefusedError, UnsupportedError
+from formats.layout.boxes import overlap
+from formats.layout.pattern import Leaf
+from formats.layout.table import Placed
+from formats.layout.tensors import UNTRAINED
+from formats.model.spec import Spec
+
+PADDING = "padding"
+"""The state that rows of a vocabulary's padding are in, where a training goes on with them."""
+SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
+"""What weights of 8 bits, named before it, are multiplied by; the last two are bitsandbytes'."""
+CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A leaf, and the physical tensor that holds it; `woven` if the elements of others lie between its own.
+
+    What is woven is written by one process and one thread at a time: with its own elements it writes those of others.
+    """
+
+    leaf: Leaf
+    fragment: Fragment
+    woven: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One logical tensor of one layer: where its elements come from and where they go.
+
+    `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
+    the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
+    become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
+    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
+    """
+
+    tensor: str
+    layer: int | None
+    shape: tuple[int, ...]
+    source_dtype: str
+    dtype: str
+    sources: tuple[Part, ...]
+    replicas: Mapping[str, tuple[Part, ...]]
+    targets: tuple[Part, ...]
+    rows: int | None = None
+    partial: bool = False
+    twins: tuple[Part, ...] = ()
+    last: bool = False
+    state: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the logical tensor, with the state before and the layer behind a dot."""
+        name = f"{self.state}.{self.tensor}" if self.state else self.tensor
+        return name if self.layer is None else f"{name}.{self.layer}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor as it is written."""
+        return prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def edges(self) -> tuple[str, ...]:
+        """The named changes of value on the way."""
+        cast = [] if self.source_dtype == self.dtype else [f"cast {self.source_dtype} to {self.dtype}"]
+        coded = sorted({part.fragment.scales.method for part in self.sources if part.fragment.scales})
+        kind = "last" if self.last else "mean"
+        grow = [] if self.rows is None else [f"{kind} of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
+        added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
+        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *grow)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs of a conversion; without a target, those of reading the source once.
+
+    `spec` is that of the output; `notes` are what else the user should know. `again` makes of the plan one that reads
+    the output, where no reader of a checkpoint would read all of it; such an output has no manifest. `more` gives the
+    jobs of reading what an output holds besides the weights.
+    """
+
+    source: Checkpoint
+    spec: Spec
+    jobs: tuple[Job, ...]
+    target: Target | None = None
+    notes: tuple[str, ...] = ()
+    again: Callable[[Plan], Plan] | None = None
+    more: Callable[[Checkpoint], Iterable[Job]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all logical tensors, each counted once."""
+        return sum(job.nbytes for job in self.jobs)
+
+    @property
+    def blocks(self) -> int:
+        """How many strided blocks are read and written."""
+        return sum(len(job.sources) + len(job.targets) for job in self.jobs)
+
+    @property
+    def edges(self) -> dict[str, int]:
+        """Each named change of value, and how many tensors it applies to."""
+        found: dict[str, int] = {}
+        for job in self.jobs:
+            for edge in job.edges:
+                found[edge] = found.get(edge, 0) + 1
+        return found
+
+
+def make_plan(
+    source: Checkpoint, target: Target | None = None, cast: str | None = None, spec: Spec | None = None
+) -> Plan:
+    """Join a source and a target on their logical tensors.
+
+    Args:
+        source: the opened checkpoint.
+        target: what is to be written; without it the plan only reads.
+        cast: the element type to which floating point tensors are cast.
+        spec: that of the output, when its vocabulary has grown.
+
+    Raises:
+        RefusedError: a side does not cover a tensor, or covers it twice.
+        UnsupportedError: what would be cast are weights of 8 bits with scales.
+    """
+    held, twins = _parts(source.tensors), _parts(source.twins)
+    partial = {
+        (name, placed.slot.layer)
+        for placed in source.tensors
+        if "partial" in placed.slot.rule.conditions
+        for name in placed.slot.rule.pattern.tensors
+    }
+    wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
+    repeated = _padding(target) if target and target.padding == "last" else {}
+    dtypes = source.dtypes()
+    if cast:
+        _require_no_scales(source)
+    jobs = []
+    padded = source.extra.get("padded_vocab")
+    boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)
+    for (tensor, layer, held_shape), (_, _, shape) in boxes:
+        if tensor in source.without:
+            continue
+        name = tensor if layer is None else f"{tensor}.{layer}"
+        nothing: dict[str, list[Part]] = {} if prod(shape) else {"": []}
+        sources = held.get((tensor, layer), nothing)
+        targets = wanted.get((tensor, layer), nothing)
+        if "" not in sources or (target and "" not in targets):
+            raise RefusedError(f"nothing {'writes' if '' in sources else 'holds'} {name}")
+        twin = twins.get((tensor, layer), {}).get("", [])
+        checked = (("source", sources, held_shape), ("target", targets, shape), ("module", {"": twin}, held_shape))
+        for side, copies, box in checked if twin else checked[:2]:
+            for copy, parts in copies.items():
+                prove_tiling([part.leaf for part in parts], box, f"{name} in the {side}{f' ({copy})' if copy else ''}")
+        dtype = dtypes[tensor, layer]
+        jobs.append(
+            Job(
+                tensor, layer, shape, dtype, cast_dtype(dtype, cast, tensor), tuple(sources[""]),
+                {copy: tuple(parts) for copy, parts in sources.items() if copy},
+                (*(part for parts in targets.values() for part in parts), *repeated.get((tensor, layer), ())),
+                held_shape[0] if held_shape != shape else None,
+                (tensor, layer) in partial,
+                tuple(twin),
+                bool(target and target.padding == "last"),
+            )
+        )  # fmt: skip
+    if target:
+        _prove_filled(target)
+    return Plan(source, spec or source.spec, tuple(jobs), target)
+
+
+def _require_no_scales(source: Checkpoint) -> None:
+    """A cast takes the tensors one by one: weights of 8 bits would stay, and their scales be rounded.
+
+    Raises:
+        UnsupportedError: there are scales.
+    """
+    dtypes = {placed.key: placed.fragment.dtype for placed in source.tensors}
+    small = {key for key, dtype in dtypes.items() if DTYPES[dtype] == 1 and dtype != "BOOL"}
+    for key in dtypes if small else ():
+        scaled = SCALE.fullmatch(key)
+        if scaled and not small.isdisjoint((scaled[1], f"{scaled[1]}.weight")):
+            raise UnsupportedError(
+                f"{source.root} holds weights of 8 bits with scales, such as {key}", "leave --dtype out"
+            )
+
+
+def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:
+    """The element type of a tensor after a cast, which leaves integers alone, and what no framework rounds."""
+    kept = tensor in UNTRAINED or tensor.endswith(".e_score_correction_bias")  # of a model without a table
+    return CASTS[cast] if cast and dtype in FLOATS and not kept else dtype
+
+
+def cast_dtypes(source: Checkpoint, cast: str | None) -> dict[tuple[str, int | None], str]:
+    """The element type of each logical tensor of a checkpoint after a cast."""
+    return {name: cast_dtype(dtype, cast, name[0]) for name, dtype in source.dtypes().items()}
+
+
+def _parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], dict[str, list[Part]]]:
+    """The leaves of physical tensors by (tensor, layer) and by the copy to which they belong."""
+    found: dict[tuple[str, int | None], dict[str, list[Part]]] = {}
+    for placed in tensors:
+        leaves = placed.leaves()
+        woven = len(leaves) > 1 and any(min(_steps(leaf), default=1) > 1 for leaf in leaves)
+        for leaf in leaves:
+            copies = found.setdefault((leaf.tensor, placed.slot.layer), {})
+            copies.setdefault(placed.slot.replica, []).append(Part(leaf, placed.fragment, woven))
+    return found
+
+
+def _steps(leaf: Leaf) -> list[int]:
+    """The strides that a leaf has."""
+    return [span.stride for span in leaf.spans if span.size > 1]
+
+
+def _padding(target: Target) -> dict[tuple[str, int | None], list[Part]]:
+    """Where the rows of vocabulary padding lie, each as a leaf of the last row that a token has."""
+    found: dict[tuple[str, int | None], list[Part]] = {}
+    for placed in (placed for file in target.files for placed in file.tensors):
+        sizes = dict(placed.slot.sizes)
+        vocab, padding = sizes["vocab"], sizes["padding"]
+        if not _empty(placed):
+            continue
+        sizes |= {"vocab": vocab + padding, "padding": 0}
+        for leaf in placed.slot._replace(sizes=tuple(sizes.items())).leaves():
+            rows = leaf.spans[0]
+            spans = (rows._replace(start=vocab - 1, stop=vocab), *leaf.spans[1:])
+            for row in range(max(rows.start, vocab), rows.stop):
+                part = Part(Leaf(leaf.tensor, spans, leaf.base + (row - rows.start) * rows.stride), placed.fragment)
+                found.setdefault((leaf.tensor, placed.slot.layer), []).append(part)
+    return found
+
+
+def prove_tiling(leaves: Sequence[Leaf], shape: tuple[int, ...], name: str) -> None:
+    """Each element of the box lies in exactly one leaf: the sizes add up, and no two leaves overlap.
+
+    Raises:
+        RefusedError: they do not.
+    """
+    total = sum(leaf.numel for leaf in leaves)
+    if total != prod(shape):
+        raise RefusedError(f"{name} has {prod(shape)} elements, the layout covers {total}")
+    if overlap([tuple((span.start, span.stop) for span in leaf.spans) for leaf in leaves if leaf.numel]):
+        raise RefusedError(f"two parts of {name} overlap")
+
+
+def _empty(placed: Placed) -> int:
+    """How many elements of a fragment belong to no tensor."""
+    return prod(placed.fragment.shape) - sum(leaf.numel for leaf in placed.leaves())
+
+
+def _prove_filled(target: Target) -> None:
+    """Each element of a written tensor belongs to a leaf or to a named fill: nothing is left to chance."""
+    for file in target.files:
+        for placed in file.tensors:
+            empty = _empty(placed)
+            if empty and "~" not in placed.slot.rule.pattern.text:
+                raise RefusedError(f"{empty} elements of {placed.key} have no source")
+
+
+def filled(target: Target) -> int:
+    """How many elements of the target are fill (vocabulary padding)."""
+    return sum(_empty(placed) for file in target.files for placed in file.tensors)

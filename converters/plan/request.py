@@ -1,0 +1,85 @@
+"""What a conversion is asked for, and the limits it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from formats.errors import (
+    OutputError,
+)
+
+COMMIT_SECONDS = 0.25
+"""How much work a killed run may lose, and how soon the disk begins to write."""
+
+
+DEFAULT_MEMORY = 16 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of the machine to use.
+
+    Attributes:
+        threads: jobs at a time.
+        memory: bytes of all buffers together.
+        replicas: what to do with further copies of a tensor: `verify`, `first`, `mean`, or `drift`, the mean of copies
+            that are near each other.
+        finite: refuse NaN and infinity.
+        fresh: what is written to reads as zeros, so that zeros need not be written.
+    """
+
+    threads: int = 2
+    memory: int = DEFAULT_MEMORY
+    replicas: str = "verify"
+    finite: bool = False
+    fresh: bool = True
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, the source apart.
+
+    Attributes:
+        out: the folder to write.
+        cast: bf16, fp16 or fp32; None keeps each element type.
+        limits: threads, memory, replica policy.
+        force: replace an output that exists.
+        verify: read the output back and compare.
+        quiet: no progress.
+        commit_seconds: how often finished work is forced to disk and noted.
+    """
+
+    out: Path
+    cast: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    force: bool = False
+    verify: bool = True
+    quiet: bool = False
+    commit_seconds: float = COMMIT_SECONDS
+
+    @property
+    def place(self) -> Path:
+        """OUT itself, links followed.
+
+        Raises:
+            OutputError: it is the root, or the folder that we stand in, which no other folder can replace; or its
+                links lead in a circle.
+        """
+        try:
+            place = self.out.resolve()
+        except RuntimeError:
+            raise OutputError(f"the links in {self.out} lead in a circle", "name a new folder") from None
+        if not place.name or place == Path.cwd():
+            raise OutputError(f"{self.out} cannot be replaced by a checkpoint", "name a new folder")
+        return place
+
+    @property
+    def staging(self) -> Path:
+        """Where the work is done."""
+        return self.place.with_name(self.place.name + ".partial")
+
+    @property
+    def root(self) -> Path:
+        """What becomes the output."""
+        return self.staging / "out"

@@ -1,0 +1,189 @@
+"""The plan of a conversion into each format: which files, with which small ones beside them, and what is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.assets import files as assets
+from converters.assets.trusted import require_inside
+from converters.plan import agreement
+from converters.plan.plan import Plan, cast_dtype, cast_dtypes, make_plan
+from converters.plan.request import Request
+from formats import optimizer
+from formats.checkpoint import Checkpoint
+from formats.deepspeed.neox import checkpoint as neox
+from formats.deepspeed.neox import writer as neox_writer
+from formats.deepspeed.neox import yml
+from formats.errors import RefusedError, UnsupportedError
+from formats.fsdp import checkpoint as fsdp
+from formats.huggingface import folder as huggingface
+from formats.megatron import classic as megatron
+from formats.megatron import megatron_llm, torch_dist
+from formats.megatron.args import flags
+from formats.megatron.args.args import DIST, Options
+from formats.megatron.optimizer import Optimizer
+from formats.model.spec import Spec, Verbatim
+from formats.model.vocab_rows import grown, rows
+
+if TYPE_CHECKING:
+    from converters.assets.chat_template import Applied
+
+SHARD_SIZE = 5 * 10**9
+"""Bytes of a safetensors file, when nothing says otherwise."""
+UNTOLD = (
+    "no table says which names the model has in memory: where these differ (experts that are fused there), dcp.load "
+    "does not find them"
+)
+
+
+def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | None, template: str | None = None) -> Plan:
+    """A plan that writes a Hugging Face folder.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for.
+        shard_size: bytes of a file; without it, the files that the model once had come back.
+        template: name or file of a chat template. The vocabulary grows by the tokens that it needs.
+    """
+    require_vocab(source)
+    dtypes = cast_dtypes(source, request.cast)
+    index = assets.remembered_index(source.assets) if shard_size is None else None
+    held = dict(assets.files(source.assets)) if source.assets else {}
+    held |= dict(assets.records(source.root)) if source.format == fsdp.NAME else {}
+    spec, texts, notes = source.spec, {}, list[str]()
+    if template is not None:
+        applied = _apply_template(held, template, rows(spec), source)
+        spec = grown(spec, applied.length) if applied.length > (rows(spec) or 0) else spec
+        held = {name: path for name, path in held.items() if name not in applied.removed}
+        texts, notes = dict(applied.texts), list(applied.notes)
+    elif source.extra.get("added_tokens"):
+        names = ", ".join(source.extra["added_tokens"])
+        notes.append(f"the training added {names} to its tokenizer; --chat-template adds them to the one that travels")
+    target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
+    config = assets.config_text(source, _cast_to(request), spec)
+    notes += agreement.notes(source, spec, config)
+    texts |= {**target.texts, "config.json": config}
+    copies = {name: path for name, path in held.items() if name not in texts} | assets.own_family(spec)
+    plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast, spec)
+    return replace(plan, notes=tuple(notes))
+
+
+def _apply_template(held: Mapping[str, Path], template: str, count: int | None, source: Checkpoint) -> Applied:
+    from converters.assets.chat_template import apply_template, load_template
+
+    if count is None:
+        raise RefusedError(f"{source.root} has no embedding whose rows a chat template could be checked against")
+    return apply_template(held, load_template(template), count, source.extra.get("added_tokens", ()))
+
+
+def plan_megatron(
+    source: Checkpoint,
+    request: Request,
+    options: Options,
+    iteration: int | None,
+    tokens: int | None = None,
+    optimizer: Optimizer | None = None,
+    args: Mapping[str, Any] | None = None,
+) -> Plan:
+    """A plan that writes a Megatron run folder, with the model's config and tokenizer in it.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for.
+        options: topology and dialect.
+        iteration: the iteration to write; None for a release.
+        tokens: the vocabulary that Megatron-LLM's training will have; its rows grow to so many.
+        optimizer: what is written beside the weights, for a training that goes on.
+        args: arguments of a training that goes on from another framework.
+    """
+    if isinstance(source.spec, Verbatim):
+        raise UnsupportedError(f"{source.root} has no Megatron layout: {source.spec.why}", "see `convert formats`")
+    require_vocab(source)
+    spec = source.spec
+    if tokens is not None:
+        if tokens < (spec.vocab or 0):
+            raise RefusedError(f"{source.root} has {spec.vocab} tokens, --true-vocab-size {tokens} would cut some off")
+        spec = replace(spec, vocab=tokens)
+    dtypes = cast_dtypes(source, request.cast)
+    llm = [dialect == megatron_llm.NAME for dialect in (source.extra.get("dialect"), options.dialect)]
+    args = assets.dropouts_of(source) | dict(args or (source.extra.get("args") if llm[0] == llm[1] else None) or {})
+    writer = torch_dist if options.dialect == DIST else megatron
+    target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
+    texts, copies = _inside(source, request, megatron.ASSETS, spec)
+    if options.dialect == megatron_llm.NAME:
+        name = megatron_llm.TOKENIZER
+        folders = [folder for folder in (source.assets, source.root) if folder and (folder / name).is_file()]
+        places = [require_inside(folder / name, folder) for folder in folders]
+        copies |= {name: places[0]} if places else {}
+    plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
+    notes = flags.remarks(target.texts[megatron.FLAGS].decode())
+    return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
+
+
+def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options) -> Plan:
+    """A plan that writes a GPT-NeoX run folder, with the model's config and tokenizer in it."""
+    if isinstance(source.spec, Verbatim):
+        raise UnsupportedError(f"{source.root} has no layout of GPT-NeoX: {source.spec.why}", "see `convert formats`")
+    require_vocab(source)
+    dtypes = cast_dtypes(source, request.cast)
+    target = neox_writer.write(request.root, source.spec, dtypes, options)
+    texts, copies = _inside(source, request, neox.ASSETS)
+    notes = () if source.format == neox.NAME else yml.window_notes(source.spec)
+    plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
+    return replace(plan, notes=notes)
+
+
+def _inside(
+    source: Checkpoint, request: Request, folder: str, spec: Spec | None = None
+) -> tuple[dict[str, bytes], dict[str, Path]]:
+    """The small files of a model, for a folder inside one that belongs to another framework."""
+    own = assets.own_family(source.spec, f"{folder}/")
+    if not source.assets:
+        return {}, own
+    copies = {f"{folder}/{name}": path for name, path in assets.files(source.assets) if name != "config.json"} | own
+    texts = {f"{folder}/config.json": assets.config_text(source, _cast_to(request), spec)}
+    if source.format == huggingface.NAME and not huggingface.pickled(source.root):
+        texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
+    elif (source.assets / huggingface.INDEX).is_file():
+        copies[f"{folder}/{huggingface.INDEX}"] = require_inside(source.assets / huggingface.INDEX, source.assets)
+    return texts, copies
+
+
+def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimizer.Optimizer | None = None) -> Plan:
+    """A plan that writes a DCP folder, with the model's config and tokenizer in it, and what it is trained with."""
+    require_vocab(source)
+    dtypes = cast_dtypes(source, request.cast)
+    target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)
+    config = assets.config_text(source, _cast_to(request))
+    compared = agreement.notes(source, source.spec, config)
+    texts = {**target.texts, "config.json": config}
+    copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
+    copies |= assets.own_family(source.spec)
+    plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
+    untold = isinstance(source.spec, Verbatim) and source.format == huggingface.NAME
+    return replace(plan, notes=(*plan.notes, *compared, *([UNTOLD] if untold else ())))
+
+
+def plan_reading(source: Checkpoint) -> Plan:
+    """A plan that reads every logical tensor once and writes nothing."""
+    require_vocab(source)
+    if source.extra.get("unbounded"):
+        agreement.notes(source, source.spec, assets.config_text(source, None))
+    return make_plan(source)
+
+
+def require_vocab(source: Checkpoint) -> None:
+    """Refuse a checkpoint of which only the padded vocabulary is known."""
+    if source.spec.vocab is None and not isinstance(source.spec, Verbatim):
+        padded = source.extra.get("padded_vocab")
+        raise RefusedError(
+            f"the true vocabulary of {source.root} is unknown, it only holds {padded} padded rows",
+            "add --vocab-size N, or --config with the model's Hugging Face folder",
+        )
+
+
+def _cast_to(request: Request) -> str | None:
+    return cast_dtype("F32", request.cast) if request.cast else None

@@ -1,0 +1,247 @@
+"""Plans of trainings that go on: the weights, masters and moments, each a conversion of its own into one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from converters.plan.plan import PADDING, Job, Part, Plan, cast_dtypes, make_plan, prove_tiling
+from converters.plan.request import Request
+from converters.plan.targets import plan_fsdp, plan_megatron
+from converters.plan.universal import UNTAKEN
+from formats.checkpoint import Checkpoint, Target
+from formats.deepspeed import optimizer as zero_optim
+from formats.deepspeed import zero
+from formats.deepspeed.neox import checkpoint as neox
+from formats.errors import UnsupportedError, VerificationError
+from formats.fsdp import checkpoint as fsdp
+from formats.fsdp import optimizer as fsdp_optim
+from formats.layout.pattern import Leaf
+from formats.layout.table import Placed
+from formats.layout.tensors import UNTRAINED
+from formats.megatron import classic as megatron
+from formats.megatron import optimizer_reader, portable_optimizer, torch_dist
+from formats.megatron.args.args import Options
+from formats.megatron.optimizer import Optimizer as Native
+from formats.megatron.optimizer import of_kind
+from formats.megatron.torch_dist import OPTIMIZER
+from formats.optimizer import Optimizer
+
+READERS: dict[str, Callable[[Checkpoint], Optimizer]] = {
+    fsdp.NAME: fsdp_optim.read,
+    **dict.fromkeys((zero.NAME, neox.NAME), zero_optim.read),
+    **dict.fromkeys((megatron.NAME, torch_dist.NAME), portable_optimizer.read),
+}
+"""Format: what reads its optimizer."""
+
+
+def optimizer_of(source: Checkpoint) -> Optimizer:
+    """The optimizer of a checkpoint of any format.
+
+    Raises:
+        SourceError: it holds none, or an incomplete one.
+        UnsupportedError: optimizers of its format are not read.
+    """
+    if source.format not in READERS:
+        raise UnsupportedError(
+            f"{source.root} is a checkpoint of the format {source.format}, of which no optimizer is read",
+            "take the checkpoint of a training, or the weights alone, without --with-optimizer",
+        )
+    return READERS[source.format](source)
+
+
+def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
+    """A plan that writes a DCP folder with the optimizer of the source. Float32 masters become the weights.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for.
+        ranks: how many data files.
+
+    Raises:
+        SourceError: the source holds no optimizer, or an incomplete one.
+        UnsupportedError: its optimizer has no layout here.
+    """
+    found = optimizer_of(source)
+    masters = found.states.get("fp32")
+    moments = replace(found, states={state: one for state, one in found.states.items() if state != "fp32"})
+    held = (placed.fragment.path for one in found.states.values() for placed in one.tensors)
+    weights = source if masters is None else _as_weights(masters, source)
+    files = tuple(dict.fromkeys([*source.files, *held]))
+    weights = replace(weights, files=files, dropped=(), extra={**source.extra, "state": ()})
+    asked = request if masters is None else replace(request, cast="fp32")
+    plan = plan_fsdp(weights, asked, ranks, moments)
+    jobs = (*plan.jobs, *state_jobs(source, moments, target=plan.target))
+    notes = [UNTAKEN]
+    if masters:
+        notes.append("FSDP trains the weights themselves: they are written from the float32 masters")
+    if not found.groups:
+        notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
+
+    def more(written: Checkpoint) -> Iterator[Job]:
+        again = fsdp_optim.read(written)
+        if (again.step, again.groups) != (found.step, found.groups):
+            raise VerificationError("step or groups of the optimizer do not read back as written")
+        return state_jobs(written, again)
+
+    return replace(plan, jobs=jobs, notes=(*plan.notes, *notes), more=more)
+
+
+def plan_run(
+    source: Checkpoint, request: Request, options: Options, iteration: int | None, kind: str | None = None
+) -> Plan:
+    """A plan that writes a run of Megatron with the optimizer of a run of Megatron.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for.
+        options: topology and dialect.
+        iteration: that of the source.
+        kind: the optimizer that is written, `plain` or `distributed`; None for that of the source.
+
+    Raises:
+        SourceError: the source holds no optimizer, or an incomplete one.
+        UnsupportedError: its optimizer has no layout here.
+    """
+    held = optimizer_reader.read(source)
+    optimizer = held if kind is None else of_kind(held, source, distributed=kind == "distributed")
+    plan = plan_megatron(source, request, options, iteration, optimizer=optimizer)
+    padded, multiple = source.extra["padded_vocab"], options.vocab_multiple * options.tp
+    rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
+    notes = ["rng_state stays behind: it is that of other ranks"] if "rng_state" in source.extra["state"] else []
+    if rows < padded:
+        notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
+    return _resumed(plan, optimizer, rows, notes, None if "fp32" in optimizer.states else held.states.get("fp32"))
+
+
+def plan_resumed(
+    source: Checkpoint,
+    request: Request,
+    options: Options,
+    iteration: int | None = None,
+    samples: int | None = None,
+    kind: str = "plain",
+) -> Plan:
+    """A plan that writes a run of Megatron with the optimizer of a training in another framework.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for; its cast is that of the weights.
+        options: topology and dialect.
+        iteration: the one to write; None for as many as there were updates.
+        samples: how many samples it was trained on; None for what the source says.
+        kind: the optimizer that is written, `plain` or `distributed`.
+
+    Raises:
+        SourceError: the source holds no optimizer, or an incomplete one.
+        UnsupportedError: its optimizer has no layout here.
+    """
+    found = optimizer_of(source)
+    weights, states = _split(source, found, request.cast)
+    found = replace(found, states=states, samples=found.samples if samples is None else samples)
+    optimizer, notes = portable_optimizer.native(source, found)
+    optimizer = of_kind(optimizer, weights, distributed=kind == "distributed")
+    args = {"consumed_train_samples": found.samples or 0}
+    weights = replace(weights, dropped=())
+    plan = plan_megatron(weights, request, options, iteration or found.step, optimizer=optimizer, args=args)
+    return _resumed(plan, optimizer, 0, notes)
+
+
+def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+    """What the weights are written from, and the states beside them: masters only where weights are rounded."""
+    states = dict(found.states)
+    masters = states.pop("fp32", None)
+    weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
+    if weights == {"F32"}:
+        return (source if masters is None else _as_weights(masters, source)), states
+    if masters is None and set(source.dtypes().values()) == {"F32"}:
+        masters = replace(source, tensors=_parts_of(source, buffers=False), without=UNTRAINED)
+    if masters is None:
+        raise UnsupportedError(
+            f"{source.root} was trained without float32 masters, which Megatron's optimizer has of such weights",
+            "--dtype fp32 takes the weights themselves, and goes on in float32",
+        )
+    return source, {"fp32": masters, **states}
+
+
+def _as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
+    """Masters in place of the weights that are rounded from them; what nothing trains is as it was."""
+    tensors = (*masters.tensors, *_parts_of(source, buffers=True))
+    return replace(source, tensors=tensors, twins=masters.twins or _parts_of(source, buffers=False))
+
+
+def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:
+    """The tensors of a model that no optimizer has, or all others."""
+    return tuple(
+        one for one in source.tensors if bool(UNTRAINED.intersection(one.slot.rule.pattern.tensors)) == buffers
+    )
+
+
+def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None) -> Plan:
+    """A plan of the weights, with the jobs of the optimizer; masters that it leaves behind are the proof."""
+    source = plan.source
+
+    def more(written: Checkpoint) -> Iterator[Job]:
+        return state_jobs(written, optimizer_reader.read(written), rows)
+
+    paths = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
+    resumed = replace(
+        source,
+        files=tuple(dict.fromkeys([*source.files, *paths])),
+        extra={**source.extra, "state": ()},
+        dropped=tuple(name for name in source.dropped if not OPTIMIZER.fullmatch(name)),
+        proof=proof,
+    )
+    jobs = (*plan.jobs, *state_jobs(source, optimizer, rows, plan.target))
+    return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
+
+
+def state_jobs(
+    source: Checkpoint, optimizer: Native | Optimizer, rows: int = 0, target: Target | None = None
+) -> Iterator[Job]:
+    """The jobs of each state, and of what lies between the vocabulary and so many rows."""
+    vocab = source.spec.vocab or 0
+    for state, one in {"": source, **optimizer.states}.items():
+        part = _only(target, state) if target else None
+        if state:
+            yield from (replace(job, state=state) for job in make_plan(one, part).jobs)
+        placed = [placed for file in part.files for placed in file.tensors] if part else []
+        yield from _padding_jobs(one, placed, range(vocab, rows), f"{state}.{PADDING}".strip("."))
+
+
+def _only(target: Target, state: str) -> Target:
+    """What of a target belongs to a state, or to the weights."""
+    if not state:
+        return target
+    return replace(target, files=tuple(replace(one, tensors=one.states.get(state, ())) for one in target.files))
+
+
+def _padding_jobs(source: Checkpoint, wanted: Iterable[Placed], rows: range, state: str) -> Iterator[Job]:
+    """The jobs that move rows of vocabulary padding, which no token has."""
+    held, targets, dtypes = _rows(source.tensors, rows), _rows(wanted, rows), source.dtypes()
+    for tensor, copies in held.items():
+        written = [part for parts in targets.get(tensor, {}).values() for part in parts]
+        shape = (len(rows), *(span.stop - span.start for span in copies[""][0].leaf.spans[1:]))
+        for parts in (*copies.values(), *targets.get(tensor, {}).values()):
+            prove_tiling([part.leaf for part in parts], shape, f"{state}.{tensor}")
+        replicas = {copy: tuple(parts) for copy, parts in copies.items() if copy}
+        dtype = dtypes[tensor, None]
+        yield Job(tensor, None, shape, dtype, dtype, tuple(copies[""]), replicas, tuple(written), state=state)
+
+
+def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, dict[str, list[Part]]]:
+    """Where rows of vocabulary padding lie, by tensor and by the copy to which they belong."""
+    found: dict[str, dict[str, list[Part]]] = {}
+    for placed in tensors:
+        sizes = dict(placed.slot.sizes)
+        if not rows or "~" not in placed.slot.rule.pattern.text:
+            continue
+        sizes |= {"vocab": rows.stop, "padding": sizes["vocab"] + sizes["padding"] - rows.stop}
+        for leaf in placed._replace(slot=placed.slot._replace(sizes=tuple(sizes.items()))).leaves():
+            first = leaf.spans[0]
+            low, high = max(first.start, rows.start), min(first.stop, rows.stop)
+            if low < high:
+                spans = (first._replace(start=low - rows.start, stop=high - rows.start), *leaf.spans[1:])
+                part = Part(Leaf(leaf.tensor, spans, leaf.base + (low - first.start) * first.stride), placed.fragment)
+                found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(part)
+    return found

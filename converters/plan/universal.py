@@ -1,0 +1,271 @@
+"""Plans of DeepSpeed's universal checkpoints: masters and moments, each a conversion of its own into one folder.
+
+Of DeepSpeed's own partitions every parameter keeps the name that the training gave it; of any other optimizer it has
+that of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from converters.assets import files as assets
+from converters.plan.plan import Job, Plan, make_plan
+from converters.plan.request import Request
+from converters.plan.targets import require_vocab
+from formats.checkpoint import Checkpoint, Settings, Target
+from formats.deepspeed import folders as deepspeed
+from formats.deepspeed import partitions as zero_partitions
+from formats.deepspeed import universal, zero
+from formats.deepspeed.neox import checkpoint as neox
+from formats.deepspeed.universal import Parameter, States
+from formats.detect import lookalikes
+from formats.disk.safetensors import Fragment
+from formats.errors import UnsupportedError
+from formats.huggingface import folder as huggingface
+from formats.layout.pieces import Scattered, spread
+from formats.layout.table import Slot, match
+from formats.layout.tensors import BUFFERS
+from formats.model import untabled
+from formats.model.spec import ModelSpec, Verbatim
+from formats.optimizer import STATES, Group, Optimizer
+from formats.torch_files.pickle_values import Opaque
+
+WHY = "DeepSpeed's own names"
+
+UNTAKEN = "the schedule of the rate, random states and the place in the data stay behind"
+"""What of a training no optimizer's states are."""
+
+
+def is_partitioned(path: Path, tag: str | None) -> bool:
+    """Whether a folder is DeepSpeed's, and no universal checkpoint."""
+    return path.is_dir() and deepspeed.detect(path) and not universal.is_universal(deepspeed.locate(path, tag)[1])
+
+
+def open_states(path: Path, settings: Settings) -> States:
+    """Open the optimizer states of a checkpoint whose ranks keep a part each, each file once.
+
+    Raises:
+        UnsupportedError: the checkpoint is of stage 0, which keeps no names, or of another program.
+    """
+    lookalikes.check(path)
+    return neox.read_states(path, settings) if neox.detect(path) else _plain(path, settings)
+
+
+def plan_universal(states: States, request: Request) -> Plan:
+    """A plan that writes a universal checkpoint.
+
+    Args:
+        states: what `open_states` gave.
+        request: what the user asked for.
+
+    Raises:
+        UnsupportedError: the loader could not cut a tensor again.
+    """
+    opened, model, partitions = states
+    tag = opened[0].home
+    parameters = list(_parameters(opened[0], zero_partitions.step_of(partitions)))
+    ranks = len([path for path in tag.iterdir() if deepspeed.MODEL.fullmatch(path.name)]) or 1
+    frozen = _frozen(model, {one.name for one in parameters})
+    small = universal.texts(parameters, partitions[0].settings, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
+    lost = universal.left_out(model)
+    notes = [f"what is no plain data stays behind: {', '.join(lost)}"] if lost else []
+    if frozen:
+        notes.append(
+            f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores "
+            "none from a universal checkpoint"
+        )
+    notes += _not_restored([*(model.get("buffer_names") or ())])
+    target = _target(request.root, tag.name, parameters, small)
+    jobs = _jobs(opened, target)
+    return Plan(opened[0], opened[0].spec, jobs, target, tuple(notes), read_back)
+
+
+def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request) -> Plan:
+    """A plan that writes a universal checkpoint for a training of the model as transformers has it.
+
+    Args:
+        source: the opened checkpoint, of any format.
+        optimizer: what was trained with it.
+        request: what the user asked for.
+
+    Raises:
+        RefusedError: the vocabulary is unknown.
+        UnsupportedError: what is one parameter in transformers was trained in several groups.
+    """
+    require_vocab(source)
+    slots = huggingface.model_slots(source.spec, memory=True)
+    buffers = [slot.keys[0] for slot in slots if BUFFERS.intersection(slot.rule.pattern.tensors)]
+    groups = _grouped([slot for slot in slots if slot.keys[0] not in buffers], optimizer)
+    parameters = [one for group in groups.values() for one in group]
+    listed = [*groups] * (1 if len(groups) > 1 else 2)  # the loader passes over what it has no group for
+    settings = [{**_settings(group), "params": [number]} for number, group in enumerate(listed)]
+    model = _model(optimizer, groups.values()) | {"buffer_names": buffers}
+    small = universal.texts(parameters, settings, model, 1)
+    target = _target(request.root, f"global_step{optimizer.step}", parameters, small)
+    opened = [replace(optimizer.states.get(state, source), without=BUFFERS) for state in STATES]
+    jobs = _jobs(opened, target)
+    copies = assets.own_family(source.spec)
+    if source.assets:
+        target = replace(target, texts={**target.texts, "config.json": assets.config_text(source, None)})
+        copies |= {name: path for name, path in assets.files(source.assets) if name != "config.json"}
+    files = tuple(dict.fromkeys(path for one in (source, *opened) for path in one.files))
+    told = "; ".join(f"{_told(group)} ({len(held)} parameters)" for group, held in groups.items())
+    order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {told}"
+    target, notes = replace(target, copies=copies), (order, UNTAKEN, *_not_restored(buffers))
+    return Plan(replace(source, files=files, dropped=()), source.spec, jobs, target, notes, read_back)
+
+
+def _not_restored(buffers: Sequence[str]) -> list[str]:
+    """What the user should know of buffers, which are no parameters."""
+    if not buffers:
+        return []
+    return [
+        f"{len(buffers)} buffers are not in it, such as {buffers[0]}: DeepSpeed restores none from a universal "
+        "checkpoint; begin with a model that has those of this checkpoint"
+    ]
+
+
+def _grouped(slots: Iterable[Slot], optimizer: Optimizer) -> dict[Group | None, list[Parameter]]:
+    """The parameters of each group, in the order of the groups; None stands for one of which nothing is known.
+
+    Raises:
+        UnsupportedError: what is one parameter in transformers was trained in several groups.
+    """
+    found: dict[Group | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
+    for slot in slots:
+        treated = {optimizer.groups.get((name, slot.layer)) for name in slot.rule.pattern.tensors}
+        if len(treated) > 1:
+            raise UnsupportedError(f"{slot.keys[0]} is one parameter here, and was trained in {len(treated)} groups")
+        if not slot.replica:
+            found.setdefault(treated.pop(), []).append(Parameter(slot.keys[0], slot, {}, optimizer.step))
+    return found
+
+
+def _settings(group: Group | None) -> dict[str, Any]:
+    """What a file says of a parameter group. What it leaves out stays as the training has it."""
+    return {**group._asdict(), "amsgrad": False} if group else {}
+
+
+def _told(group: Group | None) -> str:
+    """A parameter group, for a person."""
+    return (
+        ", ".join(f"{name} {value}" for name, value in group._asdict().items()) if group else "as the training has it"
+    )
+
+
+def _model(optimizer: Optimizer, groups: Iterable[Sequence[Parameter]]) -> dict[str, Any]:
+    """What a model file says of a training. Its scheduler's words are those of torch's, and of DeepSpeed's own."""
+    step = optimizer.step
+    said = {
+        "param_shapes": [{one.name: one.slot.shape for one in group} for group in groups],
+        "global_steps": step,
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "lr_scheduler": {
+            "last_epoch": step,
+            "_step_count": step + 1,
+            "lr_lambdas": [],
+            "last_batch_iteration": step - 1,
+        },
+        deepspeed.OURS: {"frozen": []},
+    }
+    return said if optimizer.samples is None else said | {"global_samples": optimizer.samples}
+
+
+def _target(root: Path, tag: str, parameters: Sequence[Parameter], small: Mapping[str, bytes]) -> Target:
+    """The files of every state, and those that are no tensors."""
+    files = tuple(file for state in STATES for file in universal.files(root / tag, parameters, state))
+    texts = {f"{tag}/{name}": content for name, content in small.items()}
+    return Target(files, {**texts, universal.LATEST: tag.encode()}, {}, tag)
+
+
+def _jobs(opened: Sequence[Checkpoint], target: Target) -> tuple[Job, ...]:
+    """The jobs of each state. The masters are the weights."""
+    found = list[Job]()
+    for state, one in zip(STATES, opened, strict=True):
+        files = tuple(file for file in target.files if file.path.stem == state)
+        jobs = make_plan(one, replace(target, files=files), "fp32").jobs
+        found += (replace(job, state="" if state == "fp32" else state) for job in jobs)
+    return tuple(found)
+
+
+def _frozen(model: Mapping[str, Any], trained: set[str]) -> list[str]:
+    """The parameters of a plain model that no optimizer group holds."""
+    module = model.get("module")
+    others = {*trained, *(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
+    return [str(name) for name in module if name not in others] if isinstance(module, Mapping) and module else []
+
+
+def read_back(plan: Plan) -> Plan:
+    """The same plan, read from what was written."""
+    for file in plan.target.files if plan.target else ():
+        universal.unchanged(file)
+    jobs = [
+        replace(job, sources=job.targets, replicas={}, targets=(), source_dtype=job.dtype, partial=False, twins=())
+        for job in plan.jobs
+    ]
+    return replace(plan, jobs=tuple(jobs), target=None)
+
+
+# --- the source ------------------------------------------------------------------------------------------------------
+
+
+def _plain(path: Path, settings: Settings) -> States:
+    """The states of a model with names of its own."""
+    run, tag = deepspeed.locate(path, settings.tag)
+    held = zero.trained(tag)
+    opened = [
+        _state(run, tag, tensors, held.module if state == "fp32" else {}) for state, tensors in held.states.items()
+    ]
+    return States(opened, held.model, held.partitions)
+
+
+def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mapping[str, Fragment]) -> Checkpoint:
+    """One of the states, to be compared with what is in the module."""
+    spec = Verbatim("deepspeed", {name: one.shape for name, one in tensors.items()}, tied=False, vocab=None, why=WHY)
+    whole = {name: one.whole for name, one in tensors.items()}
+    placed, _ = match(untabled.slots(spec), {"": whole}, (), tag)
+    pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+    files = tuple(sorted({piece.fragment.path for piece in pieces}))
+    twins = tuple(one._replace(fragment=module[one.key]) for one in placed if one.key in module)
+    return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins)
+
+
+def _parameters(source: Checkpoint, step: float) -> Iterator[Parameter]:
+    """Every trained parameter, whole, under the name that the training gave it."""
+    if isinstance(source.spec, Verbatim):
+        yield from (Parameter(slot.keys[0], slot, {}, step) for slot in untabled.slots(source.spec))
+        return
+    spec, layered = source.spec, source.extra["layered"]
+    rows = spec.vocab if spec.vocab is not None else source.extra["padded_vocab"]
+    layout = {"mha" if spec.kv_heads == spec.heads else source.extra["gqa"], source.extra["mlp"]}
+    for slot in neox.slots_of(spec, 1, rows, layout, layered=layered):
+        if "partial" in slot.rule.conditions and source.topology["tp"] > 1:
+            raise UnsupportedError(
+                f"{slot.keys[0]} is a sum over tensor parallel ranks, which a universal checkpoint cannot say",
+                "its loader would give the whole of it to each rank",
+            )
+        key = slot.keys[0] if layered else f"sequential.{slot.keys[0]}"
+        if layered and spec.tied:
+            key = key.replace("0.word_embeddings", "tied_modules.embed.word_embeddings")
+        yield Parameter(key, slot, _cut(slot, spec), step)
+
+
+def _cut(slot: Slot, spec: ModelSpec) -> dict[str, Any]:
+    """How the loader cuts a tensor again (deepspeed/checkpoint/universal_checkpoint.py:236, 0.19.8)."""
+    if "tp" not in slot.rule.pattern.meshes:
+        return {}
+    if slot.rule.pattern.tensors[0] in ("embedding", "head"):
+        return {"cat_dim": 0, "vocab_tensor": True}
+    if "fused" in slot.rule.conditions:
+        return {"cat_dim": 0, "param_n_sub_params": 2}
+    if "gqa" in slot.rule.conditions:
+        rows = (spec.heads * spec.head_dim, *[spec.kv_heads * spec.head_dim] * 2)
+        state = {"patterns": [], "shape": (rows, spec.hidden), "partition_dim": 0}
+        shape = Opaque("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", state=state)
+        return {"cat_dim": 0, "sub_param_shape": shape}
+    return {"cat_dim": 1 if slot.rule.pattern.tensors[0] in ("output", "down") else 0}

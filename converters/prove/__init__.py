@@ -1,0 +1,1 @@
+"""Show that nothing was lost: digests, differences, checksums of archives, config against weights."""

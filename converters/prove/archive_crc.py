@@ -1,0 +1,102 @@
+"""The CRC-32 that files of torch.save keep of each of their members: checked, and brought up to date."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from formats.errors import SourceError
+from formats.torch_files.archive import stored
+from formats.torch_files.crc32 import crc_of
+
+SUFFIXES = (".pt", ".pth", ".bin", ".distcp")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found in the archives of a checkpoint.
+
+    Attributes:
+        files: how many there are.
+        members: how many members have a checksum.
+        unrecorded: how many have none: `torch.serialization.set_crc32_options(False)` leaves it out.
+        others: files of the same suffixes that are no archives, such as compressed ones.
+        damaged: what does not match, or cannot be read.
+    """
+
+    files: int
+    members: int
+    unrecorded: int
+    others: tuple[str, ...]
+    damaged: tuple[str, ...]
+
+
+def archives(folder: Path) -> list[Path]:
+    """The files below a folder that may be archives.
+
+    Raises:
+        SourceError: one is a link to nothing.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
+    broken = next((path for path in paths if path.is_symlink() and not path.exists()), None)
+    if broken:
+        raise SourceError(f"{broken} is a link to {broken.readlink()}, which is not there")
+    return [path for path in paths if path.is_file()]
+
+
+def check(paths: list[Path], threads: int, advance: Callable[[int], None]) -> Checked:
+    """Read every archive once.
+
+    Args:
+        paths: the files.
+        threads: files at a time.
+        advance: called with the bytes that were read.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda path: list(_one(path, advance)), paths))
+    others = tuple(str(path) for path, states in zip(paths, found, strict=True) if states == [None])
+    states = [state for of_file in found if of_file != [None] for state in of_file]
+    damaged = tuple(state for state in states if state)
+    return Checked(len(paths) - len(others), states.count(""), states.count(None), others, damaged)
+
+
+def amend(path: Path, changed: Iterable[tuple[int, int]]) -> None:
+    """Bring the CRC-32 of an archive's members up to date after byte ranges (offset, size) of it were overwritten."""
+    ranges = list(changed)
+    with path.open("r+b") as file:
+        fd = file.fileno()
+        for member in stored(fd, path):
+            touched = any(at < member.start + member.size and member.start < at + size for at, size in ranges)
+            if not touched or not member.crc:
+                continue
+            old = struct.pack("<I", member.crc)
+            new = struct.pack("<I", crc_of(fd, member.start, member.size, path))
+            for place in member.noted:
+                if os.pread(fd, 4, place) == old:
+                    os.pwrite(fd, new, place)
+        os.fsync(fd)
+
+
+def _one(path: Path, advance: Callable[[int], None]) -> Iterator[str | None]:
+    """For each member what is wrong with it, empty if nothing, None without a checksum; None alone for other files."""
+    with path.open("rb") as file:
+        fd = file.fileno()
+        if path.suffix != ".distcp" and not os.fstat(fd).st_size:  # torch leaves one empty where a thread has nothing
+            yield f"{path} is empty"
+            return
+        if os.pread(fd, 4, 0) != b"PK\x03\x04":
+            yield None
+            return
+        try:
+            for member in stored(fd, path):
+                if member.crc and crc_of(fd, member.start, member.size, path) != member.crc:
+                    yield f"{path}: {member.name} ({member.size} bytes at byte {member.start})"
+                else:
+                    yield "" if member.crc or not member.size else None
+                advance(member.size)
+        except SourceError as error:
+            yield str(error)

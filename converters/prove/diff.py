@@ -1,0 +1,105 @@
+"""Comparing two checkpoints, tensor by tensor, whatever formats they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from converters.move.blocks import Files, gather
+from converters.move.casts import WORDS, Array, to_float
+from converters.move.regions import Nearby, tiles
+from converters.move.replicas import Copies, Tile
+from converters.move.source_checks import SourceChecks
+from converters.plan.plan import Job, Plan
+from converters.plan.request import Limits
+from formats.disk.safetensors import DTYPES, FLOATS
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not the same: how many elements differ, and by how much at most."""
+
+    name: str
+    what: str
+    count: int = 0
+    largest: float = 0.0
+
+
+def compare(one: Plan, two: Plan, limits: Limits, advance: Callable[[int], None]) -> list[Difference]:
+    """The tensors in which two checkpoints differ.
+
+    Tensors of one element type are compared bit by bit; those of different ones as numbers, and reported even when
+    these are equal.
+
+    Raises:
+        DamagedError: an archive in one of them has not the checksum that it keeps of it.
+        VerificationError: copies of a tensor in one of them differ, and nothing said which one counts.
+    """
+    left, right = {job.name: job for job in one.jobs}, {job.name: job for job in two.jobs}
+    found = [Difference(name, "only in the first") for name in left if name not in right]
+    found += [Difference(name, "only in the second") for name in right if name not in left]
+    limit = max(64 << 10, limits.memory // 4) // 64 * 64
+    buffers = [np.empty(limit, np.uint8) for _ in range(4)]
+    checks = SourceChecks([*one.jobs, *two.jobs], limits.replicas)
+    with Files(checks=checks) as files:
+        for name, job in left.items():
+            if name in right:
+                left_side, right_side = (
+                    _Side(each, Nearby(each.sources, len(each.shape)), Copies(each, files, limits.replicas))
+                    for each in (job, right[name])
+                )
+                difference = _compare(left_side, right_side, files, buffers)
+                found += [difference] if difference else []
+                advance(job.nbytes)
+        checks.complete(files.read_stored, limits.threads)
+    return found
+
+
+class _Side(NamedTuple):
+    """A tensor of one of the checkpoints: where its parts lie, and what is done with its copies."""
+
+    job: Job
+    sources: Nearby
+    copies: Copies
+
+    def read(self, files: Files, tile: Tile, buffer: Array) -> Array:
+        """The elements of a tile that count."""
+        word = WORDS[DTYPES[self.job.source_dtype]]
+        values = buffer.view(word)[: prod(tile.shape)]
+        gather(files, self.sources, tile.start, tile.shape, values, tile.scratch.view(word))
+        self.copies.settle(values, tile)
+        return values
+
+
+def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array]) -> Difference | None:
+    one, two = left.job, right.job
+    if one.shape != two.shape:
+        return Difference(one.name, f"shape {list(one.shape)} | {list(two.shape)}")
+    dtypes, same = (one.source_dtype, two.source_dtype), one.source_dtype == two.source_dtype
+    both_float = dtypes[0] in FLOATS and dtypes[1] in FLOATS
+    if not same and not both_float:
+        return Difference(one.name, f"{dtypes[0]} | {dtypes[1]}")
+    *rooms, other, scratch = buffers
+    count, largest = 0, 0.0
+    for start, shape in tiles(one.shape, len(other) // 8):
+        tile = Tile(start, shape, other, scratch)
+        words, others = (side.read(files, tile, room) for side, room in zip((left, right), rooms, strict=True))
+        if same and np.array_equal(words, others):
+            continue
+        if both_float:
+            a, b = to_float(words, dtypes[0]), to_float(others, dtypes[1])
+            numbers = (a != b) & ~(np.isnan(a) & np.isnan(b))
+            with np.errstate(invalid="ignore"):
+                distance = np.abs(a[numbers].astype(np.float64) - b[numbers])
+            largest = max(largest, float(np.where(np.isnan(distance), np.inf, distance).max(initial=0.0)))
+        count += int((words != others if same else numbers).sum())
+    for side in (left, right):
+        side.copies.judge()
+    if not same:
+        return Difference(one.name, f"{dtypes[0]} | {dtypes[1]}", count, largest)
+    what = "values" if largest or not both_float else "bits of zeros or NaN"
+    return Difference(one.name, what, count, largest) if count else None

@@ -1,0 +1,78 @@
+"""Digests: a hash of what a model is, whatever the layout that holds it.
+
+The elements of each logical tensor and layer are hashed (BLAKE3) in the canonical order of its axes, after a line that
+says its name, element type and shape. The digest of a checkpoint is the hash over these, sorted by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from converters.common.manifest import (
+    read_manifest,
+    remembered_states,
+)
+from converters.plan.plan import Plan
+from formats.checkpoint import MANIFEST
+from formats.errors import VerificationError
+from formats.optimizer import STATES
+
+
+def total(digests: Mapping[str, str]) -> str:
+    """The digest of a checkpoint, given that of each of its tensors."""
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return blake3(lines.encode()).hexdigest()
+
+
+def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
+    """What travels with an output so that `convert verify OUT` can check it anywhere."""
+    held: dict[str, dict[str, Any]] = {"tensors": {}}
+    for job in plan.jobs:
+        if not job.state or job.state in STATES:  # padding belongs to no tensor
+            about = {"dtype": job.dtype, "shape": list(job.shape), "blake3": digests[job.name]}
+            held.setdefault("optimizer" if job.state else "tensors", {})[job.name] = about
+    source = {"format": plan.source.format, "topology": dict(plan.source.topology)}
+    weights = total(of_weights(plan, digests))
+    facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
+    return (json.dumps({**facts, **held}, indent=1) + "\n").encode()
+
+
+def of_weights(plan: Plan, digests: Mapping[str, str]) -> dict[str, str]:
+    """The digests of the weights alone."""
+    return {job.name: digests[job.name] for job in plan.jobs if not job.state}
+
+
+def same_output(plan: Plan, place: Path) -> dict[str, str] | None:
+    """The digests in a folder's manifest, if its settings, tensor names and small files are those of a plan."""
+    if plan.target is None or not (place / MANIFEST).is_file():
+        return None
+    settings, tensors = read_manifest(place) or ({}, {})
+    if settings != plan.spec.settings() or tensors.keys() != {job.name for job in plan.jobs}:
+        return None
+    texts = plan.target.texts.items()
+    same = all((place / name).is_file() and (place / name).read_bytes() == text for name, text in texts)
+    return tensors if same else None
+
+
+def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
+    """Compare what was read with the manifest that travels with the source, if there is one.
+
+    Masters that are written as the weights are not: they were compared with those that the manifest is of.
+
+    Raises:
+        VerificationError: the source is not what it was when its manifest was written.
+    """
+    _, remembered = read_manifest(plan.source.home) or ({}, {})
+    remembered = {**remembered, **remembered_states(plan.source.home)}
+    kept = [job.name for job in plan.jobs if not (job.edges or (job.twins and not job.state))]
+    wrong = [name for name in kept if remembered.get(name, digests[name]) != digests[name]]
+    if wrong:
+        raise VerificationError(
+            f"{plan.source.home} is damaged: {len(wrong)} tensors differ from its {MANIFEST}, such as {wrong[0]}",
+            f"`convert verify {plan.source.root}` lists them",
+        )

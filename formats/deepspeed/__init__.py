@@ -1,0 +1,1 @@
+"""DeepSpeed: ZeRO states, universal checkpoints, and GPT-NeoX."""

@@ -1,0 +1,162 @@
+"""The folders in which DeepSpeed saves: a run, its tags, and the files of each rank.
+
+    RUN/latest                                     the name of a tag; `latest_universal` of a universal checkpoint
+    RUN/TAG/mp_rank_{mp:02d}_model_states.pt       the module and the state of one model parallel rank
+    RUN/TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt    one layer of a pipeline module
+    RUN/TAG/[bf16_]zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt    a rank's part of the optimizer states
+
+Tags may be links, and have any name. Facts: deepspeed/runtime/engine.py and runtime/pipe/module.py, 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from formats.errors import SourceError, UnsupportedError, short
+from formats.torch_files.archive import TorchFile, read_torch
+
+LATEST = "latest"
+OURS = "vitruvian"
+"""The key under which model files of our own say what those of others do not."""
+MOST_RANKS = 1 << 20
+TRACKERS = (LATEST, "latest_universal")
+MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+MODEL_OF_STAGE_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+
+
+def model_name(rank: int) -> str:
+    """The file of a model parallel rank."""
+    return f"mp_rank_{rank:02d}_model_states.pt"
+
+
+def is_model(name: str) -> bool:
+    """Whether a file is named as one with the state of a model parallel rank."""
+    return bool(MODEL.fullmatch(name) or MODEL_OF_STAGE_3.fullmatch(name))
+
+
+def value_of(file: Path) -> Any:
+    """What a file holds, by which a program is recognised; parsed once for all who ask. Raises as `read_torch` does."""
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise SourceError(f"{file}: {error.strerror}") from None
+    return _value_of(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=2)
+def _value_of(file: Path, *_: int) -> Any:
+    return read_torch(file).value
+
+
+def holds(folder: Path) -> bool:
+    """Whether a folder is a tag: it holds files of DeepSpeed."""
+    return folder.is_dir() and any(is_model(path.name) or LAYER.fullmatch(path.name) for path in folder.iterdir())
+
+
+def tags(run: Path) -> list[str]:
+    """The names of the tags in a run's folder."""
+    return sorted(path.name for path in run.iterdir() if holds(path))
+
+
+def likely(run: Path) -> list[Path]:
+    """The tag that is read unless the user names another: that of `latest`, else the last one; none without tags."""
+    here = tags(run)
+    tracker = run / LATEST
+    said = tracker.read_bytes()[:1000].decode(errors="replace").strip() if tracker.is_file() else ""
+    return [run / (said if said in here else here[-1])] if here else []
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder is a tag or a run, complete or not. A training with FSDP may have a `latest` too."""
+    trackers = [path / name for name in TRACKERS if (path / name).is_file()]
+    return holds(path) or bool(tags(path)) or (bool(trackers) and not any(path.glob("*/.metadata")))
+
+
+def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
+    """The run folder and the folder of one tag.
+
+    Args:
+        path: either of them.
+        tag: the tag's name; without one, `latest` tells.
+
+    Raises:
+        SourceError: there is no such tag.
+    """
+    if tag is None and holds(path):
+        return (path.parent if (path.parent / LATEST).is_file() else path), path
+    here = tags(path)
+    present = f"present: {', '.join(here[-8:]) or 'no tag at all'}"
+    if tag is None:
+        tracker = next((path / name for name in TRACKERS if (path / name).is_file()), None)
+        broken = next((path / name for name in TRACKERS if (path / name).is_symlink()), None)
+        if tracker is None and broken is not None:
+            raise SourceError(
+                f"{broken} is a link to {broken.readlink()}, which is not there", f"name a tag with --tag; {present}"
+            )
+        if tracker is None:
+            raise SourceError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
+        with tracker.open("rb") as file:
+            tag = file.read(1000).decode(errors="replace").strip()
+        said = f"{tracker} names"
+    else:
+        said = "--tag says"
+    if not re.fullmatch(r"[\w.+=-]{1,255}", tag) or tag in (".", ".."):
+        raise SourceError(f"{said} {short(tag)}, which is no name of a folder", present)
+    if (path / tag).is_symlink() and not (path / tag).exists():
+        raise SourceError(f"{path / tag} is a link to {(path / tag).readlink()}, which is not there", present)
+    if not (path / tag).is_dir():
+        raise SourceError(f"{said} {tag}, which is not in {path}", present)
+    if not holds(path / tag):
+        raise SourceError(f"{path / tag} holds no file of DeepSpeed's model states", present)
+    return path, path / tag
+
+
+def opened(path: Path) -> TorchFile:
+    """Open one of the files. Swapped ones of the same size are the same model as far as sizes tell.
+
+    torch.save leaves the name of the file in it; DeepSpeed's fast writer, which gives it a stream, does not.
+
+    Raises:
+        SourceError: it was saved under the name of another rank or layer.
+    """
+    file = read_torch(path)
+    for kind in (MODEL, MODEL_OF_STAGE_3, LAYER, OPTIM):
+        now, then = kind.fullmatch(path.name), kind.fullmatch(f"{file.name}.pt")
+        if now and then and [one.lstrip("0") for one in now.groups()] != [one.lstrip("0") for one in then.groups()]:
+            raise SourceError(
+                f"{path} was saved as {short(file.name)}: files are mixed up",
+                "copy the files of all ranks again, each under its own name; a file that was renamed on purpose has to "
+                "be saved again with torch.save",
+            )
+    return file
+
+
+def model_files(tag: Path) -> dict[int, Path]:
+    """The file of each model parallel rank, every one of which must be there.
+
+    Raises:
+        SourceError: one is missing.
+        UnsupportedError: the model has experts.
+    """
+    names = {path.name: path for path in tag.iterdir()}
+    experts = next((name for name in sorted(names) if EXPERT.fullmatch(name)), None)
+    if experts:
+        raise UnsupportedError(f"{tag} holds experts ({experts}), which are not supported")
+    found: dict[int, Path] = {}
+    for one, path in sorted(names.items()):
+        name = MODEL.fullmatch(one)
+        if name and found.setdefault(int(name[1]), path) is not path:
+            raise SourceError(f"{tag} holds two files of rank {int(name[1])}: {found[int(name[1])].name} and {one}")
+    if max(found, default=0) > MOST_RANKS:
+        raise SourceError(f"{found[max(found)]} has the name of a rank that no run has")
+    lost = [rank for rank in range(max(found, default=0)) if rank not in found]
+    if lost or not found:
+        wanted = [model_name(rank) for rank in lost or [0]]
+        raise SourceError(f"{tag} lacks {', '.join(wanted[:8])}", "copy the files of all ranks into one folder")
+    return dict(sorted(found.items()))

@@ -1,0 +1,424 @@
+"""Checkpoints of GPT-NeoX: DeepSpeed's files, with the names and the layouts of NeoX.
+
+    TAG/mp_rank_{tp:02d}_model_states.pt               sequential (pipe_parallel_size 0): keys sequential.{i}.*
+    TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt   pipeline: the same keys without sequential.{i}.
+    TAG/configs/*.yml                                  the settings
+
+Module 0 embeds, 2 to L + 1 are the layers, L + 3 is the last norm, L + 4 the head; 1 and L + 2 hold nothing. Facts:
+EleutherAI/gpt-neox at ea7aefd8, megatron/model/gpt2_model.py, transformer.py and checkpointing.py; checkpoints that it
+wrote, with its own logits, are in the tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.checkpoint import Checkpoint, Settings
+from formats.deepspeed import folders as deepspeed
+from formats.deepspeed import partitions as zero_partitions
+from formats.deepspeed import universal
+from formats.deepspeed.neox import checks as neox_checks
+from formats.deepspeed.neox import gqa_order
+from formats.deepspeed.neox.yml import from_neox, is_gated, read_yml
+from formats.deepspeed.partitions import Partition
+from formats.disk.safetensors import Fragment
+from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
+from formats.huggingface import folder as huggingface
+from formats.layout.pieces import Scattered, spread
+from formats.layout.table import Placed, Slot, match, rules, slots
+from formats.model.spec import ModelSpec
+from formats.optimizer import STATES
+from formats.torch_files.archive import TorchFile
+from formats.torch_files.saves import require_same
+
+NAME = "neox"
+ASSETS = "huggingface"
+FIRST_LAYER = 2
+
+LLAMA = rules("""
+0.word_embeddings.weight                                                                        (embedding: vocab | ~padding)/tp hidden
+{layer}.input_layernorm.{scale|norm.weight}                                                     input_norm: hidden
+{layer}.attention.query_key_value.weight                                                        (group (query: head half pair | key: half pair | value: dim))/tp hidden    mha
+{layer}.attention.query_key_value.weight                                                        (query: group/tp head half pair | key: group/tp half pair | value: group/tp dim) hidden    gqa
+{layer}.attention.query_key_value.weight:query                                                  query: (group head half pair)/tp hidden    grouped
+{layer}.attention.query_key_value.weight:key                                                    key: (group half pair)/tp hidden    grouped
+{layer}.attention.query_key_value.weight:value                                                  value: (group dim)/tp hidden    grouped
+{layer}.attention.dense.weight                                                                  output: hidden (group head dim)/tp
+{layer}.post_attention_layernorm.{scale|norm.weight}                                            post_norm: hidden
+{layer}.mlp.linear1.weight                                                                      (up: ffn/tp | gate: ffn/tp) hidden    fused
+{layer}.mlp.w1.weight                                                                           gate: ffn/tp hidden    separate
+{layer}.mlp.w3.weight                                                                           up: ffn/tp hidden    separate
+{layer}.mlp.{linear2|w2}.weight                                                                 down: hidden ffn/tp
+{norm}.norm.{scale|norm.weight}                                                                 final_norm: hidden
+{head}.final_linear.weight                                                                      (head: vocab | ~padding)/tp hidden    untied
+""")
+"""RMSNorm, gated, no biases. `.norm.weight` is Transformer Engine's norm (transformer_engine.py:70, from the source: it
+runs on no CPU); w1, w2 and w3 are from before September 2024."""
+
+GPT_NEOX = rules("""
+0.word_embeddings.weight                                     (embedding: vocab | ~padding)/tp hidden
+{layer}.input_layernorm.weight                               input_norm: hidden
+{layer}.input_layernorm.bias                                 input_norm_bias: hidden
+{layer}.attention.query_key_value.weight                     (group (query: head half pair | key: half pair | value: dim))/tp hidden
+{layer}.attention.query_key_value.bias                       (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
+{layer}.attention.dense.weight                               output: hidden (group head dim)/tp
+{layer}.attention.dense.bias                                 output_bias: hidden    serial
+{layer}.attention.dense.bias                                 output_bias: hidden    parallel partial
+{layer}.post_attention_layernorm.weight                      post_norm: hidden
+{layer}.post_attention_layernorm.bias                        post_norm_bias: hidden
+{layer}.mlp.{linear1|dense_h_to_4h}.weight                   up: ffn/tp hidden
+{layer}.mlp.{linear1|dense_h_to_4h}.bias                     up_bias: ffn/tp
+{layer}.mlp.{linear2|dense_4h_to_h}.weight                   down: hidden ffn/tp
+{layer}.mlp.{linear2|dense_4h_to_h}.bias                     down_bias: hidden    serial
+{layer}.mlp.{linear2|dense_4h_to_h}.bias                     down_bias: hidden    parallel partial
+{norm}.norm.weight                                           final_norm: hidden
+{norm}.norm.bias                                             final_norm_bias: hidden
+{head}.final_linear.weight                                   (head: vocab | ~padding)/tp hidden    untied
+""")
+"""LayerNorm, biases, not gated. With a parallel residual each rank adds its own bias before the sum over all ranks;
+with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`)."""
+
+TABLES = {"llama": LLAMA, "mistral": LLAMA, "gpt_neox": GPT_NEOX}
+DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
+TIED = re.compile(r"tied_modules\.embed\.")
+"""What the optimizer of a pipeline calls the embedding that two stages share."""
+STATE = ("optimizer", "lr_scheduler", "random_rng_state")
+"""What the files hold beside the model; nothing of it is carried into another format."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder is DeepSpeed's, with the names of NeoX."""
+    places = [path] if deepspeed.holds(path) else deepspeed.likely(path)
+    for place in places:
+        layers = [one for one in sorted(place.iterdir()) if deepspeed.LAYER.fullmatch(one.name)]
+        models = [one for one in sorted(place.iterdir()) if deepspeed.MODEL.fullmatch(one.name)]
+        for file in [*layers[:1], *models[:1]]:
+            try:
+                value = deepspeed.value_of(file)
+            except SourceError:  # which `read` will tell
+                return bool(layers) or (place / "configs").is_dir()
+            if isinstance(value, Mapping) and "args" in value and value.get("module") is None:
+                return True  # of a pipeline, which needs its layers
+            held = value.get("module", value) if isinstance(value, Mapping) else None
+            if isinstance(held, Mapping) and any(re.match(r"(?:sequential\.0\.)?word_emb", str(key)) for key in held):
+                return True
+    return False
+
+
+class _Model(NamedTuple):
+    """What a checkpoint is of: its settings, and which of the table's layouts its tensors have."""
+
+    spec: ModelSpec
+    config: Mapping[str, Any]
+    assets: Path | None
+    padded: int
+    qkv: str
+    mlp: str
+    notes: list[str]
+
+
+class _Opened(NamedTuple):
+    """The files of a model, opened, whatever of it is wanted."""
+
+    run: Path
+    tag: Path
+    models: Mapping[int, TorchFile]
+    found: Mapping[str, Mapping[str, Fragment]]
+    tp: int
+    model: _Model
+    wanted: list[Slot]
+    settings: Settings
+
+    @property
+    def layered(self) -> bool:
+        """Whether it is a pipeline's."""
+        return _is_layered(self.found)
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: the pickles of its files, none of the weights."""
+    opened = _open(path, settings)
+    if settings.weights in (None, "module"):
+        pieces, dropped = _place(opened, opened.found, {})
+        return _checkpoint(opened, pieces, dropped)
+    state = settings.weights.replace("fp32-master", "fp32")
+    partitions = _partitions(opened, sorted({"fp32", state}))
+    proof = None if state == "fp32" else _of_state(opened, partitions, "fp32")
+    return replace(_of_state(opened, partitions, state), proof=proof)
+
+
+def read_states(path: Path, settings: Settings) -> universal.States:
+    """Open the optimizer states; every file is read once."""
+    opened = _open(path, settings)
+    partitions = _partitions(opened, STATES)
+    states = [_of_state(opened, partitions, state) for state in STATES]
+    return universal.States(states, opened.models[0].value, [one for each in partitions.values() for one in each])
+
+
+def _open(path: Path, settings: Settings) -> _Opened:
+    run, tag = deepspeed.locate(path, settings.tag)
+    models = {rank: deepspeed.opened(file) for rank, file in deepspeed.model_files(tag).items()}
+    found, tp = _tensors(tag, models)
+    neox_checks.require_own_seeds(models, tp)
+    model = _describe(run, tag, models, found, tp, settings)
+    wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=_is_layered(found)))
+    lost = sorted({slot.file for slot in wanted} - found.keys())
+    if lost:
+        raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
+    return _Opened(run, tag, models, found, tp, model, wanted, settings)
+
+
+def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
+    """What the optimizer keeps, as a checkpoint; masters are to be compared with the module."""
+    parts = _masters(opened, partitions, state)
+    whole = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
+    pieces, dropped = _place(opened, whole, parts)
+    twins = _place(opened, opened.found, {})[0] if state == "fp32" else ()
+    return _checkpoint(opened, pieces, dropped, twins)
+
+
+def _checkpoint(
+    opened: _Opened, pieces: tuple[Placed, ...], dropped: tuple[str, ...], twins: tuple[Placed, ...] = ()
+) -> Checkpoint:
+    model, held, tp = opened.model, opened.models[0].value, opened.tp
+    extra = {
+        "folder": opened.tag.name,
+        "iteration": held.get("iteration"),
+        "padded_vocab": model.padded,
+        "yml": model.config,
+        "vocab_multiple": model.config.get("make_vocab_size_divisible_by", 128),
+        "layered": opened.layered,
+        "gqa": model.qkv,
+        "mlp": model.mlp,
+        "state": tuple(name for name in STATE if held.get(name)),
+        "settings": opened.settings,
+    }
+    topology = {"tp": tp} | ({"pp": len(opened.models) // tp} if opened.layered else {})
+    files = tuple(sorted({piece.fragment.path for piece in pieces}))
+    return Checkpoint(
+        opened.run, opened.tag, NAME, model.spec, pieces, dropped, files, topology, model.assets, extra, twins,
+        tuple(model.notes),
+    )  # fmt: skip
+
+
+def _place(
+    opened: _Opened, found: Mapping[str, Mapping[str, Fragment]], parts: Mapping[tuple[str, str], Scattered]
+) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
+    """Where each tensor of the layout lies, given those of each file, and those of them that lie in parts."""
+    if opened.model.qkv == "grouped":
+        found, parts = gqa_order.split(opened.model.spec, found, parts, opened.tp)
+    placed, dropped = match(opened.wanted, found, DROPS, opened.tag)
+    pieces = (
+        piece
+        for one in placed
+        for piece in (spread(one, parts[one.slot.file, one.key]) if (one.slot.file, one.key) in parts else [one])
+    )
+    return tuple(pieces), tuple(dropped)
+
+
+def _describe(
+    run: Path,
+    tag: Path,
+    models: Mapping[int, TorchFile],
+    found: Mapping[str, Mapping[str, Fragment]],
+    tp: int,
+    settings: Settings,
+) -> _Model:
+    """The settings of a model, from its yml, its shapes, and the config.json that may travel with it.
+
+    Raises:
+        SourceError: they do not belong together.
+    """
+    config, where = config_of(tag, settings.config)
+    neox_checks.require_same_model(models, config, where, tp)
+    assets = next((one for one in (settings.config, run / ASSETS) if one and (one / "config.json").is_file()), None)
+    base = huggingface.read_spec(assets, Settings()) if assets else None
+    known = models[0].value.get(deepspeed.OURS)
+    known = known if isinstance(known, Mapping) else {}
+    vocab = settings.vocab_size or (base.vocab if base else known.get("vocab"))
+    keys = {key for tensors in found.values() for key in tensors}
+    padded = _rows(found, r"word_embeddings\.weight") * tp
+    old = any(key.endswith("mlp.w1.weight") for key in keys)
+    inner = _rows(found, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight") * tp
+    biases = any(re.search(r"attention\..*\.bias$", key) for key in keys)
+    if config.get("use_bias_in_attn_linear", True) is not biases:
+        held = "such" if biases else "no such"
+        said = f"{where} says use_bias_in_attn_linear = {not biases}, {tag} holds {held} biases"
+        raise SourceError(said, "it is the yml of another model")
+    ffn, family = inner // 2 if is_gated(config) and not old else inner, base.family if base else known.get("family")
+    spec = from_neox(config, settings.values, ffn, biases, vocab, where, family)
+    if spec.vocab is not None and spec.vocab > padded:
+        raise SourceError(
+            f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"
+        )
+    unit = _unit(config, models[0], tp, padded)
+    if spec.vocab is not None and spec.vocab <= padded - unit and "vocab" not in settings.values:
+        raise RefusedError(
+            f"a vocabulary of {spec.vocab} would have been padded to {-(-spec.vocab // unit) * unit} rows, {tag} holds "
+            f"{padded}: rows of tokens would be lost",
+            f"give the tokenizer of this model, or insist with --set vocab={spec.vocab}",
+        )
+    if base:
+        neox_checks.require_same_config(spec, base, settings, where)
+    notes = neox_checks.require_same_topology(models, config, where, tp, layered=_is_layered(found))
+    qkv = "mha"
+    if spec.kv_heads != spec.heads:
+        if known.get("gqa_layout") == "blocked":
+            qkv = "gqa"
+            if settings.gqa_layout == "grouped":
+                notes.append("--gqa-layout grouped has no effect: the files say that they are blocked")
+        else:
+            qkv, remarks = gqa_order.choose(spec, found, tp, settings.gqa_layout, old)
+            notes += remarks
+    elif settings.gqa_layout != "auto":
+        notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: no heads share keys")
+    return _Model(spec, config, assets, padded, qkv, "separate" if old else "fused", notes)
+
+
+def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict[str, Fragment]], int]:
+    """The tensors of each file by key, and the tensor parallel size.
+
+    Raises:
+        SourceError: a file is missing, or of another topology.
+    """
+    layers = {path.name: path for path in sorted(tag.iterdir()) if deepspeed.LAYER.fullmatch(path.name)}
+    if not layers and models[0].value.get("module") is None:
+        raise SourceError(f"{tag} is a pipeline's, and lacks its layer_*-model_* files", "copy them from their nodes")
+    for file in models.values():
+        if not isinstance(file.value, Mapping):
+            raise SourceError(f"{file.path} holds no model states")
+        world = file.value.get("mp_world_size", len(models))
+        if world != len(models):
+            raise SourceError(
+                f"{file.path} is one of {short(world)} model parallel ranks, {len(models)} are there",
+                "ranks are missing, or files of another topology lie beside them",
+            )
+    require_same({file.path: file.value.get for file in models.values()}, NAME)
+    if not layers:
+        found = {file.path.name: _strip(zero_partitions.module(file), file.path) for file in models.values()}
+        return found, len(models)
+    whole_models = [file.path.name for file in models.values() if file.value.get("module") is not None]
+    if whole_models:
+        raise SourceError(
+            f"{tag} holds the layers of a pipeline, and a whole module in {whole_models[0]}: files of two saves",
+            "remove those that are older",
+        )
+    found, ranks = {}, set()
+    for name, path in layers.items():
+        file = deepspeed.opened(path)
+        place = deepspeed.LAYER.fullmatch(name)
+        assert place is not None
+        ranks.add(int(place[2]))
+        found[name] = {
+            f"{int(place[1])}.{key}": one
+            for key, one in zero_partitions.module(replace(file, value={"module": file.value})).items()
+        }
+    tp = max(ranks) + 1
+    if len(models) % tp:
+        raise SourceError(f"{tag} holds layers of {tp} tensor parallel ranks, but {len(models)} mp_rank files")
+    return found, tp
+
+
+def _is_layered(files: Iterable[str]) -> bool:
+    return any(file.startswith("layer_") for file in files)
+
+
+def _strip(tensors: Mapping[str, Fragment], path: Path) -> dict[str, Fragment]:
+    """Keys without their `sequential.`."""
+    others = [key for key in tensors if not key.startswith("sequential.")]
+    if others:
+        raise SourceError(f"{path} holds {others[0]}, which is no name of GPT-NeoX")
+    return {key.removeprefix("sequential."): one for key, one in tensors.items()}
+
+
+def _rows(found: Mapping[str, Mapping[str, Fragment]], key: str) -> int:
+    """Rows of the first tensor whose key ends so."""
+    for tensors in found.values():
+        for name, fragment in tensors.items():
+            if re.search(rf"\.{key}$", name) and fragment.shape:
+                return fragment.shape[0]
+    raise SourceError(f"no file holds a tensor {key.replace(chr(92), '')}")
+
+
+def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
+    """The merged yml, and what to call it: the user's file or folder, else what NeoX saved beside the weights.
+
+    Raises:
+        SourceError: there is none.
+    """
+    place = tag / "configs"
+    if given is not None and not (given / "config.json").is_file():
+        place = given
+        if not place.exists():
+            raise SourceError(f"{place} is not there", "--config names the yml of the run, or a folder with it")
+    paths = [place] if place.is_file() else sorted([*place.glob("*.yml"), *place.glob("*.yaml")])
+    if not paths:
+        raise SourceError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")
+    return read_yml(paths), str(paths[0] if len(paths) == 1 else place)
+
+
+def _unit(config: Mapping[str, Any], model: TorchFile, tp: int, padded: int) -> int:
+    """What the vocabulary was padded to a multiple of."""
+    args = model.value.get("args")
+    noted = args.get("make_vocab_size_divisible_by") if isinstance(args, Mapping) else None
+    multiple = noted or config.get("make_vocab_size_divisible_by", 128)
+    return multiple * tp if type(multiple) is int and multiple > 0 and padded % (multiple * tp) == 0 else padded
+
+
+def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:
+    """Every physical tensor of a topology. Its file is that of a sequential checkpoint, or of a pipeline's layer."""
+    names = {"{norm}": str(spec.layers + FIRST_LAYER + 1), "{head}": str(spec.layers + FIRST_LAYER + 2)}
+    if spec.heads % tp or spec.kv_heads % tp:
+        raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
+    table = [
+        replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda one: names[one[0]], rule.key))
+        for rule in TABLES[spec.family]
+    ]
+    for rank in range(tp):
+        for slot in slots(
+            table,
+            spec.sizes(padded),
+            tensors=spec.tensors,
+            layers=[(layer + FIRST_LAYER, layer) for layer in range(spec.layers)],
+            mesh={"tp": (rank, tp)},
+            conditions={*spec.conditions, *conditions},
+        ):
+            index = int(slot.keys[0].partition(".")[0])
+            yield slot._replace(file=_file(index, rank, layered=layered))
+
+
+def _file(index: int, rank: int, *, layered: bool) -> str:
+    return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else deepspeed.model_name(rank)
+
+
+def _partitions(opened: _Opened, states: Sequence[str]) -> dict[int, list[Partition]]:
+    """The partitions of each model parallel rank."""
+    found = {rank: zero_partitions.open_partitions(opened.tag, rank, states) for rank in opened.models}
+    zero_partitions.require_same_save([one for of_rank in found.values() for one in of_rank])
+    return found
+
+
+def _masters(
+    opened: _Opened, partitions: Mapping[int, list[Partition]], state: str
+) -> dict[tuple[str, str], Scattered]:
+    """What the optimizer keeps of each parameter, by the file and the key that the parameter itself has.
+
+    A pipeline keeps the embedding that its first and last stage share twice: the second is a further copy.
+    """
+    found: dict[tuple[str, str], Scattered] = {}
+    for rank, file in opened.models.items():
+        for name, one in zero_partitions.load(partitions[rank], zero_partitions.param_shapes(file), state):
+            key = TIED.sub("0.", name.removeprefix("sequential."))
+            index = key.partition(".")[0]
+            if not index.isdigit():
+                raise UnsupportedError(f"{file.path}: the parameter {short(name)} is none of GPT-NeoX")
+            place = (_file(int(index), rank % opened.tp, layered=opened.layered), key)
+            found[place] = one._replace(copies=found[place].copies + one.copies) if place in found else one
+    return found

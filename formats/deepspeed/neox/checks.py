@@ -1,0 +1,98 @@
+"""What in the files of a GPT-NeoX checkpoint has to agree: the seeds of its ranks, its yml and its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.checkpoint import Settings
+from formats.disk.safetensors import read_bytes
+from formats.errors import RefusedError, SourceError, short
+from formats.model.spec import ModelSpec, differences
+from formats.torch_files.archive import TorchFile
+from formats.torch_files.pickle_values import TensorRef
+
+
+def require_own_seeds(models: Mapping[int, TorchFile], tp: int) -> None:
+    """Each rank's random state begins with its seed, a common number plus its tensor parallel rank (mpu/random.py).
+
+    Raises:
+        SourceError: the seeds are those of other ranks: files were mixed up.
+    """
+    seeds = []
+    for file in models.values():
+        states = file.value.get("rng_tracker_states")
+        ref = states.get("model-parallel-rng") if isinstance(states, Mapping) else None
+        if not isinstance(ref, TensorRef) or ref.dtype != "U8" or not ref.shape or ref.shape[0] < 8:
+            return
+        begin = file.fragment(ref, "model-parallel-rng").offset
+        seeds.append(int.from_bytes(read_bytes(file.path, begin, 8), "little"))
+    expected = [min(seeds) + rank % tp for rank in models]
+    if sorted(seeds) == sorted(expected) and seeds != expected:
+        rank = next(rank for rank, seed in zip(models, seeds, strict=True) if seed != min(seeds) + rank % tp)
+        raise SourceError(
+            f"{models[rank].path} was saved by tensor parallel rank {seeds[rank] - min(seeds)}: files are mixed up",
+            "copy the files of all ranks again, each under its own name",
+        )
+
+
+def require_same_model(models: Mapping[int, TorchFile], config: Mapping[str, Any], where: str, tp: int) -> None:
+    """What NeoX noted in the weights is what the yml says."""
+    for file in models.values():
+        args = file.value.get("args")
+        said = dict(args) if isinstance(args, Mapping) else {}
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            if name in said and name in config and said[name] != config[name]:
+                raise SourceError(
+                    f"{where} says {name} = {short(config[name])}, {file.path} {short(said[name])}",
+                    "it is the yml of another model",
+                )
+        ranks = said.get("model_parallel_size", tp)
+        if ranks != tp:
+            raise SourceError(f"{file.path} was saved with model_parallel_size {short(ranks)}, {tp} ranks are there")
+
+
+def require_same_topology(
+    models: Mapping[int, TorchFile], config: Mapping[str, Any], where: str, tp: int, *, layered: bool
+) -> list[str]:
+    """The parallel sizes of the yml are those of the files. Where each file says its own, they count.
+
+    Returns:
+        What to tell the user.
+
+    Raises:
+        SourceError: they are others, and the files do not say how many they should be.
+    """
+    notes = []
+    pp = len(models) // tp
+    for name, found in (("model_parallel_size", tp), ("pipe_parallel_size", pp)):
+        said = config.get(name, found)
+        if said == found or (name == "pipe_parallel_size" and said in (0, 1) and found == 1):
+            continue
+        difference = f"{where} says {name} = {short(said)}, the files are of {found}"
+        if not all(_says_topology(file.value, layered=layered) for file in models.values()):
+            raise SourceError(difference, "ranks are missing, or it is the yml of another run: name one with --config")
+        notes.append(f"{difference}, as they say themselves")
+    return notes
+
+
+def _says_topology(held: Mapping[str, Any], *, layered: bool) -> bool:
+    """Whether a model file says how many ranks there are. Of a pipeline NeoX notes the tensor parallel ones apart."""
+    args = held.get("args")
+    return "mp_world_size" in held and (not layered or (isinstance(args, Mapping) and "model_parallel_size" in args))
+
+
+def require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, where: str) -> None:
+    """The config.json of Hugging Face that goes with a checkpoint describes the same model as its yml.
+
+    Its window may be a token narrower: the scripts of GPT-NeoX copy the number, with which a token sees one more there.
+    """
+    decided = {*settings.values, "max_positions", "vocab"}
+    if spec.sliding_window is not None and base.sliding_window == spec.sliding_window - 1:
+        decided.add("sliding_window")
+    wrong = [line for line in differences(spec, base) if line.partition(":")[0] not in decided]
+    if wrong:
+        raise RefusedError(
+            f"{where} and its config.json contradict each other (yml | config): {'; '.join(wrong)}",
+            "decide with --set NAME=VALUE, or give the right config with --config",
+        )

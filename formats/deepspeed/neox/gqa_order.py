@@ -1,0 +1,175 @@
+"""Grouped queries in GPT-NeoX, of which there are two layouts with the same shapes.
+
+    blocked   all queries, then all keys, then all values of a rank: EleutherAI/gpt-neox#1315 (2024-11-13) and later
+    grouped   behind each query head an equal share of the rows of keys and of values: f36aed7f (2024-02-22) to #1315
+
+In the grouped layout, row y of the keys lies in share y // c at its row y % c, for c = head_dim * groups / heads rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from formats.disk.safetensors import DTYPES, Fragment, read_into
+from formats.errors import RefusedError
+from formats.layout.pieces import Piece, Scattered, scattered, whole_part
+from formats.layout.table import Cut
+from formats.model.spec import ModelSpec
+
+QKV = "attention.query_key_value.weight"
+PROBED = 4
+"""Layers whose rows are looked at."""
+SEPARATE, CLEAR = 20.0, 4.0
+"""The least F statistic of a layout that separates queries, keys and values, and how much more it must be."""
+Found = Mapping[str, Mapping[str, Fragment]]
+
+
+def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tuple[str, list[str]]:
+    """The layout of a checkpoint as a layout condition, and what to tell the user about it.
+
+    Args:
+        spec: the model.
+        found: the tensors of each file.
+        tp: tensor parallel size.
+        layout: what the user said: `auto`, `blocked` or `grouped`.
+        old: whether the names are those of before September 2024.
+
+    Raises:
+        RefusedError: names and weights do not tell, or contradict each other.
+    """
+    said = {"blocked": "gqa", "grouped": "grouped"}
+    if spec.head_dim * spec.kv_heads % spec.heads:  # no head could have its share: the older code did not run so
+        return said["blocked" if layout == "auto" else layout], []
+    seen = _seen(spec, found, tp)
+    if layout != "auto":
+        doubt = f"query, key and value are read as {layout}, as was said, though their rows look {seen}"
+        return said[layout], [] if seen in (None, layout) else [doubt]
+    if old and seen != "blocked":
+        return said["grouped"], ["query, key and value are read as grouped: w1, w2, w3 are from before September 2024"]
+    if seen is None or old:
+        looks = "their names are from before, their rows look like after it" if old else "the rows do not tell"
+        raise RefusedError(
+            "heads share keys, and query, key and value lie in one of two orders of the same shape: NeoX changed it on "
+            f"2024-11-13, and {looks}",
+            "add --gqa-layout blocked for a training with newer code, or grouped with older code",
+        )
+    return said[seen], [f"query, key and value are read as {seen}, which is what their rows look like"]
+
+
+def _blocks(spec: ModelSpec, tp: int) -> Iterator[tuple[str, int, int, int]]:
+    """(tensor, row in it, row in the file, rows) of each run of rows of one rank in the grouped layout."""
+    heads, dim = spec.heads // tp, spec.head_dim
+    share = dim * spec.kv_heads // spec.heads
+    for head in range(heads):
+        start = head * (dim + 2 * share)
+        yield "query", head * dim, start, dim
+        yield "key", head * share, start + dim, share
+        yield "value", head * share, start + dim + share, share
+
+
+def split(
+    spec: ModelSpec, found: Found, parts: Mapping[tuple[str, str], Scattered], tp: int
+) -> tuple[dict[str, dict[str, Fragment]], dict[tuple[str, str], Scattered]]:
+    """Take each fused tensor of a grouped checkpoint apart, under the keys that the table has for its thirds.
+
+    Raises:
+        RefusedError: the heads have no whole number of rows in each share.
+    """
+    if spec.head_dim * spec.kv_heads % spec.heads:
+        raise RefusedError(f"{spec.heads} heads of {spec.head_dim} rows cannot share {spec.kv_heads} groups in rows")
+    tensors = {file: dict(held) for file, held in found.items()}
+    pieces = dict(parts)
+    rows = {"query": spec.heads, "key": spec.kv_heads, "value": spec.kv_heads}
+    for file, held in found.items():
+        for key in [key for key in held if key.endswith(QKV)]:
+            whole = tensors[file].pop(key)
+            copies = (
+                pieces.pop((file, key)).copies if (file, key) in pieces else ((Piece(whole_part(whole.shape), whole),),)
+            )
+            flat = [list(_flat(copy, spec.hidden)) for copy in copies]
+            for tensor, heads in rows.items():
+                shape = (heads // tp * spec.head_dim, spec.hidden)
+                mine = [one[1:] for one in _blocks(spec, tp) if one[0] == tensor]
+                cut = [piece for copy in flat for piece in _rows(copy, mine, spec.hidden)]
+                one = scattered(f"{key}:{tensor}", shape, whole.dtype, cut)
+                pieces[file, f"{key}:{tensor}"] = one
+                tensors[file][f"{key}:{tensor}"] = one.whole
+    return tensors, pieces
+
+
+def _flat(copy: tuple[Piece, ...], width: int) -> Iterator[tuple[int, int, Fragment]]:
+    """(start, stop, fragment) of each piece of a matrix, as intervals of its elements."""
+    for part, fragment in copy:
+        if part.flat:
+            yield *part.ranges[0], fragment
+        elif fragment.row_major and part.ranges[1] == (0, width):
+            (low, high), _ = part.ranges
+            yield low * width, high * width, fragment._replace(shape=((high - low) * width,), strides=(1,))
+        else:
+            raise RefusedError(f"{fragment.path}: a fused projection that is not stored row by row")
+
+
+def _rows(flat: list[tuple[int, int, Fragment]], blocks: list[tuple[int, int, int]], width: int) -> Iterator[Piece]:
+    """The parts of a matrix that some rows of a flat one are."""
+    for row, at, count in blocks:
+        for low, high, fragment in flat:
+            begin, end = max(low, at * width), min(high, (at + count) * width)
+            if begin < end:
+                shifted = begin + (row - at) * width
+                offset = fragment.offset + (begin - low) * DTYPES[fragment.dtype]
+                piece = fragment._replace(offset=offset, shape=(end - begin,))
+                yield Piece(Cut(((shifted, shifted + end - begin),), flat=True), piece)
+
+
+# --- which one it is -------------------------------------------------------------------------------------------------
+
+
+def _seen(spec: ModelSpec, found: Found, tp: int) -> str | None:
+    """What the weights look like, None if that cannot be told.
+
+    Queries, keys and values have rows of different length in a trained model. Of the two ways to sort the rows into
+    three classes, the right one leaves less variance of their lengths inside the classes.
+    """
+    grouped = np.zeros((spec.heads + 2 * spec.kv_heads) * spec.head_dim // tp, np.int64)
+    for tensor, _, at, count in _blocks(spec, tp):
+        grouped[at : at + count] = ("query", "key", "value").index(tensor)
+    sizes = [spec.heads * spec.head_dim // tp, *[spec.kv_heads * spec.head_dim // tp] * 2]
+    blocked = np.repeat(np.arange(3), sizes)
+    votes = set()
+    fused = [fragment for held in found.values() for key, fragment in held.items() if key.endswith(QKV)]
+    for fragment in fused[:: max(1, len(fused) // PROBED)][:PROBED]:
+        if fragment.shape != (len(blocked), spec.hidden) or not fragment.row_major:
+            return None
+        lengths = np.log(_lengths(fragment) + 1e-30)
+        one, other = _separation(lengths, blocked), _separation(lengths, grouped)
+        clear = max(one, other) > SEPARATE and max(one, other) > CLEAR * min(one, other)
+        votes.add(("blocked" if one > other else "grouped") if clear else None)
+    return votes.pop() if len(votes) == 1 else None
+
+
+def _separation(values: np.ndarray, classes: np.ndarray) -> float:
+    """Variance between classes over that inside them (the F statistic)."""
+    groups = [values[classes == one] for one in range(3)]
+    between = sum(len(one) * (one.mean() - values.mean()) ** 2 for one in groups) / 2
+    inside = sum(((one - one.mean()) ** 2).sum() for one in groups) / max(1, len(values) - 3)
+    return float(between / max(inside, 1e-30))
+
+
+def _lengths(fragment: Fragment) -> np.ndarray:
+    """The length of each row of a matrix, read row by row."""
+    rows, width = fragment.shape
+    item = DTYPES[fragment.dtype]
+    row, found = bytearray(width * item), np.zeros(rows)
+    with fragment.path.open("rb") as file:
+        for index in range(rows):
+            read_into(file.fileno(), memoryview(row), fragment.offset + index * width * item, fragment.path)
+            found[index] = np.linalg.norm(_float(row, fragment.dtype))
+    return found
+
+
+def _float(raw: bytearray, dtype: str) -> np.ndarray:
+    if dtype == "BF16":
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(raw, {"F32": np.float32, "F16": np.float16, "F64": np.float64}[dtype]).astype(np.float32)

@@ -1,0 +1,155 @@
+"""What DeepSpeed and GPT-NeoX keep of a training besides the weights, in no framework's terms.
+
+The states lie where `zero_partitions.py` and `universal.py` find them, in the layout of the weights. How a parameter is
+treated, its flat group says: each is of one parameter group, whose `params` are numbers of flat groups (in stage 3 a
+group has several of them). Facts: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py and bf16_optimizer.py at 0.19.8.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Checkpoint, Settings
+from formats.deepspeed import universal, zero
+from formats.deepspeed.neox import checkpoint as neox
+from formats.deepspeed.partitions import Partition, step_of
+from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.optimizer import STATES, Group, Optimizer
+
+KEPT = frozenset({"step", *STATES})
+"""What Adam keeps of a parameter."""
+ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias"})
+"""What the parameter groups of an Adam have: torch's and DeepSpeedCPUAdam, FusedAdam, and that of old transformers."""
+OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
+"""What those of others have, that keep the same of a parameter."""
+Owners = Mapping[Path, Sequence[tuple[int, Group]]]
+"""Of each file: where its flat groups begin, in bytes, and how their parameters are treated."""
+
+
+def read(source: Checkpoint) -> Optimizer:
+    """The optimizer of an opened checkpoint of DeepSpeed or GPT-NeoX.
+
+    Raises:
+        RefusedError: the checkpoint was opened for its moments.
+        SourceError: there is none, or it is damaged or incomplete.
+        UnsupportedError: it is not Adam's, of stage 0, or not all of the model was trained, and equally often.
+    """
+    model: Mapping[str, Any]
+    settings: Settings = source.extra["settings"]
+    if settings.weights in STATES[1:]:
+        raise RefusedError(
+            f"--weights {settings.weights} takes moments of {source.root} for its weights", "leave --weights out"
+        )
+    if source.format == neox.NAME:
+        _require_no_sums(source)
+        opened, model, partitions = neox.read_states(source.home, replace(settings, tag=None))
+        states = dict(zip(STATES, opened, strict=True))
+    else:
+        held = zero.trained(source.home)
+        states, model, partitions = zero.states_of(source, held), held.model, held.partitions
+    if partitions:
+        step, owners = step_of(partitions), _owners(partitions)
+    else:
+        step, owners = _universal(source.home, held)
+    if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
+        states.pop("fp32")  # the weights are the masters
+    samples = model.get("global_samples")
+    groups = _groups(states["exp_avg"], owners)
+    return Optimizer(states, int(step), groups, samples if type(samples) is int else None)
+
+
+def _require_no_sums(source: Checkpoint) -> None:
+    """The moments of summands add up to nothing.
+
+    Raises:
+        UnsupportedError: a tensor is a sum over ranks.
+    """
+    for placed in source.tensors if source.topology["tp"] > 1 else ():
+        if "partial" in placed.slot.rule.conditions:
+            raise UnsupportedError(
+                f"{placed.key} is a sum over tensor parallel ranks, whose moments no other format can hold",
+                "convert the weights alone",
+            )
+
+
+def _owners(partitions: Iterable[Partition]) -> Owners:
+    found = {}
+    for one in partitions:
+        groups = _by_number(one.path, one.settings, one.kept)
+        try:
+            found[one.path] = sorted(
+                (flat.fragment.offset, groups[number]) for number, flat in enumerate(one.groups["exp_avg"])
+            )
+        except KeyError as error:
+            raise SourceError(f"{one.path}: no group of its optimizer holds the parameters of group {error}") from None
+    return found
+
+
+def _universal(tag: Path, held: zero.Training) -> tuple[float, Owners]:
+    """The step of a universal checkpoint, and how each of its parameters is treated."""
+    odd = sorted({name for group in held.shapes for name in group} ^ held.states["exp_avg"].keys())
+    if odd:
+        raise SourceError(
+            f"{tag}: {len(odd)} parameters, such as {odd[0]}, are in its model file or in zero/, not in both"
+        )
+    (settings, common), steps = universal.settings(tag), dict[float, str]()
+    found: dict[Path, Sequence[tuple[int, Group]]] = {}
+    for number, group in enumerate(held.shapes):
+        for name in group:
+            folder = tag / "zero" / name
+            groups = _by_number(folder, settings, (path.stem for path in folder.iterdir()))
+            if number not in groups:
+                raise SourceError(f"{tag}: no group of its optimizer holds the parameters of group {number}")
+            found[folder / "exp_avg.pt"] = [(0, groups[number])]
+            own = universal.step(tag, name)
+            step = common if own is None else own
+            if step is None:
+                raise SourceError(f"{folder} does not say how many steps its optimizer has made")
+            steps[step] = name
+    if len(steps) > 1:
+        told = ", ".join(f"{name} {int(step)}" for step, name in sorted(steps.items())[:4])
+        raise UnsupportedError(f"{tag}: its parameters have made different numbers of steps, such as {told}")
+    return next(iter(steps)), found
+
+
+def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> dict[int, Group]:
+    """How the parameters of each flat group are treated.
+
+    Raises:
+        SourceError: the settings are in no form that is known.
+        UnsupportedError: they are not Adam's.
+    """
+    others = sorted(set(kept) - KEPT)
+    if others:
+        raise UnsupportedError(f"{path}: its optimizer keeps {', '.join(others[:4])}, and only Adam's is carried")
+    found: dict[int, Group] = {}
+    for group in settings:
+        other = next((name for key, name in OTHERS.items() if key in group), "of an unknown kind")
+        if not ADAM & group.keys() or OTHERS.keys() & group.keys():
+            raise UnsupportedError(f"{path}: its optimizer is {other}, and only Adam's is carried")
+        try:
+            low, high = group["betas"]
+            lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
+            found |= dict.fromkeys(group["params"], Group(lr, (float(low), float(high)), eps, decay))
+        except (KeyError, TypeError, ValueError):
+            raise SourceError(f"{path} holds a parameter group in no form that is known") from None
+        if decay and group.get("decoupled_weight_decay") is False:
+            raise UnsupportedError(f"{path}: a weight decay of {decay:g} is in the gradients, and not AdamW's")
+    return found
+
+
+def _groups(moments: Checkpoint, owners: Owners) -> dict[tuple[str, int | None], Group]:
+    """How each logical tensor is treated, group after group as the training has them."""
+    found: dict[tuple[str, int | None], Group] = {}
+    for placed in moments.tensors:
+        starts = owners[placed.fragment.path]
+        group = starts[bisect(starts, placed.fragment.offset, key=lambda one: one[0]) - 1][1]
+        for name in placed.slot.rule.pattern.tensors:
+            if found.setdefault((name, placed.slot.layer), group) != group:
+                raise UnsupportedError(f"{placed.key} in {placed.fragment.path} is trained in two parameter groups")
+    order = list(dict.fromkeys(group for every in owners.values() for _, group in every))
+    return dict(sorted(found.items(), key=lambda one: order.index(one[1])))

@@ -1,0 +1,379 @@
+"""DeepSpeed ZeRO: the float32 masters and moments that each data parallel rank keeps a part of.
+
+    TAG/mp_rank_{mp:02d}_model_states.pt                     stages 0 to 2: the module, and the shapes in their order
+    TAG/zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt   stage 3: the shapes; the module is empty
+    TAG/[bf16_]zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt   a rank's part of each flat parameter group
+
+Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8) lay the parameters of a group end to end, in the order
+of `param_shapes`, pad the end to a multiple of twice the ranks, and give each rank an equal part; padding at the end of
+the stored masters is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ranks) elements of every parameter.
+`param_slice_mappings` is not used: with round_robin_gradients it is in another order than the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.deepspeed import folders as deepspeed
+from formats.disk.safetensors import DTYPES, Fragment
+from formats.errors import SourceError, UnsupportedError, short, some
+from formats.layout.pieces import Piece, Scattered, in_one, scattered, whole_part
+from formats.layout.table import Cut
+from formats.torch_files.archive import TorchFile
+from formats.torch_files.archive_writer import plain
+from formats.torch_files.pickle_values import Opaque, TensorRef
+from formats.torch_files.unpickle import DAMAGE
+
+
+class Flat(NamedTuple):
+    """A rank's part of one flat group: where it lies, and how many elements of padding were stripped from its end."""
+
+    fragment: Fragment
+    stripped: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What one data parallel rank holds.
+
+    Attributes:
+        path: its file.
+        stage: the ZeRO stage.
+        ranks: how many ranks share each group, as the file says.
+        groups: its part of each group, by state.
+        gaps: elements of padding behind each parameter of each group.
+        steps: how many steps Adam has made in each group, as far as it says.
+        settings: the parameter groups of its optimizer, as torch has them; `params` are numbers of flat groups.
+        kept: what the optimizer keeps of each parameter.
+    """
+
+    path: Path
+    stage: int
+    ranks: tuple[int, ...]
+    groups: Mapping[str, tuple[Flat, ...]]
+    gaps: tuple[tuple[int, ...], ...]
+    steps: tuple[float, ...] = ()
+    settings: tuple[Mapping[str, Any], ...] = ()
+    kept: frozenset[str] = frozenset()
+
+
+def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partition]:
+    """The partition of every data parallel rank of one model parallel rank.
+
+    Raises:
+        SourceError: a rank's file is missing, damaged, or there twice.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        name = deepspeed.OPTIM.fullmatch(path.name)
+        if name and int(name[2]) == mp:
+            other = found.setdefault(int(name[1]), path)
+            if other is not path:
+                raise SourceError(f"{folder} holds two partitions of rank {name[1]}: {other.name} and {path.name}")
+    if not found:
+        raise SourceError(f"{folder} holds no optimizer states of mp_rank_{mp:02d}", "--weights module needs none")
+    partitions = {rank: _partition(deepspeed.opened(path), states) for rank, path in found.items()}
+    wanted = max([max(found) + 1, *(n for one in partitions.values() for n in one.ranks)])
+    if wanted > deepspeed.MOST_RANKS:
+        raise SourceError(f"{folder} claims {wanted} data parallel ranks", "a file is damaged, or has another's name")
+    lost = sorted(set(range(wanted)) - set(found))
+    if lost:
+        names = some(list(map(str, lost)), 8)
+        raise SourceError(
+            f"{folder} lacks the optimizer states of data parallel ranks {names} of {wanted} for mp_rank_{mp:02d}",
+            "copy them from their nodes, or take --weights module",
+        )
+    require_same_save(list(partitions.values()))
+    for one in partitions.values():
+        if {n for n in one.ranks if n != wanted}:
+            raise SourceError(
+                f"{one.path} belongs to {min(one.ranks)} data parallel ranks, {wanted} are there: files of another run",
+                "remove those that are older than the others",
+            )
+    return [partitions[rank] for rank in sorted(partitions)]
+
+
+def require_same_save(partitions: Sequence[Partition]) -> None:
+    """All ranks have made the same number of steps, in the same stage.
+
+    Raises:
+        SourceError: one has not.
+    """
+    first = partitions[0]
+    for one in partitions[1:]:
+        for what, ours, others in (("stage", one.stage, first.stage), ("step", _steps(one), _steps(first))):
+            if ours != others:
+                raise SourceError(
+                    f"{one.path} is of {what} {ours}, {first.path} of {others}: files of different saves",
+                    "copy the files of one save from all nodes",
+                )
+
+
+def _steps(partition: Partition) -> str:
+    """The steps that Adam has made, whatever the groups of parameters are: pipeline stages may have other ones."""
+    return ", ".join(str(step) for step in sorted({*partition.steps})) or "none"
+
+
+def _partition(file: TorchFile, states: Sequence[str]) -> Partition:
+    try:
+        return _parse(file, file.value["optimizer_state_dict"], states)
+    except DAMAGE:
+        raise SourceError(f"{file.path} holds no ZeRO partition of a version that is known") from None
+
+
+def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> Partition:
+    if "ds_autoep_layers" in file.value or "autoep_layers" in file.value:
+        raise UnsupportedError(f"{file.path}: expert parallel optimizer states are not supported")
+    said = held.get("zero_stage", 1)  # BF16_Optimizer says no stage
+    stage = said.args[0] if isinstance(said, Opaque) else said
+    if stage not in (1, 2, 3):
+        raise UnsupportedError(f"{file.path}: ZeRO stage {short(stage)} is not known")
+    masters = held["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
+    moments = held["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    paddings = [0] * len(masters) if stage == 3 else list(held["group_paddings"])
+    groups = {}
+    for state in states:
+        refs = masters if state == "fp32" else [moments["state"].get(i, {}).get(state) for i in range(len(masters))]
+        if any(ref is None for ref in refs):
+            raise SourceError(f"{file.path} holds no {state}: its optimizer is not Adam, or has made no step yet")
+        flats = [_fragment(file, ref, f"{state} of group {i}") for i, ref in enumerate(refs)]
+        lengths = [_fragment(file, ref, "").shape[0] for ref in masters]
+        stripped = [
+            pad if "zero_stage" in held and flat.shape[0] == length else 0
+            for flat, pad, length in zip(flats, paddings, lengths, strict=True)
+        ]
+        groups[state] = tuple(map(Flat, flats, stripped))
+    count = held["partition_count"]
+    ranks = tuple(count) if isinstance(count, list) else (count,)
+    if not all(type(n) is int and n > 0 for n in ranks) or not all(type(n) is int and n >= 0 for n in paddings):
+        raise ValueError
+    gaps = tuple(tuple(group) for group in held.get("param_alignment_paddings") or ())
+    inner = [one for _, one in sorted(moments["state"].items()) if isinstance(one, Mapping)]
+    steps = tuple(number(file, one["step"]) for one in inner if "step" in one)
+    settings = tuple(map(dict, moments["param_groups"]))
+    kept = frozenset(str(name) for one in inner for name in one)
+    return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept)
+
+
+def step_of(partitions: Sequence[Partition]) -> float:
+    """How many steps Adam has made.
+
+    Raises:
+        SourceError: a file does not say.
+        UnsupportedError: not all groups of parameters have made the same number.
+    """
+    for one in partitions:
+        if len(one.steps) < len(one.groups["fp32"]):
+            raise SourceError(f"{one.path} does not say how many steps its optimizer has made")
+    steps = {step for one in partitions for step in one.steps}
+    if len(steps) > 1:
+        raise UnsupportedError(f"{partitions[0].path.parent}: its groups of parameters have made {sorted(steps)} steps")
+    return steps.pop() if steps else 0.0
+
+
+def number(file: TorchFile, value: Any) -> float:
+    """A number, or that of a tensor with one element."""
+    if not isinstance(value, TensorRef):
+        return float(value)
+    return float(plain(file, value, "a number").number)
+
+
+def _fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
+    if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or (ref.strides != (1,) and ref.shape[0] > 1):
+        raise SourceError(f"{file.path} holds {name} as {short(ref)}, which is no flat tensor")
+    return file.fragment(ref, name)
+
+
+def load(
+    partitions: Sequence[Partition], shapes: Sequence[Mapping[str, tuple[int, ...]]], state: str
+) -> Iterator[tuple[str, Scattered]]:
+    """Every parameter that one model parallel rank trains, put together from all data parallel ranks.
+
+    Args:
+        partitions: those of all ranks, in their order.
+        shapes: the parameters of each group, in their order: `param_shapes`.
+        state: one of `optimizer.STATES`.
+
+    Raises:
+        SourceError: the sizes do not add up.
+    """
+    held = [one.groups[state] for one in partitions]
+    if any(len(groups) != len(shapes) for groups in held):
+        raise SourceError(f"{partitions[0].path} holds {len(held[0])} groups of parameters, its model {len(shapes)}")
+    for number, group in enumerate(shapes):
+        flats = [groups[number] for groups in held]
+        if partitions[0].stage == 3:
+            yield from _by_parameter(flats, group)
+        else:
+            gaps = partitions[0].gaps[number] if partitions[0].gaps else (0,) * len(group)
+            yield from _by_interval(flats, group, gaps)
+
+
+def _by_interval(
+    flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]], gaps: Sequence[int]
+) -> Iterator[tuple[str, Scattered]]:
+    """Stages 1 and 2: the group is one row of elements, each rank holds an equal interval of it."""
+    sizes = {flat.fragment.shape[0] + flat.stripped for flat in flats}
+    total = sum(map(prod, group.values())) + sum(gaps)
+    size = max(sizes)
+    ends = [rank * size + flat.fragment.shape[0] for rank, flat in enumerate(flats)]
+    if len(sizes) > 1 or size * len(flats) < total or len(gaps) != len(group):
+        raise SourceError(
+            f"{flats[0].fragment.path}: the {len(group)} parameters of a group have {total} elements, its "
+            f"{len(flats)} ranks hold {sum(flat.fragment.shape[0] for flat in flats)}",
+            "files of different runs may be mixed up",
+        )
+    start = 0
+    for (name, shape), gap in zip(group.items(), gaps, strict=True):
+        stop = start + prod(shape)
+        pieces = []
+        for rank in range(start // size if size else 0, min(len(flats), -(-stop // size) if size else 0)):
+            low, high = max(start, rank * size), min(stop, ends[rank])
+            if low < high:
+                pieces.append(_piece(flats[rank].fragment, low - rank * size, low - start, high - start))
+        yield name, _whole(name, shape, pieces, flats[0].fragment)
+        start = stop + gap
+
+
+def _by_parameter(flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Scattered]]:
+    """Stage 3: each rank holds the next ceil(n / ranks) elements of every parameter."""
+    total = sum(-(-prod(shape) // len(flats)) for shape in group.values())
+    for flat in flats:
+        if flat.fragment.shape[0] != total:
+            raise SourceError(
+                f"{flat.fragment.path}: a group holds {flat.fragment.shape[0]} elements, its {len(group)} parameters "
+                f"have {total} on each of {len(flats)} ranks",
+                "files of different runs may be mixed up",
+            )
+    at = 0
+    for name, shape in group.items():
+        numel = prod(shape)
+        part = -(-numel // len(flats))
+        cuts = [(rank * part, min(numel, (rank + 1) * part)) for rank in range(len(flats))]
+        pieces = [
+            _piece(flat.fragment, at, low, high) for flat, (low, high) in zip(flats, cuts, strict=True) if low < high
+        ]
+        yield name, _whole(name, shape, pieces, flats[0].fragment)
+        at += part
+
+
+def _piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
+    """Elements [low, high) of a parameter, which lie `at` elements into a flat group."""
+    fragment = flat._replace(offset=flat.offset + at * DTYPES[flat.dtype], shape=(high - low,), strides=(1,))
+    return Piece(Cut(((low, high),), flat=True), fragment)
+
+
+def _whole(name: str, shape: tuple[int, ...], pieces: list[Piece], like: Fragment) -> Scattered:
+    if not prod(shape):
+        pieces = [Piece(whole_part(shape), like._replace(shape=shape, strides=(1,) * len(shape)))]
+    return scattered(name, shape, like.dtype, pieces)
+
+
+# --- what the file of the model says ---------------------------------------------------------------------------------
+
+
+def param_shapes(file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
+    """The parameters of each optimizer group (in stage 3: of each sub group), in the order in which they are laid out.
+
+    Raises:
+        SourceError: the file does not say.
+    """
+    groups = file.value.get("param_shapes")
+    if isinstance(groups, Mapping):
+        groups = [groups]
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise SourceError(f"{file.path} holds no param_shapes, without which a partition cannot be taken apart")
+    for group in groups:
+        for name, shape in group.items():
+            if not isinstance(name, str) or not _is_shape(shape):
+                raise SourceError(f"{file.path} holds param_shapes that are none: {short(name)} {short(shape)}")
+    return [dict(group) for group in groups]
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**62 for n in value)
+
+
+def frozen(files: Sequence[TorchFile]) -> Iterator[tuple[str, Scattered]]:
+    """The parameters that are not trained: in stage 2 whole, as they lay in memory, in stage 3 a part on each rank.
+
+    Args:
+        files: the model files of all data parallel ranks; of stage 2 only the first is there.
+    """
+    shapes = files[0].value.get("frozen_param_shapes") or {}
+    for name, shape in shapes.items():
+        if not _is_shape(shape):
+            raise SourceError(f"{files[0].path} holds a frozen parameter of the shape {short(shape)}")
+        pieces, start = list[Piece](), 0
+        for file in files:
+            ref = (file.value.get("frozen_param_fragments") or {}).get(name)
+            if not isinstance(ref, TensorRef):
+                raise SourceError(f"{file.path} holds no fragment of {name}, which is frozen")
+            if ref.shape == shape and len(files) == 1:
+                fragment = file.fragment(ref, name)
+                pieces.append(Piece(whole_part(shape), fragment))
+                continue
+            fragment = _fragment(file, ref, f"the frozen {name}")
+            stop = min(prod(shape), start + fragment.shape[0])
+            if stop > start:
+                pieces.append(_piece(fragment, 0, start, stop))
+            start = stop
+        yield name, _whole(name, shape, pieces, fragment)
+
+
+def module(file: TorchFile) -> dict[str, Fragment]:
+    """The tensors of the module in a model file.
+
+    Raises:
+        SourceError: it holds none.
+    """
+    held = file.value.get("module")
+    if not isinstance(held, Mapping):
+        raise SourceError(f"{file.path} holds no module")
+    found = {}
+    for name, ref in held.items():
+        if isinstance(ref, TensorRef):
+            found[str(name)] = file.fragment(ref, str(name))
+        elif not isinstance(ref, Opaque | None):
+            raise UnsupportedError(f"{file.path}: {short(name)} holds {short(ref)}, which is no tensor")
+    return found
+
+
+def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
+    """The states of stage 0, which keeps them whole, in the order of its groups and without a name.
+
+    Each takes the first parameter of its shape that is left. That this is right, the comparison of the masters with the
+    module proves, also where moments are asked for: `converters/move/replicas.py` lets no one switch it off.
+
+    Raises:
+        SourceError: there are none, or they fit no parameter.
+        UnsupportedError: there are no masters, so that nothing would tell which parameter a moment belongs to.
+    """
+    try:
+        groups = _whole_groups(file, state)
+        left = dict(modules)
+        for ref in (ref for group in groups for ref in group):
+            name = next(name for name, one in left.items() if one.shape == ref.shape)
+            del left[name]
+            fragment = file.fragment(ref, state)
+            yield name, in_one(name, fragment)
+    except (*DAMAGE, StopIteration):
+        raise SourceError(
+            f"{file.path} holds no {state} of its parameters in a form that is known", "take --weights module"
+        ) from None
+
+
+def _whole_groups(file: TorchFile, state: str) -> list[list[TensorRef]]:
+    """The states of each group. A training in float32 has no masters: its optimizer is that of torch alone."""
+    held = file.value["optimizer"]
+    masters = held.get("fp32_groups")
+    inner = held["optimizer_state_dict"] if masters is not None else held
+    if state == "fp32":
+        return [list(group) for group in masters or ()]
+    if masters is None:
+        raise UnsupportedError(f"{file.path} is of stage 0 in float32, which does not say whose {state} is whose")
+    return [[inner["state"][number][state] for number in group["params"]] for group in inner["param_groups"]]

@@ -1,0 +1,189 @@
+"""DeepSpeed's universal checkpoints: every parameter whole, in files of its own, for any number of ranks.
+
+    TAG/zero/{parameter}/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor, "cat_dim": the dimension that TP cuts, ...}
+    TAG/zero/{parameter}/step.pt                         Adam's step
+    TAG/zero/optimizer_state.pt                          the parameter groups
+    TAG/mp_rank_00_model_states.pt                       for stages 1 and 2; the module in it is not read
+    TAG/zero_pp_rank_0_mp_rank_00_model_states.pt        the same for stage 3
+    latest_universal                                     the tag
+
+Facts: deepspeed/checkpoint/universal_checkpoint.py and runtime/engine.py at 0.19.8, and what a real load was seen to
+need (tests/golden/test_universal.py): one folder serves every stage. The loader of stage 3 gives every parameter group
+what the first one of `optimizer_state_dict` says (runtime/zero/stage3.py:3692), so what they differ in is not there,
+and stays as the training has it. Frozen parameters have no states, and DeepSpeed restores none: they stay what the
+model was made with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from formats.checkpoint import Checkpoint, OutputFile
+from formats.deepspeed.folders import model_name
+from formats.deepspeed.partitions import Partition, number
+from formats.errors import SourceError, short
+from formats.layout.table import Placed, Slot
+from formats.torch_files.archive import TorchFile, packed, read_torch
+from formats.torch_files.archive_writer import archived
+from formats.torch_files.pickle_values import Namespace, StorageRef, TensorRef, keeps
+from formats.torch_files.unpickle import DAMAGE
+
+LATEST = "latest_universal"
+VERSION = 0.2
+"""Of `universal_checkpoint_info`: the newest that a plain tensor-parallel cut needs."""
+
+
+class Parameter(NamedTuple):
+    """A parameter as DeepSpeed names it.
+
+    Attributes:
+        name: its name in the module.
+        slot: the whole of it.
+        cut: how tensor parallelism cuts it, as the loader wants to be told: `cat_dim` and the like.
+        step: Adam's step.
+    """
+
+    name: str
+    slot: Slot
+    cut: Mapping[str, Any]
+    step: float
+
+
+class States(NamedTuple):
+    """What a universal checkpoint is made of.
+
+    Attributes:
+        opened: each of `optimizer.STATES` of every trained parameter, as a checkpoint of its own.
+        model: what the first model file says.
+        partitions: what each rank holds.
+    """
+
+    opened: list[Checkpoint]
+    model: Mapping[str, Any]
+    partitions: Sequence[Partition]
+
+
+def files(root: Path, parameters: Sequence[Parameter], state: str) -> tuple[OutputFile, ...]:
+    """The file of each parameter for one of `optimizer.STATES`."""
+    return tuple(_file(root / "zero" / one.name / f"{state}.pt", one) for one in parameters)
+
+
+def _file(path: Path, one: Parameter) -> OutputFile:
+    return archived(path, [("param", one.slot, one.slot.shape, "F32")], lambda refs: {**one.cut, **refs})
+
+
+def texts(
+    parameters: Sequence[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], ranks: int
+) -> dict[str, bytes]:
+    """The small files, by path relative to the tag.
+
+    Args:
+        parameters: every parameter that is trained.
+        groups: the parameter groups of the optimizer.
+        model: what the source's model file says besides the module; what is no plain data is left out.
+        ranks: model parallel ranks of the source.
+    """
+    found = {f"zero/{one.name}/step.pt": scalar(one.step) for one in parameters}
+    plain = [{key: value for key, value in group.items() if keeps(value)} for group in groups]
+    common = {key: value for key, value in plain[0].items() if all(one.get(key) == value for one in plain)}
+    common["params"] = []
+    step = parameters[0].step if parameters else 0.0
+    found["zero/optimizer_state.pt"] = packed(
+        {
+            "ds_version": "0.19.8",
+            "param_groups": plain,
+            "optimizer_state_dict": {"state": {0: {"step": _reference()}}, "param_groups": [common]},
+        },
+        {"0": np.float32(step).tobytes()},
+    )
+    info = {"universal_checkpoint_version": VERSION}
+    head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
+    head |= {"module": {}, "universal_checkpoint_info": info, "optimizer": None}
+    for rank in range(ranks):
+        found[model_name(rank)] = packed(head)
+        found[f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt"] = packed(head)
+    return found
+
+
+def left_out(model: Mapping[str, Any]) -> list[str]:
+    """What the model file says and `texts` leaves out."""
+    return sorted(str(key) for key, value in model.items() if not keeps(value) and key != "module")
+
+
+def _reference() -> TensorRef:
+    return TensorRef(StorageRef("F32", "0", 1), 0, (), (), "F32")
+
+
+def scalar(value: float) -> bytes:
+    """A file of torch.save with one float32 number."""
+    return packed(_reference(), {"0": np.float32(value).tobytes()})
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def is_universal(tag: Path) -> bool:
+    """Whether a tag is of this kind."""
+    return (tag / "zero").is_dir() or (tag / "zero").is_symlink()
+
+
+def tensors(tag: Path, state: str) -> Iterator[tuple[str, TorchFile, TensorRef]]:
+    """Each parameter's name, file and tensor.
+
+    Raises:
+        SourceError: a file is missing, or holds no tensor.
+    """
+    for folder in sorted(path for path in (tag / "zero").iterdir() if path.is_dir()):
+        file = read_torch(folder / f"{state}.pt")
+        ref = file.value.get("param") if isinstance(file.value, Mapping) else file.value
+        if not isinstance(ref, TensorRef) or isinstance(file.value, Namespace):
+            raise SourceError(f"{file.path} holds {short(ref)}, which is no tensor")
+        yield folder.name, file, ref
+
+
+def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
+    """The parameter groups; and Adam's step, which DeepSpeed's own checkpoints of stage 3 say nowhere else.
+
+    Raises:
+        SourceError: they are not there.
+    """
+    file = read_torch(tag / "zero" / "optimizer_state.pt")
+    try:
+        inner = file.value.get("optimizer_state_dict", {}).get("state", {})
+        step = number(file, inner[0]["step"]) if inner else None
+        return tuple(map(dict, file.value["param_groups"])), step
+    except DAMAGE:
+        raise SourceError(f"{file.path} holds no parameter groups of an optimizer in a form that is known") from None
+
+
+def step(tag: Path, name: str) -> float | None:
+    """How many steps Adam has made with a parameter; None without a file that says it.
+
+    Raises:
+        SourceError: the file says something else.
+    """
+    path = tag / "zero" / name / "step.pt"
+    if not path.is_file():
+        return None
+    file = read_torch(path)
+    try:
+        return number(file, file.value)
+    except DAMAGE:
+        raise SourceError(f"{path} holds no number of steps") from None
+
+
+def unchanged(file: OutputFile) -> tuple[Placed, ...]:
+    """The tensors of a file that was written, as its own archive says where they lie.
+
+    Raises:
+        SourceError: it says something else than was planned.
+    """
+    opened = read_torch(file.path)
+    for placed in file.tensors:
+        if opened.fragment(opened.value["param"], placed.key)._replace(member=None) != placed.fragment:
+            raise SourceError(f"{file.path} holds its tensor elsewhere than was planned")
+    return file.tensors

@@ -1,0 +1,386 @@
+"""DeepSpeed checkpoints of models with Hugging Face names, as DeepSpeed, the HF Trainer and accelerate save them.
+
+    RUN/latest, RUN/TAG/                                  engine.save_checkpoint, and accelerate's save_state
+    checkpoint-N/latest, checkpoint-N/global_stepN/       HF Trainer; of stage 3 often the only weights there are
+    TAG/mp_rank_00_model_states.pt                        stages 0 to 2
+    TAG/zero_pp_rank_{dp}_mp_rank_00_model_states.pt      stage 3
+
+What the partitions hold is in `zero_partitions.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.checkpoint import Checkpoint, Settings
+from formats.deepspeed import folders as deepspeed
+from formats.deepspeed import partitions as zero_partitions
+from formats.deepspeed import universal
+from formats.disk.safetensors import Fragment
+from formats.errors import SourceError, UnsupportedError, short, some
+from formats.huggingface import folder as huggingface
+from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread, whole_part
+from formats.layout.table import Cut, Placed, Slot, match
+from formats.model.adapters import require_plain
+from formats.model.spec import ModelSpec
+from formats.optimizer import STATES
+from formats.torch_files.archive import TorchFile
+from formats.torch_files.saves import TIES, require_same
+from formats.torch_files.wrappers import unwrapped
+
+NAME = "zero"
+WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""What the user can ask for: its name in `optimizer.STATES`."""
+OF_RANK = (*TIES[NAME], "mp_world_size", "frozen_param_fragments")
+"""What counts of the model files of stage 3 but the first, which says the rest: a thousand of them are a gigabyte."""
+OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
+"""How the names of GPT-NeoX begin."""
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder is DeepSpeed's."""
+    return deepspeed.detect(path)
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: the pickles of its files, none of the weights."""
+    run, tag = deepspeed.locate(path, settings.tag)
+    models = _models(tag)
+    whole = universal.is_universal(tag)
+    third = bool(deepspeed.MODEL_OF_STAGE_3.fullmatch(models[0].path.name))
+    wanted = settings.weights or ("fp32-master" if third or whole else "module")
+    notes = []
+    if wanted == "module" and (third or whole):
+        kind = "a universal checkpoint" if whole else "of stage 3"
+        raise SourceError(f"{tag} is {kind}, which holds no module", "take --weights fp32-master")
+    modules = zero_partitions.module(models[0])
+    if wanted == "module":
+        tensors = dict(_module(models[0], modules))
+    elif whole:
+        tensors = dict(_universal(tag, models[0], WEIGHTS[wanted]))
+    else:
+        tensors = dict(_states(tag, models, modules, WEIGHTS[wanted]))
+    tensors |= _aliases(models[0].value, tensors)
+    keys = _keys(tensors, tag)
+    config = _config_folder(path, run, tag, settings)
+    spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, settings)
+    slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec)
+    if whole:
+        _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
+    placed, dropped = match(slots, {"": {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
+    pieces = _spread(placed, keys, tensors)
+    twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
+    if settings.weights is None and (third or whole):
+        notes.append(_no_module({one.fragment.dtype for one in placed}))
+    held = models[0].value
+    topology = {"dp": held.get("dp_world_size", 1)}
+    extra = {"folder": tag.name, "iteration": held.get("global_steps"), "settings": settings}
+    files = tuple(sorted({piece.fragment.path for piece in pieces}))
+    proof = None
+    if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not (third or whole):
+        proof = read(path, replace(settings, weights="fp32-master"))
+    left = tuple(dropped)
+    return Checkpoint(run, tag, NAME, spec, pieces, left, files, topology, config, extra, twins, tuple(notes), proof)
+
+
+def _spread(placed: Sequence[Placed], keys: Mapping[str, str], tensors: Mapping[str, Scattered]) -> tuple[Placed, ...]:
+    return tuple(piece for one in placed for piece in spread(one, tensors[keys[one.key]]))
+
+
+def _models(tag: Path) -> list[TorchFile]:
+    """The model file, or in stage 3 that of each data parallel rank.
+
+    Raises:
+        SourceError: one is missing, or files of several topologies are there.
+        UnsupportedError: the model is cut over several model parallel ranks, and nothing tells how.
+    """
+    if universal.is_universal(tag):
+        return [_file(path) for path in sorted(tag.iterdir()) if deepspeed.is_model(path.name)][:1]
+    shards: dict[int, Path] = {}
+    for path in sorted(tag.iterdir()):
+        name = deepspeed.MODEL_OF_STAGE_3.fullmatch(path.name)
+        if name and int(name[2]):
+            raise UnsupportedError(f"{path} is of a second model parallel rank, whose layout is not known")
+        if name and shards.setdefault(int(name[1]), path) is not path:
+            raise SourceError(f"{tag} holds two files of rank {int(name[1])}: {shards[int(name[1])].name}, {path.name}")
+    if not shards:
+        files = deepspeed.model_files(tag)
+        if len(files) > 1:
+            raise UnsupportedError(
+                f"{tag} holds {len(files)} model parallel ranks of a model whose layout is not known",
+                "`convert neox2hf` knows that of GPT-NeoX; what DeepSpeed's own tensor parallelism cuts, it gathers",
+            )
+        return [_require_alone(_file(files[0]))]
+    if any(deepspeed.MODEL.fullmatch(path.name) for path in tag.iterdir()):
+        raise SourceError(f"{tag} holds model files of stage 3 and of another stage", "remove those that are older")
+    first = min(shards)
+    opened = {rank: _file(path) if rank == first else _rank(path) for rank, path in sorted(shards.items())}
+    world = opened[first].value.get("dp_world_size")
+    count = world if isinstance(world, int) else max(opened) + 1
+    if count > deepspeed.MOST_RANKS:
+        raise SourceError(f"{opened[first].path} claims {count} data parallel ranks")
+    require_same({one.path: one.value.get for one in opened.values()}, NAME)
+    lost = sorted(set(range(count)) - set(opened))
+    if lost or len(opened) > count:
+        names = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in lost[:4])
+        raise SourceError(
+            f"{tag} is of {count} data parallel ranks, {len(opened)} are there"
+            + (f"; it lacks {names}" if lost else ""),
+            "copy them from their nodes" if lost else "remove the files of another run",
+        )
+    return [_require_alone(one) for one in opened.values()]
+
+
+def _require_alone(file: TorchFile) -> TorchFile:
+    """A model of one model parallel rank."""
+    world = file.value.get("mp_world_size", 1)
+    if world not in (1, None):
+        raise UnsupportedError(
+            f"{file.path} is one of {short(world)} model parallel ranks of a model whose layout is not known"
+        )
+    return file
+
+
+def _file(path: Path) -> TorchFile:
+    file = deepspeed.opened(path)
+    if not isinstance(file.value, Mapping):
+        raise SourceError(f"{path} holds no model states of DeepSpeed")
+    return file
+
+
+def _rank(path: Path) -> TorchFile:
+    """What a further rank of stage 3 says."""
+    file = _file(path)
+    kept = {name: file.value[name] for name in OF_RANK if name in file.value}
+    return replace(file, value=kept, storages=file.storages if kept.get("frozen_param_fragments") else {})
+
+
+def _module(file: TorchFile, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
+    """The 16-bit weights, buffers included. An empty placeholder of stage 3 is none."""
+    shapes = {name: shape for group in _groups(file) for name, shape in group.items()}
+    for name, fragment in modules.items():
+        if fragment.shape != (0,) or shapes.get(name, (0,)) == (0,):
+            yield name, in_one(name, fragment)
+
+
+def _groups(file: TorchFile) -> Sequence[Mapping[str, tuple[int, ...]]]:
+    return zero_partitions.param_shapes(file) if file.value.get("param_shapes") is not None else ()
+
+
+def _states(
+    tag: Path, models: Sequence[TorchFile], modules: Mapping[str, Fragment], state: str
+) -> Iterator[tuple[str, Scattered]]:
+    """What the optimizer keeps of each parameter; and what it keeps nothing of, as the model has it."""
+    first = models[0]
+    if first.value.get("optimizer") is not None:
+        found = dict(zero_partitions.whole(first, state, _trained(first, modules)))
+    else:
+        partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
+        _require_same_stage(first, partitions)
+        if partitions[0].stage == 3 and len(partitions) != len(models):
+            raise SourceError(f"{tag} holds {len(models)} model files and {len(partitions)} files of optimizer states")
+        found = dict(zero_partitions.load(partitions, zero_partitions.param_shapes(first), state))
+        found |= dict(zero_partitions.frozen(models if partitions[0].stage == 3 else models[:1]))
+    others = {name: one for name, one in modules.items() if name not in found}
+    yield from found.items()
+    aliases = _shared(first.value)
+    yield from ((name, one) for name, one in _module(first, others) if name not in aliases)
+
+
+def _universal(tag: Path, model: TorchFile, state: str) -> Iterator[tuple[str, Scattered]]:
+    """What is in a universal checkpoint. Those that DeepSpeed makes of stage 3 are flat: the model has the shapes."""
+    shapes = {name: shape for group in _groups(model) for name, shape in group.items()}
+    for name, file, ref in universal.tensors(tag, state):
+        if OF_NEOX.match(name):
+            raise UnsupportedError(
+                f"{tag} is a universal checkpoint with the names of GPT-NeoX, such as {short(name)}, which is not read",
+                "convert the checkpoint that it was made of: convert neox2hf",
+            )
+        fragment = file.fragment(ref, name)
+        shape = shapes.get(name, fragment.shape)
+        if prod(shape) != prod(fragment.shape):
+            raise SourceError(f"{file.path} holds {prod(fragment.shape)} elements, its model has {list(shape)}")
+        if shape != fragment.shape and len(fragment.shape) != 1:
+            raise SourceError(f"{file.path} holds {list(fragment.shape)}, its model has {list(shape)}")
+        if state == "fp32" and fragment.dtype != "F32":
+            raise SourceError(f"{file.path} holds {fragment.dtype}, a master is F32")
+        part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
+        yield name, scattered(name, shape, fragment.dtype, [Piece(part, fragment)])
+
+
+class Training(NamedTuple):
+    """What a training keeps of every parameter that it trains, by DeepSpeed's name; every file is read once.
+
+    Attributes:
+        states: each of `optimizer.STATES`.
+        module: the tensors that the model computes with; none in stage 3.
+        model: what the first model file says.
+        shapes: the parameters of each flat group.
+        partitions: what each rank holds; none of a universal checkpoint.
+    """
+
+    states: Mapping[str, Mapping[str, Scattered]]
+    module: Mapping[str, Fragment]
+    model: Mapping[str, Any]
+    shapes: Sequence[Mapping[str, tuple[int, ...]]]
+    partitions: Sequence[zero_partitions.Partition]
+
+
+def _require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] | None, keys: Collection[str]) -> None:
+    """A universal checkpoint holds what was trained, and nothing else.
+
+    Args:
+        tag: its folder.
+        model: what its model file says.
+        slots: what the model consists of; without them the model file has to say what it leaves out.
+        keys: what there is.
+
+    Raises:
+        SourceError: something was not trained.
+    """
+    said = model.get(deepspeed.OURS)
+    lists = [
+        model.get("frozen_param_shapes"),
+        model.get("buffer_names"),
+        *(said.values() if isinstance(said, dict) else ()),
+    ]
+    wanted = {unwrapped(str(name)) for names in lists if isinstance(names, list | dict) for name in names}
+    if slots is not None:
+        needed = [slot for slot in slots if "optional" not in slot.rule.conditions]
+        wanted = {slot.keys[0] for slot in needed if not any(key in keys for key in slot.keys)}
+    lost = sorted(wanted.difference(keys))
+    if lost:
+        raise SourceError(
+            f"{tag} is a universal checkpoint, which holds no parameters that were not trained: it lacks "
+            f"{some(lost, 8)}",
+            "convert the checkpoint that it was made of: convert zero2hf",
+        )
+
+
+def trained(tag: Path) -> Training:
+    """Open the optimizer states of a checkpoint.
+
+    Raises:
+        UnsupportedError: it is of stage 0, which keeps no names.
+    """
+    first = _models(tag)[0]
+    if first.value.get("optimizer") is not None:
+        raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
+    shapes = zero_partitions.param_shapes(first)
+    if universal.is_universal(tag):
+        states = {state: dict(_universal(tag, first, state)) for state in STATES}
+        return Training(states, {}, first.value, shapes, ())
+    partitions = zero_partitions.open_partitions(tag, 0, STATES)
+    _require_same_stage(first, partitions)
+    states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in STATES}
+    module = {} if partitions[0].stage == 3 else zero_partitions.module(first)
+    return Training(states, module, first.value, shapes, partitions)
+
+
+def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
+    """The optimizer states of an opened checkpoint, each as a checkpoint of its own.
+
+    Args:
+        source: the checkpoint.
+        held: what `trained` gave of its `home`.
+
+    Raises:
+        UnsupportedError: a tensor of the model is not trained.
+    """
+    found = {}
+    for state, each in held.states.items():
+        tensors = {**each, **_aliases(held.model, each)}
+        keys = _keys(tensors, source.home)
+        slots = huggingface.model_slots(source.spec, keys)
+        needed = [slot for slot in slots if "optional" not in slot.rule.conditions]
+        lost = [slot.keys[0] for slot in needed if not any(key in keys for key in slot.keys)]
+        if lost:
+            raise UnsupportedError(
+                f"{source.home} holds no {state} of {len(lost)} tensors, such as {lost[0]}: they were not trained",
+                "an optimizer moves with a model that is trained as a whole; convert the weights alone",
+            )
+        whole = {key: tensors[name].whole for key, name in keys.items()}
+        placed, dropped = match(slots, {"": whole}, huggingface.drops(source.spec), source.home)
+        pieces = _spread(placed, keys, tensors)
+        found[state] = replace(
+            source,
+            tensors=pieces,
+            dropped=tuple(dropped),
+            files=tuple(sorted({piece.fragment.path for piece in pieces})),
+            twins=_twins(placed, keys, held.module) if state == "fp32" else (),
+            notes=(),
+            proof=None,
+        )
+    return found
+
+
+def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.Partition]) -> None:
+    third = bool(deepspeed.MODEL_OF_STAGE_3.fullmatch(model.path.name))
+    if third is not (partitions[0].stage == 3):
+        other = "is" if third else "is not"
+        raise SourceError(f"{partitions[0].path} is of stage {partitions[0].stage}, {model.path} {other} of stage 3")
+
+
+def _trained(file: TorchFile, modules: Mapping[str, Fragment]) -> dict[str, Fragment]:
+    """The tensors of the module that are parameters, each once."""
+    skipped = {*(file.value.get("buffer_names") or ()), *(file.value.get("shared_params") or ())}
+    return {name: one for name, one in modules.items() if name not in skipped}
+
+
+def _shared(model: Mapping[str, Any]) -> dict[str, str]:
+    """The owner of each parameter that has two names, by the other one. Only the first rank's file knows."""
+    held = model.get("shared_params") or {}
+    return {str(alias): str(owner) for alias, owner in held.items()}
+
+
+def _aliases(model: Mapping[str, Any], tensors: Mapping[str, Scattered]) -> dict[str, Scattered]:
+    """What is there under another name than the model file's."""
+    shared = _shared(model).items()
+    return {alias: tensors[owner] for alias, owner in shared if owner in tensors and alias not in tensors}
+
+
+def _keys(tensors: Mapping[str, Scattered], tag: Path) -> dict[str, str]:
+    """The name of each tensor by its Hugging Face key, without what wrappers put before it."""
+    require_plain(map(unwrapped, tensors), tag)
+    keys: dict[str, str] = {}
+    for name in tensors:
+        key = unwrapped(name)
+        if key in keys:
+            raise SourceError(f"{tag} holds {key} twice: {name} and {keys[key]}")
+        keys[key] = name
+    return keys
+
+
+def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path:
+    """The folder with the config.json that belongs to the weights.
+
+    Raises:
+        SourceError: there is none.
+    """
+    if settings.config is not None:
+        return settings.config
+    for place in (path, run, tag, tag.parent):
+        if (place / "config.json").is_file():
+            return place
+    raise SourceError(f"{path} has no config.json", "add --config BASE, the model that the training began with")
+
+
+def _no_module(dtypes: Collection[str]) -> str:
+    """What weights are taken where a checkpoint has masters alone; DeepSpeed can keep these in 16 bits too."""
+    said = "it holds no module: these are the {} masters"
+    if "F32" in dtypes:
+        return said.format("float32") + "; --dtype bf16 rounds them as DeepSpeed does"
+    return said.format(" and ".join(sorted(dtypes)))
+
+
+def _twins(placed: Sequence[Placed], keys: Mapping[str, str], modules: Mapping[str, Fragment]) -> tuple[Placed, ...]:
+    """The module's own tensors, where the optimizer has a float32 master of them."""
+    found = [
+        (one, modules.get(keys[one.key])) for one in placed if one.fragment.dtype == "F32" and not one.slot.replica
+    ]
+    return tuple(one._replace(fragment=own) for one, own in found if own is not None and own.shape == one.slot.shape)

@@ -1,0 +1,134 @@
+"""Checkpoints that would pass for those of a format in the registry, and that have no reader: recognised by content.
+
+Facts: megatron-core 0.19.2 training/checkpointing.py (fsdp_dtensor, torch_dcp), Megatron-DeepSpeed 4efb479d and
+a106b24 megatron/checkpointing.py, Megatron-Bridge 067f987d training/utils/checkpoint_utils.py, NeMo 2 lightning/io.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.deepspeed import folders as deepspeed
+from formats.errors import SourceError, UnsupportedError
+from formats.megatron.shards import locate
+from formats.torch_files import dcp
+from formats.torch_files.pickle_values import Namespace
+
+MOST_YAML = 1 << 20
+MEGATRON_DCP = ("args", "checkpoint_version", "iteration")
+"""Objects that Megatron's plain DCP has at the top, as torch.save wrote them; in torch_dist they are in one."""
+FEW = 4
+"""Layer files that are opened where there is no other: the first are of the embedding and of a layer."""
+
+
+class Lookalike(NamedTuple):
+    """A kind of checkpoint: what it is, what can be done with it today, and the file or folder that tells it."""
+
+    what: str
+    hint: str
+    told_by: Callable[[Path], Path | None]
+
+
+def check(path: Path) -> None:
+    """Refuse a checkpoint that is another program's, by the name of the program.
+
+    Raises:
+        UnsupportedError: it is in `LOOKALIKES`.
+    """
+    for one in LOOKALIKES if path.is_dir() else ():
+        if found := one.told_by(path):
+            raise UnsupportedError(f"{path} is {one.what}, which is not read ({found} tells)", one.hint)
+
+
+def _dcp_with(keys: str) -> Callable[[Path], Path | None]:
+    """Megatron's plain DCP whose model has such keys."""
+
+    def told_by(path: Path) -> Path | None:
+        folder = _iteration(path)
+        if folder is None or not dcp.names(folder, *MEGATRON_DCP):
+            return None
+        try:
+            entries, objects = dcp.contents(folder)
+        except SourceError:  # which a reader will tell
+            return None
+        mine = set(MEGATRON_DCP) <= set(objects) and any(re.match(keys, entry.name) for entry in entries)
+        return folder / dcp.METADATA if mine else None
+
+    return told_by
+
+
+def _bridge(path: Path) -> Path | None:
+    """`run_config.yaml` in an iteration, which says of what class its model is."""
+    folder = _iteration(path)
+    config = folder / "run_config.yaml" if folder else None
+    if config is None or not config.is_file() or config.stat().st_size > MOST_YAML:
+        return None
+    return config if "_target_:" in config.read_text(errors="replace") else None
+
+
+def _nemo(path: Path) -> Path | None:
+    """`context/` beside `weights/`, from the folder of both or from `weights/` itself."""
+    folder = path.parent if path.name == "weights" else path
+    files = [folder / "context" / name for name in ("model.yaml", "io.json")]
+    return next((file for file in files if (folder / "weights").is_dir() and file.is_file()), None)
+
+
+def _megatron_deepspeed(path: Path) -> Path | None:
+    """DeepSpeed's files with Megatron's args, a Namespace where GPT-NeoX has a dict, or with its names in layers."""
+    for tag in [path] if deepspeed.holds(path) else deepspeed.likely(path):
+        files = sorted(tag.iterdir())
+        models = (file for file in files if deepspeed.is_model(file.name))
+        layers = (file for file in files if deepspeed.LAYER.fullmatch(file.name))
+        for file in [*islice(models, 1)] or [*islice(layers, FEW)]:
+            try:
+                value = deepspeed.value_of(file)
+            except (SourceError, UnsupportedError):  # which a reader will tell
+                continue
+            held = value if isinstance(value, Mapping) else {}
+            args = held.get("args")
+            named = isinstance(args, Namespace) and {"num_layers", "padded_vocab_size"} <= vars(args).keys()
+            if named or any(str(key).startswith("self_attention.") for key in held):
+                return file
+    return None
+
+
+def _iteration(path: Path) -> Path | None:
+    try:
+        return locate(path)[1]
+    except SourceError:
+        return None
+
+
+LOOKALIKES = (
+    Lookalike(
+        "a checkpoint of Megatron-FSDP (--ckpt-format fsdp_dtensor)",
+        "a training without --use-megatron-fsdp saves with --ckpt-format torch_dist, which is read",
+        _dcp_with(r"model\d*\.module\."),
+    ),
+    Lookalike(
+        "a checkpoint of Megatron-LM with --ckpt-format torch_dcp",
+        "load it in that training and save with --ckpt-format torch_dist, which is read",
+        _dcp_with(r"model\d*\."),
+    ),
+    Lookalike(
+        "a checkpoint of Megatron-Bridge, whose weights are torch_dist without the args of Megatron-LM",
+        "export it with Megatron-Bridge: AutoBridge.from_hf_pretrained(MODEL).export_ckpt(ITERATION, OUT)",
+        _bridge,
+    ),
+    Lookalike(
+        "a checkpoint of NeMo 2, whose weights are torch_dist without the args of Megatron-LM",
+        "export it with NeMo: llm.export_ckpt(path=FOLDER, target='hf', output_path=OUT) of nemo.collections",
+        _nemo,
+    ),
+    Lookalike(
+        "a checkpoint of Megatron-DeepSpeed",
+        "its repository has tools/convert_checkpoint: deepspeed_to_transformers.py, or universal_to_hf_llama.py of "
+        "OpenLLM-France",
+        _megatron_deepspeed,
+    ),
+)
+"""They are tried in this order, before the formats of the registry."""

@@ -1,0 +1,75 @@
+"""Folders that hold the weights of two models: which of them a program reads would be chance.
+
+The Trainer of transformers writes both a model and the shards of DeepSpeed or FSDP into a checkpoint, of one step: its
+`trainer_state.json` tells that they are one model (transformers 5.23.0 trainer.py, `_save_checkpoint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from formats.deepspeed import folders as deepspeed
+from formats.errors import RefusedError
+
+ONE_MODEL = "trainer_state.json"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+SHARDS = (
+    ".metadata",
+    "model_world_size_*",
+    "pytorch_model_fsdp_0/.metadata",
+    "pytorch_model_fsdp.bin",
+    "mp_rank_*/*.pt",
+)
+"""What torch's distributed checkpoints and Megatron's leave in a folder itself."""
+TRACKERS = (*deepspeed.TRACKERS, "latest_checkpointed_iteration.txt")
+"""Files of a run that name the checkpoint which is read."""
+LONGEST = 200
+"""Bytes of a name that a file system can hold, with room for a prefix."""
+
+
+def require_one(path: Path, known: Callable[[Path], bool]) -> None:
+    """See that a folder that is named without more holds one model.
+
+    Args:
+        path: the folder.
+        known: whether a folder is a checkpoint of some format.
+
+    Raises:
+        RefusedError: it holds two.
+    """
+    ours = weights(path)
+    other = None if ours is None or (path / ONE_MODEL).is_file() else tracked(path, known) or shards(path)
+    if ours is None or other is None:
+        return
+    run = other.is_dir()
+    raise RefusedError(
+        f"{path} holds two models: {ours.name} of Hugging Face, and {other.relative_to(path)}"
+        + (", which its run names as the latest" if run else ""),
+        f"name {other}; or, for the model of Hugging Face, move the other one out of {path}"
+        if run
+        else f"move {other.relative_to(path)} and what belongs to it out of {path}, or {ours.name}",
+    )
+
+
+def weights(path: Path) -> Path | None:
+    """The weights of a Hugging Face folder, None if it is none."""
+    found = [path / name for name in WEIGHTS if (path / name).is_file()]
+    return found[0] if found and (path / "config.json").is_file() else None
+
+
+def shards(path: Path) -> Path | None:
+    """A file or folder of shards directly in a folder, None if there is none."""
+    found = (one for pattern in SHARDS for one in path.glob(pattern))
+    return next(found, None) or next((one for one in path.iterdir() if deepspeed.is_model(one.name)), None)
+
+
+def tracked(path: Path, known: Callable[[Path], bool]) -> Path | None:
+    """The checkpoint that a run's folder names as its latest, None if it names none that is there."""
+    for tracker in TRACKERS:
+        file = path / tracker
+        said = file.read_bytes()[:1000].decode(errors="replace").strip() if file.is_file() else ""
+        for name in (said, f"iter_{said:0>7}"):
+            if 0 < len(said) < LONGEST and Path(name).name == name and (path / name).is_dir() and known(path / name):
+                return path / name
+    return None

@@ -1,0 +1,1 @@
+"""Bytes on disk: safetensors files, JSON files, zstd streams."""

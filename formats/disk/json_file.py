@@ -1,0 +1,50 @@
+"""JSON files of others: size, depth and duplicate keys are checked."""
+
+from __future__ import annotations
+
+import json
+from math import isinf
+from pathlib import Path
+from typing import Any
+
+from formats.disk.safetensors import file_size
+from formats.errors import SourceError
+
+MAX_JSON = 64 << 20
+
+
+DIGITS = 300
+"""Longer numbers are beyond any float."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        SourceError: the file is missing, too large or no JSON object.
+    """
+    try:
+        if (size := file_size(path)) > MAX_JSON:
+            raise SourceError(f"{path} has {size} bytes, too many for a configuration")
+        value = json.loads(path.read_bytes(), parse_int=_whole, parse_float=_fraction)
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from None
+    except OverflowError as error:
+        raise SourceError(f"{path} has {error}, which no setting can be") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path} is no valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{path} holds no JSON object")
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > DIGITS:
+        raise OverflowError(f"a number of {len(text.lstrip('-'))} digits")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    if isinf(number := float(text)):
+        raise OverflowError(f"the number {text[:20]}")
+    return number

@@ -1,0 +1,249 @@
+"""Where tensors lie on disk: fragments, the safetensors format, and the reading of bytes.
+
+Facts about safetensors: its format description and `tensor.rs` (safetensors 0.8.0): u64 little-endian header length,
+JSON header of at most 100 MB that starts with '{', data offsets relative to the header's end, contiguous, without
+overlap, holes or rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import stat
+import struct
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.disk.zstd_stream import Stream
+from formats.errors import SourceError, short
+
+DTYPES = {
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
+    "F8_E5M2FNUZ": 1, "F8_E4M3FNUZ": 1, "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of each element type, in the order in which the official serializer writes the types of a file."""
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+"""The element types that a cast may turn into each other."""
+
+MAX_HEADER = 100_000_000
+MAX_DIMENSIONS = 64
+
+
+class Member(NamedTuple):
+    """An entry of a zip archive: byte offset and size of its data, and its CRC-32, 0 when that was not recorded."""
+
+    start: int
+    size: int
+    crc: int
+
+
+class Fragment(NamedTuple):
+    """A physical tensor on disk: `offset` in bytes (of the file, or of a stream in it), the others in elements.
+
+    With `scales` the elements on disk are quantized ones, and `dtype` is what they are read as. `member` is the entry
+    of a zip archive that holds the bytes.
+    """
+
+    path: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    stream: Stream | None = None
+    scales: Scales | None = None
+    member: Member | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements themselves."""
+        return prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def row_major(self) -> bool:
+        """Whether the elements lie row-major without gaps."""
+        return self.strides == row_major(self.shape)
+
+
+class Scales(NamedTuple):
+    """What quantized elements are multiplied by: a factor for each block of a matrix, or of each of several in a row.
+
+    Attributes:
+        method: how an element is coded, MXFP4 or FP8.
+        factors: a matrix of them for each matrix, row-major.
+        block: rows and columns of a block; the last ones of a matrix may be smaller.
+        rows: of a matrix.
+        columns: of a matrix.
+    """
+
+    method: str
+    factors: Fragment
+    block: tuple[int, int]
+    rows: int
+    columns: int
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous tensor."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+class Entry(NamedTuple):
+    """A tensor that is to be written: its name, element type and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def file_size(path: Path) -> int:
+    """Size of a file in bytes.
+
+    Raises:
+        SourceError: there is no such file.
+    """
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(about.st_mode):
+        raise SourceError(f"{path} is no regular file")
+    return about.st_size
+
+
+# --- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{short(next(name for name in names if names.count(name) > 1))} appears twice")
+    return found
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Fragment], dict[str, str]]:
+    """Read a safetensors header and check every rule of the format.
+
+    Returns:
+        The tensors by name, and the file's `__metadata__`.
+
+    Raises:
+        SourceError: the file breaks a rule; the message says which.
+    """
+    size = file_size(path)
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise SourceError(
+                f"{path}: no safetensors file, or cut off: {size} bytes, header of {length} bytes",
+                "it stands for a file of Git LFS: git lfs pull" if prefix == b"version " else "",
+            )
+        raw = file.read(length)
+    try:
+        if raw[:1] != b"{":
+            raise ValueError("it does not start with '{'")
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ is not a map of strings")
+        tensors = {name: _fragment(path, 8 + length, name, entry) for name, entry in header.items()}
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: the safetensors header is invalid: {error}") from None
+    position = 8 + length
+    for name, fragment in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if fragment.offset != position:
+            problem = "overlaps the tensor before it" if fragment.offset < position else "leaves a hole before it"
+            raise SourceError(f"{path}: {name} {problem}: it starts at byte {fragment.offset}, expected {position}")
+        position += fragment.nbytes
+    if position != size:
+        problem = "is cut off" if position > size else "has bytes behind its last tensor"
+        raise SourceError(f"{path}: the file {problem}: {size} bytes, the header describes {position}")
+    return tensors, metadata
+
+
+def _fragment(path: Path, data: int, name: str, entry: Any) -> Fragment:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(dims), "data_offsets": [int(start), int(stop)], **rest} if not rest:
+            pass
+        case _:
+            raise ValueError(f"the entry of {short(name)} is malformed")
+    if dtype not in DTYPES:
+        raise ValueError(f"{short(name)} has the unknown dtype {short(dtype)}")
+    if len(dims) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (*dims, start, stop)):
+        raise ValueError(f"{short(name)} has a size or offset that is no natural number, or too many dimensions")
+    shape = tuple(dims)
+    if stop - start != prod(shape) * DTYPES[dtype]:
+        raise ValueError(f"{short(name)} is {dtype}{dims}, but has {stop - start} bytes")
+    return Fragment(path, data + start, dtype, shape, row_major(shape))
+
+
+def safetensors_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The header of a safetensors file, byte-identical to that of the official serializer.
+
+    Returns:
+        The header with its length prefix, and the byte offset of each tensor in the file.
+    """
+    ranks = list(DTYPES)
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    position = 0
+    for entry in sorted(entries, key=lambda entry: (ranks.index(entry.dtype), entry.name)):
+        end = position + prod(entry.shape) * DTYPES[entry.dtype]
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [position, end]}
+        position = end
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    offsets = {
+        name: 8 + len(raw) + value["data_offsets"][0] for name, value in header.items() if name != "__metadata__"
+    }
+    return struct.pack("<Q", len(raw)) + raw, offsets
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def allow_files() -> None:
+    """Let the process open as many files as it may: a thousand ranks have as many, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill a buffer from a file.
+
+    Raises:
+        SourceError: the file ends before the buffer is full.
+    """
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise SourceError(f"{path}: {error.strerror} at byte {offset + done}") from None
+        if count == 0:
+            raise SourceError(f"{path}: the file ends at byte {offset + done}, {len(buffer) - done} bytes are missing")
+        done += count
+
+
+def read_bytes(path: Path, offset: int, count: int) -> bytes:
+    """A few bytes of a file. Raises as `read_into` does."""
+    raw = bytearray(count)
+    with path.open("rb") as file:
+        read_into(file.fileno(), memoryview(raw), offset, path)
+    return bytes(raw)
+
+
+WRITE = 1 << 16
+"""Bytes of one write. Larger ones make ext4 take fresh pages for large folios: twice the time on a virtual machine."""
+
+
+def write_from(fd: int, buffer: memoryview, offset: int) -> None:
+    """Write a whole buffer to a file."""
+    done = 0
+    while done < len(buffer):
+        done += os.pwrite(fd, buffer[done : done + WRITE], offset + done)

@@ -1,0 +1,166 @@
+"""What a family is: its tables, and the settings it leaves open or fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.layout.table import BIASES, Rule
+
+FAMILY_FILE = "family.toml"
+"""Beside a config.json: the family of the user's own that the model was converted with."""
+
+
+class Facts(NamedTuple):
+    """What arguments that name no family say of a model, and only some families have.
+
+    Biases on query, key and value; norms on each query and key head; a sliding window, and layers without it; heads
+    that rotate in part, and layers that do not; an MLP without a gate; LayerNorm, biases everywhere, and norms whose
+    weights are stored less one; learned positions in place of rotary ones; sinks of attention; latents of keys and
+    values. Of a mixture of experts, the tensors of `EXPERTS` that it has and how its router makes weights of scores.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: bool = False
+    layered: bool = False
+    partial: bool = False
+    nope: bool = False
+    plain: bool = False
+    layer_norm: bool = False
+    biased: bool = False
+    centred: bool = False
+    learned: bool = False
+    sinks: bool = False
+    latent: bool = False
+    experts: frozenset[str] = frozenset()
+    router: str = ""
+
+
+IN_MEGATRON = ((), ("qkv_bias",), ("mlp_bias", "output_bias", "qkv_bias"))
+"""The biases that Megatron can have: none, `add_qkv_bias`, and `add_bias_linear`, which is every linear layer's."""
+
+
+EXPERTS = frozenset({"router", "router_bias", "shared_up", "shared_router"})
+"""The tensors that tell one mixture of experts from another."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    Attributes:
+        name: `model_type` of its config.json, unless that is given apart.
+        architecture: its class in transformers.
+        tensors: the layout of its Hugging Face files.
+        drops: regular expressions of keys in those files that carry no weights.
+        requires: config keys that must have one value, or be absent.
+        model_type: that of the config, where several families have it.
+        marks: the config keys and values that tell it from the others of them.
+        rope_theta: what transformers assumes when the config names none; None where nothing rotates.
+        head_dim: the same for the head dimension; None for hidden size / heads.
+        ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
+        mha: whether it assumes as many key/value heads as heads.
+        centred: whether the weights of its norms are stored less one; Megatron has such LayerNorms.
+        window: the config key of its sliding window, if it has one, and what transformers assumes.
+        keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
+        defaults: setting: what transformers assumes of those, and the key/value heads of all its models, if not heads.
+        biases: config keys that turn biases on: the conditions of layout that then hold, and what transformers assumes.
+        own: config keys that change what the model computes and that no other format has, and what transformers
+            assumes (None where that depends on others). A family with such keys has an `only_here`, but for GPT-OSS.
+        only_here: why Megatron cannot hold the model; empty where it can.
+        router: how a mixture of experts makes weights of the router's scores: `softmax` or `sigmoid`.
+        full_until: the config key that says how many layers have full attention where `layer_types` does not, and what
+            transformers assumes; the model may not have more. No key: none has.
+        tokens: the ids above ten of special tokens that transformers assumes and can do without, by config key.
+        switch: the config key that turns a sliding window on, false where it is absent, in a family of which only models
+            without a window are supported; `window_default` and `full_until` then say which these are.
+        file: the file of the user's that it was read from.
+    """
+
+    name: str
+    architecture: str
+    tensors: tuple[Rule, ...]
+    drops: tuple[str, ...] = ()
+    requires: Mapping[str, Any] = field(default_factory=dict)
+    model_type: str = ""
+    marks: Mapping[str, Any] = field(default_factory=dict)
+    rope_theta: float | None = 10000.0
+    head_dim: int | None = None
+    ffn_ratio: int = 0
+    mha: bool = False
+    centred: bool = False
+    window: str = ""
+    window_default: int | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    biases: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
+    only_here: str = ""
+    router: str = ""
+    full_until: tuple[str, int] | None = None
+    switch: str = ""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    file: Path | None = field(default=None, compare=False)
+
+    @cached_property
+    def holds(self) -> frozenset[str]:
+        """The logical tensors that its models can have, without biases of which it leaves the choice."""
+        return self._held(frozenset())
+
+    def _held(self, biases: Collection[str]) -> frozenset[str]:
+        rules = (rule for rule in self.tensors if rule.conditions & BIASES <= set(biases))
+        return frozenset(name for rule in rules for name in rule.pattern.tensors)
+
+    def biases_of(self, said: Mapping[str, bool]) -> tuple[str, ...]:
+        """The conditions of layout that hold for a model with these values of the keys of `biases`."""
+        held = (names for key, (names, usual) in self.biases.items() if said.get(key, usual))
+        return tuple(sorted(name for names in held for name in names.split()))
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What its tensors and keys tell of its models, without biases of which it leaves the choice."""
+        return self.facts_with(frozenset())
+
+    def facts_with(self, biases: Collection[str]) -> Facts:
+        """What its tensors and keys tell of its models with such biases."""
+        held = self._held(biases)
+        return Facts(
+            qkv_bias="query_bias" in held,
+            qk_norm="query_norm" in held,
+            window=bool(self.window),
+            layered="full_layers" in self.keys,
+            partial="rotary_fraction" in self.keys,
+            nope="nope_layers" in self.keys,
+            plain=not {"gate", "expert_gate"} & held,
+            layer_norm="final_norm_bias" in held,
+            biased="output_bias" in held,
+            centred=self.centred,
+            learned="positions" in held,
+            sinks="sinks" in held,
+            latent="latent_down" in held,
+            experts=EXPERTS & held,
+            router=self.router,
+        )
+
+    def fits(self, facts: Facts) -> bool:
+        """Whether a model of Megatron with these facts can belong to the family. It need not use all that it may."""
+        return self.chosen(facts) is not None
+
+    def chosen(self, facts: Facts) -> tuple[str, ...] | None:
+        """The biases of a model with these facts, of those that the family leaves the choice of; None where none fit."""
+        biased, free = facts.qkv_bias or facts.biased, ("window", "layered", "partial", "nope")
+        for values in () if self.only_here else product((False, True), repeat=len(self.biases)):
+            chosen = self.biases_of(dict(zip(self.biases, values, strict=True)))
+            own = self.facts_with(chosen)
+            if (
+                chosen in IN_MEGATRON
+                and all(getattr(own, name) or not getattr(facts, name) for name in free)
+                and own == facts._replace(qkv_bias=biased, **{name: getattr(own, name) for name in free})
+            ):
+                return chosen
+        return None

@@ -1,0 +1,1 @@
+"""FSDP distributed checkpoints of torch, accelerate, axolotl, torchtitan and verl, and their optimizer."""

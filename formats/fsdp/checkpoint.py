@@ -1,0 +1,404 @@
+"""FSDP checkpoints, as every trainer leaves them: torch DCP folders, dumps of single ranks, full state dicts.
+
+    .metadata, __0_0.distcp                       torch DCP: FSDP1, FSDP2, HSDP, TP x FSDP
+    pytorch_model_fsdp_0/                         the same, of accelerate, HF Trainer and axolotl
+    shard-00001-model-00001-of-00001.safetensors  torch DCP, by its Hugging Face writer
+    pytorch_model_fsdp_0_rank0.bin                one dump for each rank: DTensors, sharded or flat tensors
+    model_world_size_8_rank_0.pt                  the same, of verl
+    pytorch_model_fsdp.bin                        a full state dict
+
+Keys are those of Hugging Face or of torchtitan, wherever in the saved dictionary the model lies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
+from formats.disk.safetensors import Fragment, read_safetensors
+from formats.errors import RefusedError, SourceError, UnsupportedError, some
+from formats.fsdp import torchtitan
+from formats.huggingface import folder as huggingface
+from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread
+from formats.layout.table import Cut, Slot, match, slots
+from formats.layout.tensors import UNTRAINED
+from formats.model.adapters import require_plain
+from formats.model.spec import ModelSpec, Spec, Verbatim
+from formats.model.vocab_rows import EMBEDDING
+from formats.optimizer import Group, Optimizer
+from formats.torch_files import dcp, dcp_writer, rank_dumps
+from formats.torch_files.archive import TorchFile, packed, read_torch
+from formats.torch_files.archive_writer import Small
+from formats.torch_files.wrappers import unwrapped
+
+NAME = "fsdp"
+INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy")
+"""Where in the folder that a user names the weights lie."""
+STEPS = re.compile(r"(?:checkpoint|step|global_step|epoch)[-_]?(\d+)")
+"""Folders of a run, each a checkpoint."""
+SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
+FULL = "pytorch_model_fsdp.bin"
+CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
+"""What the model is called in the saved dictionary, when its keys do not tell."""
+
+MOST_YAML = 1 << 20
+OPTIMIZER = "optim"
+"""What the optimizer is called that we write."""
+ADAMW = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+"""What torch's AdamW has in its groups besides (torch/optim/adam.py, 2.13)."""
+
+
+class Listing(NamedTuple):
+    """What a checkpoint holds: the path of each tensor in the saved dictionary, and how their bytes are found.
+
+    It is `unbounded` where the files do not tell how many there were: a shape is then as far as the pieces reach.
+    """
+
+    paths: Sequence[tuple[str, ...]]
+    load: Callable[[Sequence[int]], Iterable[Scattered]]
+    files: tuple[Path, ...]
+    flat: Mapping[int, TorchFile] | None = None
+    unbounded: bool = False
+
+
+# --- what lies where -------------------------------------------------------------------------------------------------
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format."""
+    return any(_kind(path / inside) for inside in INSIDE)
+
+
+def checkpoints(path: Path, detect: Callable[[Path], bool] = detect) -> list[Path]:
+    """The checkpoints of a run's folder, the newest first; none when the folder is a checkpoint itself."""
+    try:
+        if not path.is_dir() or detect(path):
+            return []
+        found = [(int(step[1]), child) for child in path.iterdir() if (step := STEPS.fullmatch(child.name))]
+        return [child for _, child in sorted(found, reverse=True) if child.is_dir() and detect(child)]
+    except OSError as error:
+        raise SourceError(f"{error.filename or path}: {error.strerror}") from None
+
+
+def _kind(folder: Path) -> Callable[[Path, Settings], Listing] | None:
+    if not folder.is_dir():
+        return None
+    if dcp.is_dcp(folder):
+        return _dcp
+    names = [path.name for path in folder.iterdir()]
+    if any(map(SHARD.fullmatch, names)):
+        return _shards
+    if any(map(rank_dumps.RANK.fullmatch, names)):
+        return _dumps
+    if FULL in names:
+        return _full
+    if huggingface.has_weights(folder) and "config.json" not in names:
+        return _consolidated
+    return None
+
+
+def _dcp(folder: Path, settings: Settings) -> Listing:
+    entries = dcp.entries(folder)
+    paths = [entry.path or _split(entry.name, entries, settings) for entry in entries]
+    files = dcp.metadata_files(folder) + sorted({item.path for entry in entries for item in entry.items})
+    return Listing(paths, lambda wanted: dcp.load([entries[i] for i in wanted]), tuple(files))
+
+
+def _split(name: str, entries: Sequence[dcp.Entry], settings: Settings) -> tuple[str, ...]:
+    """The path of a key that an old torch did not record: its container is what stands before a known key."""
+    known = ("model.embed_tokens.weight", torchtitan.FIRST)
+    container = settings.container
+    if container is None:
+        starts = (entry.name[: -len(key)] for entry in entries for key in known if entry.name.endswith(key))
+        container = next(starts, "").rstrip(".")
+    inside = name.startswith(container + ".") if container else True
+    return (
+        (*([container] if container else []), name[len(container) + 1 if container else 0 :]) if inside else ("", name)
+    )
+
+
+def _shards(folder: Path, _: Settings) -> Listing:
+    """Files of torch's HuggingFaceStorageWriter: each says which box of a tensor it holds."""
+    files = sorted(path for path in folder.iterdir() if SHARD.fullmatch(path.name))
+    found = [tuple(map(int, parts.groups())) for path in files if (parts := SHARD.fullmatch(path.name))]
+    ranks = {rank for rank, _, _ in found}
+    lost = sorted(set(range(1, max(ranks) + 1)) - ranks)
+    if lost or len({count for _, _, count in found}) > 1:
+        raise SourceError(f"{folder} lacks the files of shard {', '.join(map(str, lost))} of {max(ranks)} or more")
+    numbers, (count,) = {number for _, number, _ in found}, {count for _, _, count in found}
+    if lost := sorted(set(range(1, count + 1)) - numbers):
+        raise SourceError(f"{folder} lacks files model-{lost[0]:05d}-of-{count:05d} of all of its shards")
+    pieces: dict[str, list[tuple[tuple[int, ...], Fragment]]] = {}
+    for file in files:
+        tensors, metadata = read_safetensors(file)
+        try:
+            offsets = json.loads(metadata["DCP_SHARDING_INFO"])
+            for key, fragment in tensors.items():
+                start = tuple(offsets[key]["saved_offsets"])
+                if len(start) != len(fragment.shape) or not all(type(n) is int and n >= 0 for n in start):
+                    raise ValueError
+                pieces.setdefault(key, []).append((start, fragment))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise SourceError(f"{file} does not say which parts of its tensors it holds") from None
+    keys = list(pieces)
+
+    def load(wanted: Sequence[int]) -> Iterable[Scattered]:
+        for key in (keys[i] for i in wanted):
+            ends = [[low + n for low, n in zip(start, one.shape, strict=True)] for start, one in pieces[key]]
+            shape = tuple(map(max, zip(*ends, strict=True)))
+            parts = [
+                Piece(Cut(tuple(zip(start, end, strict=True))), one)
+                for (start, one), end in zip(pieces[key], ends, strict=True)
+            ]
+            yield scattered(key, shape, parts[0].fragment.dtype, parts)
+
+    return Listing([(key,) for key in keys], load, tuple(files), unbounded=True)
+
+
+def _dumps(folder: Path, _: Settings) -> Listing:
+    files = rank_dumps.open_ranks(folder)
+    paths = list(dict.fromkeys(path for file in files.values() for path, _ in rank_dumps.leaves(file.value)))
+    listed = tuple(file.path for file in files.values())
+    flat = files if rank_dumps.is_flat(paths) else None
+    return Listing(paths, lambda wanted: rank_dumps.load(files, [paths[i] for i in wanted]), listed, flat)
+
+
+def _full(folder: Path, _: Settings) -> Listing:
+    files = {0: read_torch(folder / FULL)}
+    paths = [path for path, _ in rank_dumps.leaves(files[0].value)]
+    return Listing(paths, lambda wanted: rank_dumps.load(files, [paths[i] for i in wanted]), (folder / FULL,))
+
+
+def _consolidated(folder: Path, _: Settings) -> Listing:
+    """Plain files of weights that lack only a config."""
+    tensors = huggingface.read_files(folder)
+    keys = list(tensors)
+    files = tuple(sorted({fragment.path for fragment in tensors.values()}))
+    return Listing([(key,) for key in keys], lambda wanted: (in_one(keys[i], tensors[keys[i]]) for i in wanted), files)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: its metadata and the heads of its tensors."""
+    folder = next(path / inside for inside in INSIDE if _kind(path / inside))
+    list_folder = _kind(folder)
+    assert list_folder is not None
+    listing = list_folder(folder, settings)
+    config = _config_folder(path, folder, settings)
+    if listing.flat is not None:
+        spec, tensors, dropped = _read_flat(listing.flat, config, settings)
+    else:
+        spec, tensors, dropped = _read_tensors(path, listing, config, settings)
+    wanted = _native_slots(spec) if torchtitan.FIRST in tensors else huggingface.model_slots(spec, tensors)
+    drops = (*huggingface.drops(spec), *torchtitan.DROPS)
+    whole = {key: tensor.whole for key, tensor in tensors.items()}
+    placed, more = match(wanted, {"": whole}, drops, path)
+    if isinstance(spec, Verbatim):
+        _require_rows(tensors, spec, path)
+    pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+    ranks = {"ranks": len({piece.fragment.path for piece in pieces})}
+    extra = {"unbounded": True} if listing.unbounded and isinstance(spec, Verbatim) else {}
+    return Checkpoint(path, folder, NAME, spec, pieces, (*dropped, *more), listing.files, ranks, config, extra)
+
+
+def _config_folder(path: Path, folder: Path, settings: Settings) -> Path:
+    """The folder with the config.json that belongs to the weights: the user's, or one that trainers leave beside them.
+
+    Raises:
+        SourceError: there is none.
+    """
+    if settings.config is not None:
+        return settings.config
+    near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
+    near += [path.parent] if STEPS.fullmatch(path.name) else []
+    for place in near:
+        if (place / "config.json").is_file():
+            return place
+    named = _model_name(path) or _model_name(path.parent)
+    if named and (Path(named) / "config.json").is_file():
+        return Path(named)
+    hint = f" (train_params.yaml names {named})" if named else ""
+    raise SourceError(f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}")
+
+
+def _model_name(folder: Path) -> str | None:
+    """The model that llama-cookbook's `train_params.yaml` names."""
+    path = folder / "train_params.yaml"
+    if not path.is_file() or path.stat().st_size > MOST_YAML:
+        return None
+    name = re.search(r"^model_name:\s*['\"]?([^'\"\n]+?)['\"]?\s*$", path.read_text(errors="replace"), re.MULTILINE)
+    return name[1] if name else None
+
+
+def _read_flat(
+    files: Mapping[int, TorchFile], config: Path, settings: Settings
+) -> tuple[Spec, dict[str, Scattered], list[str]]:
+    """FSDP1's flat parameters: names and shapes come from the family's table."""
+    try:
+        spec = huggingface.read_spec(config, settings)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"FSDP1's LOCAL_STATE_DICT records no shapes, they can only be had from a family's table: {error}",
+            "save again with SHARDED_STATE_DICT",
+        ) from None
+    if spec.experts:
+        raise UnsupportedError(
+            "FSDP1's LOCAL_STATE_DICT records no shapes, and experts come fused or one by one",
+            "save again with SHARDED_STATE_DICT",
+        )
+    shapes = {slot.keys[0]: slot.shape for slot in huggingface.model_slots(spec)}
+    return spec, rank_dumps.load_flat(files, shapes, spec.tied), []
+
+
+def _read_tensors(
+    path: Path, listing: Listing, config: Path, settings: Settings
+) -> tuple[Spec, dict[str, Scattered], list[str]]:
+    """The tensors of the model by key, wrappers stripped; and the names of everything else."""
+    container = _container(listing.paths, settings.container, path)
+    keys: dict[str, int] = {}
+    depth = len(container)
+    for number, names in enumerate(listing.paths):
+        if names[:depth] == container and (depth or len(names) == 1):
+            last = ".".join(names[depth:])
+            key = unwrapped(last)
+            if key in keys:
+                raise SourceError(f"{path} holds {key} twice: {last} and {'.'.join(listing.paths[keys[key]])}")
+            keys[key] = number
+    require_plain(keys, path)
+    wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in torchtitan.DROPS)]
+    tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
+    dropped = [".".join(one) for number, one in enumerate(listing.paths) if number not in set(map(keys.get, wanted))]
+    if torchtitan.FIRST in tensors:
+        return huggingface.read_spec(config, settings), tensors, dropped
+    spec = huggingface.spec_of({key: one.shape for key, one in tensors.items()}, config, settings)
+    if not isinstance(spec, Verbatim):
+        outer = _outer(tensors, spec)
+        tensors = {key.removeprefix(outer): one for key, one in tensors.items()}
+    return spec, tensors, dropped
+
+
+def _outer(keys: Mapping[str, object], spec: Spec) -> str:
+    """What a module around the model puts before all of its keys, such as `model.` of a LightningModule."""
+    names = huggingface.model_slots(spec)[0].keys
+    found = [key.removesuffix(name) for key in keys for name in names if key.endswith(f".{name}")]
+    outer = min(found, key=len, default="")
+    return outer if keys.keys().isdisjoint(names) and all(key.startswith(outer) for key in keys) else ""
+
+
+def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path) -> tuple[str, ...]:
+    """The part of the saved dictionary that is the model.
+
+    Raises:
+        RefusedError: several could be.
+    """
+    held = list(dict.fromkeys(path[:-1] for path in paths))
+    if wanted is not None:
+        named = [one for one in held if ".".join(one) == wanted]
+        if not named:
+            raise RefusedError(f"{where} holds no {wanted!r}", f"it holds {_names(held)}")
+        return named[0]
+    models = list(dict.fromkeys(path[:-1] for path in paths if EMBEDDING.fullmatch(path[-1])))
+    models = models or [one for one in held if not one or one[-1] in CONTAINERS] or held
+    usual = [one for one in models if one[-1:] and one[-1] in CONTAINERS] if len(models) > 1 else models
+    if len(usual) != 1:
+        raise RefusedError(f"{where} could hold several models: {_names(models)}", "name one with --container")
+    return usual[0]
+
+
+def _names(containers: Iterable[tuple[str, ...]]) -> str:
+    return some([".".join(one) or "the top level" for one in containers], 8)
+
+
+def _native_slots(spec: Spec) -> list[Slot]:
+    """The physical tensors of a model under torchtitan's keys."""
+    if not isinstance(spec, ModelSpec) or spec.family not in torchtitan.TITAN:
+        raise UnsupportedError(
+            f"{torchtitan.FIRST} is a name of torchtitan, whose {spec.family} has no table",
+            f"there are {', '.join(torchtitan.TITAN)}",
+        )
+    layers = enumerate(range(spec.layers))
+    table = torchtitan.TITAN[spec.family]
+    return list(slots(table, spec.sizes(), tensors=spec.tensors, layers=layers, mesh={}, conditions=spec.conditions))
+
+
+def _require_rows(tensors: Mapping[str, Scattered], spec: Verbatim, where: Path) -> None:
+    """Nothing but the vocabulary tells that the last rows of a model without a table are missing.
+
+    Raises:
+        SourceError: the embedding has fewer rows than the vocabulary.
+    """
+    for key, tensor in tensors.items():
+        if EMBEDDING.fullmatch(key) and tensor.shape and spec.vocab is not None and tensor.shape[0] < spec.vocab:
+            raise SourceError(
+                f"{where}: {key} has {tensor.shape[0]} rows, the vocabulary {spec.vocab}",
+                "the last rank's file may be missing; a smaller vocabulary is right with --set vocab=N",
+            )
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(
+    root: Path,
+    spec: Spec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    ranks: int,
+    optimizer: Optimizer | None = None,
+) -> Target:
+    """Lay out a DCP folder that `dcp.load({"model": state_dict}, checkpoint_id=root)` reads on any number of ranks.
+
+    With an optimizer it holds `{"model": …, "optim": …}` of torch's `get_state_dict`, which `set_state_dict` takes
+    back. Experts are fused, as transformers 5 holds them in memory.
+
+    Args:
+        root: where the files are written.
+        spec: the model.
+        dtypes: the element type of each logical tensor.
+        ranks: how many data files.
+        optimizer: the moments, step and groups to write beside the weights, which are its masters.
+    """
+    wanted = huggingface.model_slots(spec, memory=True)
+    stored = [dcp_writer.whole(slot, f"{dcp_writer.CONTAINER}.{slot.keys[0]}") for slot in wanted]
+    paths: dict[str, dcp_writer.Keys] = {one.name: (dcp_writer.CONTAINER, one.slot.keys[0]) for one in stored}
+    settings: dict[dcp_writer.Keys, bytes | Small] = {}
+    if optimizer is not None:
+        fixed = UNTRAINED
+        trained = [one for one in wanted if not (one.replica or fixed.intersection(one.rule.pattern.tensors))]
+        for slot in trained:
+            for state, of in optimizer.dtypes.items():
+                path = (OPTIMIZER, "state", slot.keys[0], state)
+                paths[".".join(path)] = path
+                stored.append(dcp_writer.whole(slot, ".".join(path), state, slot_dtype(slot, of)))
+        settings = _settings(optimizer, trained)
+        paths |= {".".join(map(str, path)): path for path in settings}
+    objects = {".".join(map(str, path)): one for path, one in settings.items()}
+    files, metadata = dcp_writer.layout(root, dcp_writer.by_rows(stored, ranks), dtypes, paths, objects)
+    return Target(tuple(files), {dcp.METADATA: metadata}, {})
+
+
+def _settings(optimizer: Optimizer, trained: Iterable[Slot]) -> dict[dcp_writer.Keys, bytes | Small]:
+    """Steps, and parameter groups if they are known, by where torch's `get_optimizer_state_dict` has them."""
+    step = Small("F32", (), struct.pack("<f", optimizer.step))
+    members: dict[Group, list[str]] = {group: [] for group in optimizer.groups.values()}
+    found: dict[dcp_writer.Keys, bytes | Small] = {}
+    for slot in trained:
+        found[OPTIMIZER, "state", slot.keys[0], "step"] = step
+        groups = {optimizer.groups[name, slot.layer] for name in slot.rule.pattern.tensors if optimizer.groups}
+        if len(groups) > 1:
+            raise UnsupportedError(f"{slot.keys[0]} would have to be in {len(groups)} groups of the optimizer")
+        for group in groups:
+            members[group].append(slot.keys[0])
+    for number, (group, keys) in enumerate(members.items()):
+        settings = {**group._asdict(), **ADAMW, "params": keys}
+        found |= {(OPTIMIZER, "param_groups", number, name): packed(value) for name, value in settings.items()}
+    return found

@@ -1,0 +1,283 @@
+"""The optimizer of FSDP trainings: where Adam's moments, steps and settings of each parameter lie.
+
+    optim.state.{key}.{step|exp_avg|exp_avg_sq}         torch's get_optimizer_state_dict, in a container of any name
+    optim.param_groups.{number}.{lr|betas|…|params}     its settings; up to torch 2.3 those of all groups in one object
+    optimizer.param_groups.{key}.{lr|betas|…}           the same flattened, as torchtitan has it
+    optim.{key}.{step|exp_avg|exp_avg_sq}               `train run` before it took torch's names; without settings
+    optimizer_0/, optimizer.bin, optimizer_0_rank0.bin  accelerate's, beside the model's
+
+Keys are those of the model. What FSDP trains is the model itself: where it is float32, its weights are Adam's masters.
+
+Facts: torch 2.13.0, distributed/checkpoint/state_dict.py and distributed/fsdp/_optim_utils.py; accelerate 1.15.0,
+utils/fsdp_utils.py; what they wrote, and what they load again, is in tests/golden/test_fsdp_optim.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.checkpoint import Checkpoint
+from formats.errors import SourceError, UnsupportedError, short
+from formats.fsdp import checkpoint as fsdp
+from formats.layout.pieces import Scattered, spread
+from formats.layout.table import Placed, match
+from formats.layout.tensors import UNTRAINED
+from formats.optimizer import Group, Optimizer
+from formats.torch_files import dcp, rank_dumps
+from formats.torch_files.archive import TorchFile, read_small, read_torch
+from formats.torch_files.archive_writer import NUMBERS, Small, plain
+from formats.torch_files.pickle_values import Opaque, TensorRef
+from formats.torch_files.wrappers import unwrapped
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = re.compile(r"(?:(?P<container>.*?)\.)?state\.(?P<key>.+)\.(?P<state>\w+)")
+OWN = re.compile(r"(?P<container>optim)\.(?P<key>.+)\.(?P<state>step|exp_avg|exp_avg_sq)")
+GROUPS = "param_groups"
+FOLDER, FULL = "optimizer_0", "optimizer.bin"
+RANK = re.compile(r"optim(?:izer_0|_world_size_\d+)_rank_?(\d+)\.(?:bin|pt)")
+FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a model that is trained as a whole"
+
+
+class Listing(NamedTuple):
+    """What may hold an optimizer: the names of its tensors, paths joined by dots, and how both kinds of it are read."""
+
+    where: Path
+    names: Sequence[str]
+    load: Callable[[Sequence[int]], Iterable[Scattered]]
+    objects: Callable[[str], Mapping[str, Any]]
+    """What is no tensor, by name, of names that begin with this."""
+
+
+class Held(NamedTuple):
+    """An optimizer: by state and key, the numbers of its tensors."""
+
+    listing: Listing
+    container: str
+    states: Mapping[str, Mapping[str, int]]
+
+
+# --- finding it ------------------------------------------------------------------------------------------------------
+
+
+def find(source: Checkpoint) -> Held | None:
+    """Where the optimizer of an opened FSDP checkpoint is; None when there is none.
+
+    Raises:
+        SourceError: it holds a parameter twice.
+        UnsupportedError: there are several.
+    """
+    home = source.home
+    outer = home.parent if home.name == fsdp.INSIDE[1] else home
+    names = [path.name for path in outer.iterdir()]
+    if source.dropped and dcp.is_dcp(home):  # or all that it holds is the model
+        found = _held(_dcp(home, {name.removeprefix(".") for name in source.dropped}))
+        if found is not None:
+            return found
+    if dcp.is_dcp(outer / FOLDER):
+        return _held(_dcp(outer / FOLDER))
+    if any(map(RANK.fullmatch, names)):
+        return _held(_files(outer, rank_dumps.open_ranks(outer, RANK)))
+    return _held(_files(outer, {0: read_torch(outer / FULL)})) if FULL in names else None
+
+
+def _dcp(folder: Path, wanted: set[str] | None = None) -> Listing:
+    entries, others = dcp.contents(folder)
+    tensors = [entry for entry in entries if wanted is None or entry.name in wanted]
+
+    def objects(prefix: str) -> Mapping[str, Any]:
+        held = dcp.read_objects(folder, [name for name in others if name.startswith(prefix)])
+        return {name: plain(file, file.value, name) for name, file in held.items()}
+
+    return Listing(folder, [one.name for one in tensors], lambda some: dcp.load([tensors[i] for i in some]), objects)
+
+
+def _files(folder: Path, files: Mapping[int, TorchFile]) -> Listing:
+    paths = list(dict.fromkeys(path for file in files.values() for path, _ in rank_dumps.leaves(file.value)))
+
+    def objects(prefix: str) -> Mapping[str, Any]:
+        found = []
+        for file in files.values():
+            held = {name: one for name, one in _objects(file.value) if name.startswith(prefix)}
+            found.append({name: plain(file, one, name) for name, one in held.items()})
+            if found[-1] != found[0]:
+                raise SourceError(
+                    f"{file.path} and {next(iter(files.values())).path} have optimizers of other settings"
+                )
+        return found[0]
+
+    names = [".".join(path) for path in paths]
+    return Listing(folder, names, lambda some: rank_dumps.load(files, [paths[i] for i in some]), objects)
+
+
+def _objects(value: Any, outer: str = "") -> Iterator[tuple[str, Any]]:
+    """What is no tensor in a dictionary of dictionaries, whole or a rank's part, by its path."""
+    for key, one in value.items() if isinstance(value, Mapping) else ():
+        name = f"{outer}{key}"
+        if isinstance(one, Mapping):
+            yield from _objects(one, f"{name}.")
+        elif not isinstance(one, TensorRef | Opaque):
+            yield name, one
+
+
+def _held(listing: Listing) -> Held | None:
+    """The optimizer among what a listing names."""
+    for known in (STATE, OWN):
+        found: dict[str, dict[str, dict[str, int]]] = {}
+        for number, name in enumerate(listing.names):
+            if parts := known.fullmatch(name):
+                states = found.setdefault(parts["container"] or "", {})
+                keys, key = states.setdefault(parts["state"], {}), unwrapped(parts["key"])
+                if key in keys:
+                    raise SourceError(f"{listing.where} holds {parts['state']} of {key} twice in its optimizer")
+                keys[key] = number
+        adam = {name: states for name, states in found.items() if "exp_avg" in states} or found
+        if len(adam) > 1:
+            raise UnsupportedError(f"{listing.where} holds several optimizers: {', '.join(sorted(adam))}")
+        for container, states in adam.items():
+            return Held(listing, f"{container}." if container else "", states)
+    return None
+
+
+# --- reading it ------------------------------------------------------------------------------------------------------
+
+
+def read(source: Checkpoint) -> Optimizer:
+    """The optimizer of an opened FSDP checkpoint.
+
+    Raises:
+        SourceError: there is none, or it is damaged or incomplete.
+        UnsupportedError: it is not Adam's, or kept in a way that is not known.
+    """
+    held = find(source)
+    if held is None:
+        raise SourceError(f"{source.root} holds no optimizer", "convert the weights without --with-optimizer")
+    _require_adam(held)
+    trained = [one.slot for one in source.tensors if not UNTRAINED.intersection(one.slot.rule.pattern.tensors)]
+    slots = {one.keys: one for one in reversed(trained)}
+    states: dict[str, Checkpoint] = {}
+    keys: dict[str, Placed] = {}
+    for state in MOMENTS:
+        numbers = held.states[state]
+        tensors = dict(zip(numbers, held.listing.load([*numbers.values()]), strict=True))
+        try:
+            placed, _ = match(slots.values(), {"": {key: one.whole for key, one in tensors.items()}}, (), source.home)
+        except SourceError as error:
+            raise SourceError(f"{state} of its optimizer: {error}", error.hint or FROZEN) from None
+        keys = {one.key: one for one in placed}
+        pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+        states[state] = replace(source, tensors=pieces, dropped=(), without=UNTRAINED)
+    groups: dict[tuple[str, int | None], Group] = {}
+    for key, group in _groups(held, keys).items():
+        slot = keys[key].slot
+        for name in slot.rule.pattern.tensors:
+            if groups.setdefault((name, slot.layer), group) != group:
+                raise UnsupportedError(f"{held.listing.where}: the experts of layer {slot.layer} are in several groups")
+    return Optimizer(states, _step(held, keys), groups)
+
+
+def _require_adam(held: Held) -> None:
+    where = held.listing.where
+    if all(key.isdecimal() for keys in held.states.values() for key in keys):
+        raise UnsupportedError(f"{where}: its optimizer numbers its parameters, and does not say which is which")
+    others = sorted(set(held.states) - {*MOMENTS, "step"})
+    if others:
+        raise UnsupportedError(f"{where}: its optimizer is not Adam's or AdamW's, it keeps {', '.join(others)}")
+    if missing := [state for state in MOMENTS if state not in held.states]:
+        raise SourceError(f"{where}: its optimizer holds no {' and no '.join(missing)}")
+
+
+def _step(held: Held, keys: Iterable[str]) -> int:
+    """How many steps the parameters have made, all of them the same number.
+
+    Raises:
+        SourceError: one has none.
+        UnsupportedError: they differ.
+    """
+    where, numbers = held.listing.where, held.states.get("step", {})
+    found: dict[str, Any] = dict(zip(numbers, map(_small, held.listing.load([*numbers.values()])), strict=True))
+    for name, value in held.listing.objects(f"{held.container}state.").items():
+        parts = STATE.fullmatch(name)
+        if parts and parts["state"] == "step":
+            found[unwrapped(parts["key"])] = value
+    steps: dict[int, str] = {}
+    for key in keys:
+        if key not in found:
+            raise SourceError(f"{where} holds no step of {key}", FROZEN)
+        number = _number(found[key], f"{where}: the step of {key}")
+        if number < 1 or number != int(number):
+            raise SourceError(f"{where}: {key} has made {number:g} steps", FROZEN)
+        steps.setdefault(int(number), key)
+    if len(steps) > 1:
+        told = " and ".join(f"{key} {number}" for number, key in list(steps.items())[:2])
+        raise UnsupportedError(f"{where}: its parameters have made different numbers of steps, {told}")
+    return next(iter(steps))
+
+
+def _groups(held: Held, keys: Mapping[str, Placed]) -> dict[str, Group]:
+    """The group of each parameter, by its key, in the order of the groups; none where no settings are kept."""
+    listing, prefix = held.listing, held.container + GROUPS
+    numbers = [number for number, name in enumerate(listing.names) if name.startswith(f"{prefix}.")]
+    tensors = zip(numbers, map(_small, listing.load(numbers)), strict=True)
+    values = {**listing.objects(prefix), **{listing.names[number]: value for number, value in tensors}}
+    settings: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if name == prefix and isinstance(value, list):
+            settings |= {str(number): dict(one) for number, one in enumerate(value) if isinstance(one, Mapping)}
+        elif parts := re.fullmatch(r"(.+)\.(\w+)", name.removeprefix(f"{prefix}.")):
+            settings.setdefault(parts[1], {})[parts[2]] = value
+    order = {key: number for number, key in enumerate(keys)}
+    found: dict[str, Group] = {}
+    for name in sorted(settings, key=lambda one: int(one) if one.isdecimal() else order.get(unwrapped(one), -1)):
+        about, where = settings[name], f"{listing.where}: group {name} of its optimizer"
+        group = _group(about, where)
+        members = about["params"] if isinstance(about.get("params"), list) else [name]
+        for key in (key for one in members if (key := unwrapped(str(one))) in keys):
+            if key in found:
+                raise SourceError(f"{listing.where}: {key} is in two groups of its optimizer")
+            found[key] = group
+    if settings and (lost := [key for key in keys if key not in found]):
+        raise SourceError(f"{listing.where}: {lost[0]} is in no group of its optimizer")
+    return found
+
+
+def _group(about: Mapping[str, Any], where: str) -> Group:
+    """Settings of Adam, of which those that change what it computes are known."""
+    for name in ("amsgrad", "maximize"):
+        if about.get(name):
+            raise UnsupportedError(f"{where} says {name}")
+    betas = about.get("betas")
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise SourceError(f"{where} has the betas {short(betas)}")
+    lr, eps, decay = (_number(about.get(name), f"{where}: its {name}") for name in ("lr", "eps", "weight_decay"))
+    if decay and about.get("decoupled_weight_decay") is False:
+        raise UnsupportedError(f"{where} is Adam's with a weight decay of {decay:g} in its gradients, not AdamW's")
+    first, second = (_number(one, f"{where}: its betas") for one in betas)
+    return Group(lr, (first, second), eps, decay)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def _small(tensor: Scattered) -> Small:
+    """A tensor of one number, read; the same on all ranks that have it."""
+    if prod(tensor.shape) != 1 or tensor.dtype not in NUMBERS:
+        where = tensor.whole.path
+        raise UnsupportedError(f"{where} holds {tensor.dtype}{list(tensor.shape)} where a number should be")
+    first, *others = (read_small(piece.fragment) for copy in tensor.copies for piece in copy)
+    if any(one != first for one in others):
+        raise SourceError(f"{tensor.whole.path} and the files of other ranks hold optimizers of different steps")
+    return Small(tensor.dtype, tensor.shape, first)
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, Small) and value.dtype in NUMBERS and prod(value.shape) == 1:
+        value = value.number
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise SourceError(f"{what} is {short(value)}, which is no number")
+    return float(value)

@@ -1,0 +1,350 @@
+"""A family of the user's own: what a file in `families/` says, in TOML and with the same grammar.
+
+    name = "my_model"                      # model_type of its config.json
+    architecture = "MyModelForCausalLM"
+    rope_theta = 10000.0                   # or "none"
+    table = '''
+    model.embed_tokens.weight    embedding: vocab hidden
+    ...
+    '''
+    [requires]
+    hidden_act = "silu"
+
+TOML has no word for nothing: the text "none" stands for it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from formats.errors import RefusedError, UsageError, short
+from formats.families import FAMILIES
+from formats.families.family import Family
+from formats.huggingface.config import HUGGINGFACE, SCALING
+from formats.layout.pattern import PatternError, lower
+from formats.layout.table import BIASES, CONDITIONS, Rule, model_tensors, rules
+from formats.layout.tensors import TENSORS
+from formats.model.spec import CHOICES, LISTS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FIELDS: Mapping[str, tuple[type, ...]] = {
+    "name": (str,),
+    "architecture": (str,),
+    "table": (str,),
+    "rope_theta": (float, int, str),
+    "model_type": (str,),
+    "marks": (dict,),
+    "drops": (list,),
+    "requires": (dict,),
+    "head_dim": (int,),
+    "ffn_ratio": (int,),
+    "mha": (bool,),
+    "centred": (bool,),
+    "window": (str,),
+    "window_default": (int,),
+    "keys": (dict,),
+    "defaults": (dict,),
+    "biases": (dict,),
+    "own": (dict,),
+    "only_here": (str,),
+    "router": (str,),
+    "full_until": (list,),
+    "switch": (str,),
+    "tokens": (dict,),
+}
+"""Field of a `Family`, and its type; `table` becomes its tensors. The first four have to be there."""
+APART = ("table", "rope_theta", "drops", "full_until", "biases")
+REQUIRED = ("name", "architecture", "table", "rope_theta")
+SETTINGS = (*HUGGINGFACE, *CHOICES, "rope_theta")
+"""What `keys` and `defaults` may name."""
+OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
+OF_QUERIES = {"compressed", "uncompressed"}
+ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS, *OF_QUERIES, *BIASES}
+"""The conditions that mean something in a Hugging Face folder."""
+ROUTERS = ("softmax", "sigmoid")
+SILU = {"silu", "swish", "swiglu"}
+"""What the activation of a gated MLP is called. Megatron has no other."""
+SIZES = {axis: 2 for axes in TENSORS.values() for axis in axes if axis != "layer"}
+NONE = "none"
+MOST_BYTES = 1 << 18
+MOST_LINES = 500
+MOST_SPELLINGS = 4
+"""Bars in a key, each of which doubles its spellings."""
+MOST_CHARACTERS = 300
+MOST_BRANCHES = 8
+"""Bars in a pattern, each of which may double its leaves."""
+
+
+def load(path: Path) -> Family:
+    """Read a family.
+
+    Raises:
+        UsageError: the file cannot be read, or describes no family; the message names the field, or the line of the
+            table and the character in it.
+    """
+    values = _parsed(path)
+    for name, kinds in FIELDS.items():
+        if name in REQUIRED and name not in values:
+            raise UsageError(f"{path} does not say {name}", f"it has to: {', '.join(REQUIRED)}")
+        if name in values and (
+            not isinstance(values[name], kinds) or isinstance(values[name], bool) is not (bool in kinds)
+        ):
+            raise UsageError(f"{path}: {name} = {short(values[name])} is of the wrong kind")
+    unknown = sorted(set(values) - set(FIELDS))
+    if unknown:
+        raise UsageError(f"{path}: a family has no {short(unknown[0])}", f"it has {', '.join(FIELDS)}")
+    if not re.fullmatch(r"[\w.-]{1,100}", values["name"]) or values["name"] in FAMILIES:
+        taken = "is taken" if values["name"] in FAMILIES else "is no name"
+        raise UsageError(f"{path}: name = {short(values['name'])} {taken}", "name it apart, and say its model_type")
+    for name in ("requires", "marks", "defaults", "own"):
+        values[name] = {key: _plain(value, f"{path}: {name}.{key}") for key, value in values.get(name, {}).items()}
+    for key, token in values.get("tokens", {}).items():
+        if type(token) is not int or token < 0:
+            raise UsageError(f"{path}: tokens.{key} = {short(token)} is no id of a token")
+    layers = {name: held for name, held in values["defaults"].items() if name in LISTS and isinstance(held, list)}
+    values["defaults"] |= {name: tuple(held) for name, held in layers.items()}
+    family = Family(
+        **{name: value for name, value in values.items() if name not in APART},
+        tensors=tuple(_rules(values["table"], path)),
+        drops=tuple(_drops(values.get("drops", []), path)),
+        rope_theta=_theta(values["rope_theta"], path),
+        full_until=_full_until(values.get("full_until"), path),
+        biases={key: _bias(value, f"{path}: biases.{key}") for key, value in values.get("biases", {}).items()},
+        file=path,
+    )
+    _check_settings(family, path)
+    _check_table(family, path)
+    _check_orders(family, path)
+    _check_megatron(family, path)
+    return family
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise UsageError(f"{path} has more than {MOST_BYTES} bytes, too many for a family")
+        return dict(tomllib.loads(content.decode()))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, or too deep
+        raise UsageError(f"{path} is no valid TOML: {error}") from None
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value of config.json."""
+    if isinstance(value, dict) and where.endswith(f".{SCALING}"):
+        return {key: _plain(one, f"{where}.{key}") for key, one in value.items()}
+    if not isinstance(value, bool | int | float | str | list):
+        raise UsageError(f"{where} is {short(value)}, and no value of a config here")
+    return None if value == NONE else value
+
+
+def _theta(value: float | str, path: Path) -> float | None:
+    if value == NONE:
+        return None
+    if isinstance(value, str) or not 0 < value < 1e30:
+        raise UsageError(f"{path}: rope_theta = {short(value)} is neither a number above 0 nor {NONE!r}")
+    return float(value)
+
+
+def _full_until(value: list[Any] | None, path: Path) -> tuple[str, int] | None:
+    match value:
+        case None:
+            return None
+        case [str(key), int(layers)]:
+            return key, layers
+    raise UsageError(f"{path}: full_until = {short(value)} is no config key with a number of layers")
+
+
+def _bias(value: Any, where: str) -> tuple[str, bool]:
+    match value:
+        case [str(names), bool(usual)] if names and set(names.split()) <= BIASES:
+            return names, usual
+    raise UsageError(f"{where} = {short(value)} is not what biases, of {', '.join(sorted(BIASES))}, and true or false")
+
+
+def _drops(values: list[Any], path: Path) -> Iterator[str]:
+    for value in values:
+        try:
+            re.compile(value)
+        except (TypeError, re.error, RecursionError, OverflowError) as error:
+            raise UsageError(f"{path}: drops holds {short(value)}, which is no regular expression: {error}") from None
+        yield value
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def _rules(table: str, path: Path) -> Iterator[Rule]:
+    """The rules of a table, each proved by itself."""
+    lines = table.splitlines()
+    if len(lines) > MOST_LINES:
+        raise UsageError(f"{path}: its table has {len(lines)} lines, more than {MOST_LINES}")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _rule(line.strip(), f"{path}, line {number} of its table")
+
+
+def _rule(line: str, where: str) -> Rule:
+    columns = re.split(r"\s{2,}", line)
+    names = {name for column in columns[2:] for name in column.split()}
+    if len(columns) < 2:
+        raise UsageError(f"{where} is no key and pattern with two spaces between them: {short(line)}")
+    if not names <= ALLOWED:
+        known = ", ".join(f"{name} ({CONDITIONS[name]})" for name in sorted(ALLOWED))
+        raise UsageError(f"{where}: there is no condition {short(min(names - ALLOWED))}", f"conditions: {known}")
+    key = columns[0]
+    numbered = key.replace("{layer}", "", 1).replace("{expert}", "", 1)
+    if re.search(r"[{}]", re.sub(r"\{[^{}|]*(?:\|[^{}|]*)+\}", "", numbered)):
+        raise UsageError(
+            f"{where}: {short(key)} has braces around something else than {{layer}}, {{expert}} or {{one|other}}"
+        )
+    if key.count("|") > MOST_SPELLINGS:
+        raise UsageError(f"{where}: {short(key)} has too many spellings")
+    if len(columns[1]) > MOST_CHARACTERS or columns[1].count("|") > MOST_BRANCHES:
+        raise UsageError(f"{where}: no pattern is so long: {short(columns[1])}")
+    try:
+        (rule,) = rules(line)
+        _check_rule(rule, where)
+    except (PatternError, RefusedError) as error:
+        raise UsageError(f"{where}: {error}", f"axes: {', '.join(SIZES)}") from None
+    except ValueError:
+        hint = f"tensors: {', '.join(TENSORS)}"
+        raise UsageError(f"{where} names a tensor that there is not: {columns[1]}", hint) from None
+    return rule
+
+
+def _check_rule(rule: Rule, where: str) -> None:
+    """Every tensor of a rule has all of its axes, once."""
+    pattern = rule.pattern
+    if pattern.meshes or "~" in pattern.text:
+        raise UsageError(f"{where}: a Hugging Face folder has neither ranks (/) nor padding (~): {pattern.text}")
+    leaves = lower(pattern, SIZES, {})
+    for tensor in pattern.tensors:
+        held = [sorted(span.axis for span in leaf.spans) for leaf in leaves if leaf.tensor == tensor]
+        first, *rest = TENSORS[tensor]
+        axes = rest if first == "layer" else [first, *rest]
+        if rule.of_expert and "expert" in axes:
+            axes = [axis for axis in axes if axis != "expert"]
+        elif rule.of_expert:
+            raise UsageError(f"{where}: {tensor} is no tensor of one expert")
+        if (first == "layer") is not ("{layer}" in rule.key):
+            raise UsageError(f"{where}: {tensor} is a tensor of {'each layer' if first == 'layer' else 'the model'}")
+        if held != [sorted(axes)]:
+            raise UsageError(
+                f"{where}: {tensor} has the axes {', '.join(axes)}, each once; the pattern is {pattern.text}"
+            )
+    if len(leaves) != len(pattern.tensors):
+        raise UsageError(f"{where}: a part of the pattern belongs to no tensor: {pattern.text}")
+
+
+def _check_orders(family: Family, path: Path) -> None:
+    """Queries meet keys, and heads their outputs: the tensors of a layer have them in one order."""
+    for outer, inner in (("half", "pair"), ("group", "head")):
+        found: dict[bool, str] = {}
+        for leaf in (leaf for rule in family.tensors for leaf in lower(rule.pattern, SIZES, {})):
+            strides = {span.axis: span.stride for span in leaf.spans}
+            if outer in strides and inner in strides:
+                found[strides[outer] > strides[inner]] = leaf.tensor
+        if len(found) > 1:
+            one, other = f"`{outer} {inner}`", f"`{inner} {outer}`"
+            raise UsageError(f"{path}: its table has {found[True]} in the order {one}, {found[False]} in {other}")
+
+
+def _check_table(family: Family, path: Path) -> None:
+    """Whatever the settings are, each tensor and each key is there once."""
+    residuals = [{"parallel"}, {"serial"}] if "parallel_residual" in family.keys else [set[str]()]
+    used = {name for rule in family.tensors for name in rule.conditions}
+    if used & {"parallel", "serial"} and residuals == [set()]:
+        raise UsageError(f"{path}: lines that are {used & {'parallel', 'serial'}} need the key parallel_residual")
+    if not family.facts.experts and used & OF_EXPERTS:
+        raise UsageError(f"{path}: without a router no line can be {min(used & OF_EXPERTS)}")
+    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if family.facts.experts else [set[str]()]
+    if "query_rank" not in family.keys and used & OF_QUERIES:
+        raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
+    queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
+    chosen = {name for names, _ in family.biases.values() for name in names.split()}
+    if used & BIASES != chosen:
+        raise UsageError(f"{path}: biases has {sorted(chosen)}, the lines of its table {sorted(used & BIASES)}")
+    biases = [chosen, set[str]()] if chosen else [chosen]
+    for residual, head, *rest in product(residuals, ({"tied"}, {"untied"}), kinds, queries, biases):
+        kind = set[str]().union(*rest)
+        here = [rule for rule in family.tensors if rule.conditions <= {*residual, *head, *kind, "optional"}]
+        keys = [key for rule in here for key in rule.spellings]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise UsageError(f"{path}: its table has the key {twice[0]} twice ({', '.join({*residual, *head, *kind})})")
+        names = [name for rule in here if "optional" not in rule.conditions for name in rule.pattern.tensors]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise UsageError(f"{path}: its table has {twice[0]} twice ({', '.join({*residual, *head, *kind})})")
+        lost = {"embedding", *model_tensors(here, {*residual, *head, *kind})} - set(names)
+        if lost:
+            raise UsageError(f"{path}: its table has no {min(lost)}, or an optional one alone")
+
+
+# --- the settings ----------------------------------------------------------------------------------------------------
+
+
+def _check_settings(family: Family, path: Path) -> None:
+    """Each key and default is of a setting."""
+    for name, known in (("keys", SETTINGS), ("defaults", (*SETTINGS, SCALING))):
+        unknown = sorted(set(getattr(family, name)) - set(known))
+        if unknown:
+            raise UsageError(
+                f"{path}: {name} names no setting with {short(unknown[0])}", f"settings: {', '.join(known)}"
+            )
+    for name, key in family.keys.items():
+        if not isinstance(key, str) or (not key and name not in ("kv_heads", "head_dim")):
+            raise UsageError(f"{path}: keys.{name} = {short(key)} is no key of a config")
+    if family.facts.experts and not ({"experts", "top_k"} <= set(family.keys) and family.router in ROUTERS):
+        raise UsageError(
+            f"{path}: a mixture of experts needs keys.experts, keys.top_k and router = {' or '.join(ROUTERS)}"
+        )
+    if "rotary_fraction" in family.keys and "rotary_fraction" not in family.defaults:
+        raise UsageError(f"{path}: keys has rotary_fraction, and defaults has none")
+    if "rotary_fraction" in family.keys and any(
+        re.search(r"\bpair half\b", one.pattern.text) for one in family.tensors
+    ):
+        raise UsageError(f"{path}: a head that rotates in part is `half pair`, no table can turn it into `pair half`")
+    if family.facts.learned and family.rope_theta is not None:
+        raise UsageError(f"{path}: its positions are learned, so rope_theta has to be {NONE!r}")
+
+
+def _check_megatron(family: Family, path: Path) -> None:
+    """A family without an `only_here` is one that Megatron computes: it has the tensors of one of ours.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if family.only_here:
+        return
+    known = {one.holds: set(one.own) for one in FAMILIES.values() if not one.only_here}
+    own, plain = known.get(family.holds, set()), family.facts.plain
+    reasons = {
+        "no family that Megatron has is made of these tensors": family.holds not in known,
+        "nothing rotates and no position is learned": family.rope_theta is None and not family.facts.learned,
+        "no other format has the keys in own": bool(set(family.own) - own),
+        f"its own lacks {', '.join(sorted(own))}": bool(own - set(family.own)),
+        "its residual may be parallel": "parallel_residual" in family.keys,
+        f"requires does not say that its activation is {' or '.join(sorted(SILU))}": (
+            not plain and not SILU & {value for value in family.requires.values() if isinstance(value, str)}
+        ),
+        "keys does not say what its activation is called": plain and "activation" not in family.keys,
+        "its norms are stored less one, and its MLP has a gate": family.centred and not plain,
+        "its MLP has a gate, and keys leaves its activation open": not plain and "activation" in family.keys,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UsageError(f"{path}: {reason}", 'or say why Megatron cannot hold it: only_here = "..."')

@@ -1,0 +1,302 @@
+"""Hugging Face folders: safetensors files, with an index when there are several.
+
+Facts: transformers 5.23.0 modeling_utils.py `save_pretrained`, huggingface_hub 2.4.0 serialization/_base.py (greedy
+sharding in state-dict order, units of 10^9), and the index as both write it. Pickled files, as transformers 4 and
+DeepSpeed's zero_to_fp32.py write them, are read and not written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
+from formats.disk.json_file import read_json
+from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
+from formats.errors import SourceError, UnsupportedError, short
+from formats.families import family_named
+from formats.huggingface.config import from_huggingface, require_biases, require_class
+from formats.huggingface.quantized import dequantized
+from formats.layout.table import Placed, Slot, match, slots
+from formats.layout.tensors import BUFFERS
+from formats.model import untabled
+from formats.model.adapters import require_plain
+from formats.model.spec import ModelSpec, Spec, Verbatim
+from formats.torch_files.archive import read_torch
+from formats.torch_files.pickle_values import TensorRef
+
+NAME = "huggingface"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+KINDS = {"safetensors": (SINGLE, INDEX), "pickled": PICKLED}
+"""Files of weights, those first that transformers takes where a folder has both."""
+FILE_NAME = re.compile(r"\w[\w.-]{0,200}(\.safetensors|\.bin)", re.ASCII)
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format."""
+    return (path / "config.json").is_file() and has_weights(path)
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a folder holds files of weights, safetensors or pickled."""
+    return any((path / name).is_file() for name in (SINGLE, INDEX, *PICKLED))
+
+
+def pickled(path: Path) -> bool:
+    """Whether the weights of a folder are pickled. Where both kinds lie, transformers loads the other, and so do we.
+
+    Source: transformers 5.23.0, modeling_utils.py `_get_resolved_checkpoint_files`.
+    """
+    return has_weights(path) and not any((path / name).is_file() for name in (SINGLE, INDEX))
+
+
+def unread(path: Path) -> str:
+    """A note about pickled weights beside those that are read; empty if there are none."""
+    both = {kind: [name for name in names if (path / name).is_file()] for kind, names in KINDS.items()}
+    if not all(both.values()):
+        return ""
+    safe, other = (names[0] for names in both.values())
+    return f"{path} holds {safe} and {other}: the first is read, as transformers does; nobody compares them"
+
+
+def read_spec(path: Path, settings: Settings) -> ModelSpec:
+    """The spec of a folder's config.json."""
+    file = path / "config.json"
+    values = _said(settings)
+    return from_huggingface(read_json(file), values, str(file))
+
+
+def _said(settings: Settings) -> dict[str, Any]:
+    """The settings that the user gave, the vocabulary among them."""
+    return {**settings.values, **({} if settings.vocab_size is None else {"vocab": settings.vocab_size})}
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a folder: its config and the headers of its files."""
+    if (path / "adapter_config.json").is_file():
+        raise UnsupportedError(
+            f"{path} holds a PEFT adapter, which transformers would add to the weights", "merge it first"
+        )
+    found, note = read_files(path), ""
+    require_plain(found, path)
+    files = tuple(sorted({fragment.path for fragment in found.values()}))
+    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, settings.config or path, settings)
+    if isinstance(spec, ModelSpec):
+        found, note = dequantized(found, read_json(path / "config.json"))
+    placed, dropped = match(model_slots(spec, found), {"": found}, drops(spec), path)
+    notes = tuple(filter(None, [note, unread(path)]))
+    return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes)
+
+
+def read_files(path: Path) -> dict[str, Fragment]:
+    """The tensors of a folder's files, in the order of its index.
+
+    Raises:
+        SourceError: a file is missing or damaged, or holds something else than the index says.
+        UnsupportedError: a pickled file holds more than tensors.
+    """
+    read_file, (single, index) = (_read_pickled, PICKLED) if pickled(path) else (_read_safe, (SINGLE, INDEX))
+    weight_map = read_weight_map(path, single, index)
+    names = [single] if weight_map is None else sorted(set(weight_map.values()))
+    held = {name: read_file(path / name) for name in names}
+    found: dict[str, Fragment] = {}
+    for name, tensors in held.items():
+        for key, fragment in tensors.items():
+            if weight_map is not None and weight_map.get(key) != name:
+                raise SourceError(f"{path / name} holds {key}, which {index} places in {weight_map.get(key)}")
+            found[key] = fragment
+    lost = [key for key in weight_map or {} if key not in found]
+    if weight_map and lost:
+        raise SourceError(
+            f"{path / weight_map[lost[0]]} lacks {lost[0]}, which {index} places there ({len(lost)} in all)"
+        )
+    return {key: found[key] for key in weight_map or found}
+
+
+def _read_pickled(path: Path) -> dict[str, Fragment]:
+    """The tensors of a state dict that torch.save wrote."""
+    file = read_torch(path)
+    if not isinstance(file.value, Mapping):
+        raise UnsupportedError(f"{path} holds no state dict")
+    found = {}
+    for key, value in file.value.items():
+        if not isinstance(value, TensorRef):
+            raise UnsupportedError(f"{path} holds {short(key)}, which is no tensor")
+        found[str(key)] = file.fragment(value, str(key))
+    return found
+
+
+def _read_safe(path: Path) -> dict[str, Fragment]:
+    return read_safetensors(path)[0]
+
+
+def spec_of(shapes: Mapping[str, tuple[int, ...]], folder: Path, settings: Settings) -> Spec:
+    """The spec of a model with given tensors: from its family's table, or verbatim when none describes it.
+
+    Args:
+        shapes: the tensors by their Hugging Face keys, in the order of the model.
+        folder: where its config.json lies.
+        settings: what the user said.
+    """
+    config = read_json(folder / "config.json")
+    said = _said(settings)
+    if settings.verbatim:
+        return untabled.describe(config, shapes, said, "--verbatim")
+    try:
+        require_class(config, str(folder / "config.json"))
+        spec = read_spec(folder, settings)
+        require_biases(config, shapes, str(folder / "config.json"))
+        return spec
+    except UnsupportedError as error:
+        require_biases(config, shapes, str(folder / "config.json"))
+        return untabled.describe(config, shapes, said, str(error))
+
+
+def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -> list[Slot]:
+    """The physical tensors of a model under their Hugging Face keys, in its order.
+
+    Args:
+        spec: the model.
+        keys: those that were found: experts have the Hub's names, or those of transformers 5 in memory.
+        memory: whether to name them as in memory, whatever was found.
+    """
+    if isinstance(spec, Verbatim):
+        return list(untabled.slots(spec))
+    fused = memory or any(map(untabled.FUSED.search, keys))
+    return list(
+        slots(
+            family_named(spec.family).tensors,
+            spec.sizes(),
+            tensors=spec.tensors,
+            layers=enumerate(range(spec.layers)),
+            mesh={},
+            conditions={*spec.conditions, "fused" if fused else "separate"},
+            sparse=spec.sparse_layers,
+            experts=list(enumerate(range(spec.experts or 0))),
+        )
+    )
+
+
+def drops(spec: Spec) -> tuple[str, ...]:
+    """Regular expressions of keys that carry no weights."""
+    return () if isinstance(spec, Verbatim) else family_named(spec.family).drops
+
+
+def read_weight_map(path: Path, single: str = SINGLE, index: str = INDEX) -> dict[str, str] | None:
+    """The index of a folder: key to file name; None when there is one single file.
+
+    Raises:
+        SourceError: there are no weights, or the index names files outside the folder or of another kind.
+    """
+    if not (path / index).is_file():
+        if (path / single).is_file():
+            return None
+        raise SourceError(f"{path} holds neither {SINGLE} nor {INDEX}")
+    weight_map = read_json(path / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{path / index} has no weight_map")
+    for key, name in weight_map.items():
+        named = FILE_NAME.fullmatch(name) if isinstance(name, str) else None
+        if not named or not single.endswith(named[1]):
+            raise SourceError(
+                f"{path / index} places {short(key)} in {short(name)}, which is no file name in the folder"
+            )
+    if (path / single).is_file() and set(weight_map.values()) != {single}:
+        raise SourceError(
+            f"{path} holds both {single}, which transformers would load, and {index}, which names other files",
+            "remove the one that is out of date",
+        )
+    return weight_map
+
+
+def write(
+    root: Path,
+    spec: Spec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    shard_size: int,
+    index: Mapping[str, Any] | None = None,
+) -> Target:
+    """Lay out a folder.
+
+    Args:
+        root: where the files are written.
+        spec: the model.
+        dtypes: the element type of each logical tensor.
+        shard_size: the size in bytes at which a new file begins.
+        index: that of a folder to be reproduced; then the shard size does not count. It is ignored when it names
+            other tensors than the model has.
+    """
+    wanted = model_slots(spec)
+    own = {key for slot in wanted for key in slot.keys}  # in a deeper model a layer that drops name is a weight
+    weight_map: dict[str, str] = {
+        key: name
+        for key, name in (index["weight_map"] if index else {}).items()
+        if key in own or not any(re.fullmatch(drop, key) for drop in drops(spec))
+    }
+    by_key = {next((key for key in slot.keys if key in weight_map), slot.keys[0]): slot for slot in wanted}
+    by_key = {key: slot for key, slot in by_key.items() if not slot.replica or key in weight_map}
+    entries = {key: Entry(key, slot_dtype(slot, dtypes), slot.shape) for key, slot in by_key.items()}
+    groups: dict[str, list[Entry]] = {}
+    if set(weight_map) == set(entries):
+        for key, entry in entries.items():
+            groups.setdefault(weight_map[key], []).append(entry)
+    else:
+        groups, index = _shard(list(entries.values()), shard_size), None
+    files = tuple(_file(root / name, group, by_key) for name, group in groups.items())
+    buffers = sum(prod(slot.shape) for slot in by_key.values() if BUFFERS.intersection(slot.rule.pattern.tensors))
+    texts = {} if list(groups) == [SINGLE] else {INDEX: _index(groups, index, buffers)}
+    return Target(files, texts, {})
+
+
+def _file(path: Path, entries: Sequence[Entry], slots_by_key: Mapping[str, Slot]) -> OutputFile:
+    header, offsets = safetensors_header(entries, {"format": "pt"})
+    placed = tuple(
+        Placed(
+            entry.name,
+            slots_by_key[entry.name],
+            Fragment(path, offsets[entry.name], entry.dtype, entry.shape, row_major(entry.shape)),
+        )
+        for entry in entries
+    )
+    size = len(header) + sum(prod(entry.shape) * DTYPES[entry.dtype] for entry in entries)
+    return OutputFile(path, size, placed, {}, lambda _: [(0, header)])
+
+
+def _shard(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        nbytes = prod(entry.shape) * DTYPES[entry.dtype]
+        if shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
+
+
+def _index(groups: Mapping[str, Sequence[Entry]], like: Mapping[str, Any] | None, buffers: int) -> bytes:
+    """The index of a folder; with the same metadata keys as another one, if it is to be reproduced.
+
+    So many elements of it are no parameters.
+    """
+    entries = list(chain.from_iterable(groups.values()))
+    totals = {
+        "total_parameters": sum(prod(entry.shape) for entry in entries) - buffers,
+        "total_size": sum(prod(entry.shape) * DTYPES[entry.dtype] for entry in entries),
+    }
+    remembered = like.get("metadata") if like else None
+    metadata: dict[str, Any] = dict(totals)
+    if isinstance(remembered, dict):
+        metadata = {key: totals.get(key, value) for key, value in remembered.items()}
+    weight_map = {entry.name: name for name, group in groups.items() for entry in group}
+    return (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()

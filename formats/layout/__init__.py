@@ -1,0 +1,1 @@
+"""The layout algebra: patterns, boxes, tables of rules, pieces, the logical tensors and their axes."""

@@ -1,0 +1,109 @@
+"""Tensors that lie in pieces: rectangles of a sharded checkpoint, or intervals of a flat parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import NamedTuple
+
+from formats.disk.safetensors import DTYPES, Fragment, row_major
+from formats.errors import SourceError
+from formats.layout.boxes import overlap
+from formats.layout.table import Cut, Placed
+
+
+class Piece(NamedTuple):
+    """A part of a tensor, and where it lies."""
+
+    part: Cut
+    fragment: Fragment
+
+
+class Scattered(NamedTuple):
+    """A tensor in pieces. `copies` are the sets of pieces that make it up; the first one counts."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    copies: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def whole(self) -> Fragment:
+        """A fragment that stands for all of it: the file of the first piece, shape and element type."""
+        return Fragment(self.copies[0][0].fragment.path, 0, self.dtype, self.shape, row_major(self.shape))
+
+
+def whole_part(shape: tuple[int, ...]) -> Cut:
+    """All of a tensor."""
+    return Cut(tuple((0, n) for n in shape))
+
+
+def in_one(name: str, fragment: Fragment) -> Scattered:
+    """A tensor in one piece."""
+    return scattered(name, fragment.shape, fragment.dtype, [Piece(whole_part(fragment.shape), fragment)])
+
+
+def scattered(name: str, shape: tuple[int, ...], dtype: str, pieces: Iterable[Piece]) -> Scattered:
+    """Put pieces together. A part that is there several times belongs to several copies of the tensor.
+
+    Raises:
+        SourceError: the pieces leave a hole or overlap, or differ in element type; the message names the files.
+    """
+    by_part: dict[Cut, list[Piece]] = {}
+    for piece in pieces:
+        if piece.fragment.dtype != dtype:
+            raise SourceError(f"{piece.fragment.path} holds {name} as {piece.fragment.dtype}, it should be {dtype}")
+        if prod(piece.part.shape) or not prod(shape):
+            by_part.setdefault(piece.part, []).append(piece)
+    files = sorted({str(piece.fragment.path) for same in by_part.values() for piece in same})
+    where = f"{', '.join(files[:3])}{f' and {len(files) - 3} more files' if len(files) > 3 else ''}"
+    for part in by_part:
+        limit = (prod(shape),) if part.flat else shape
+        if len(part.ranges) != len(limit) or not all(
+            0 <= low <= high <= n for (low, high), n in zip(part.ranges, limit, strict=False)
+        ):
+            raise SourceError(f"{name} {list(shape)} has a piece {_text(part)} outside of it in {where}")
+    clash = overlap([part.ranges for part in by_part if prod(part.shape)])
+    if clash:
+        raise SourceError(f"the pieces {_text(Cut(clash[0]))} and {_text(Cut(clash[1]))} of {name} overlap in {where}")
+    held = sum(prod(part.shape) for part in by_part)
+    if held != prod(shape) or not by_part:
+        missing = prod(shape) - held
+        raise SourceError(
+            f"{missing} of the {prod(shape)} elements of {name} {list(shape)} are missing: the others lie in {where}",
+            "a rank's file may be missing or cut off",
+        )
+    depth = max(len(same) for same in by_part.values())
+    copies = tuple(tuple(same[min(i, len(same) - 1)] for same in by_part.values()) for i in range(depth))
+    return Scattered(shape, dtype, copies)
+
+
+def _text(part: Cut) -> str:
+    return "[" + ", ".join(f"{low}:{high}" for low, high in part.ranges) + "]"
+
+
+def unstacked(tensor: Scattered) -> Iterator[Scattered]:
+    """The tensors that are stacked along the first dimension of one, in their order."""
+    found: list[list[list[Piece]]] = [[[] for _ in tensor.copies] for _ in range(tensor.shape[0])]
+    for number, copy in enumerate(tensor.copies):
+        for piece in copy:
+            for index in range(*piece.part.ranges[0]):
+                found[index][number].append(_at(index, piece))
+    for copies in found:
+        yield Scattered(tensor.shape[1:], tensor.dtype, tuple(map(tuple, copies)))
+
+
+def _at(index: int, piece: Piece) -> Piece:
+    """What a piece holds at an index of the first dimension."""
+    fragment, start = piece.fragment, piece.part.ranges[0][0]
+    offset = fragment.offset + (index - start) * fragment.strides[0] * DTYPES[fragment.dtype]
+    inner = fragment._replace(offset=offset, shape=fragment.shape[1:], strides=fragment.strides[1:])
+    return Piece(Cut(piece.part.ranges[1:]), inner)
+
+
+def spread(placed: Placed, tensor: Scattered) -> Iterator[Placed]:
+    """One placed fragment for each piece of a tensor that has found its place."""
+    for number, copy in enumerate(tensor.copies):
+        names = [name for name in (placed.slot.replica, f"replica {number}" if number else "") if name]
+        slot = placed.slot._replace(replica=", ".join(names))
+        for part, fragment in copy:
+            yield Placed(placed.key, slot, fragment, part)

@@ -1,0 +1,332 @@
+"""Layouts: tables of rules that say which physical tensors a checkpoint holds, and what is in them.
+
+A rule is a line: a key, a pattern, and the conditions under which it holds.
+
+    decoder.layers.{layer}.mlp.linear_fc1.weight    (gate: ffn/tp | up: ffn/tp) hidden
+    output_layer.weight                             (head: vocab | ~padding)/tp hidden     last
+
+Columns are separated by two or more spaces. `{layer}` and `{expert}` are coordinates that live in the key; `{a|b}` are
+spellings, of which a reader takes the one that it finds and a writer the one that it is told. A rule holds when the
+model has every tensor that its pattern names, and the file is where its conditions want it to be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby, product
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.disk.safetensors import Fragment
+from formats.errors import SourceError
+from formats.layout.pattern import Leaf, Mesh, Pattern, at, cut, lower, parse, shape
+from formats.layout.tensors import TENSORS
+
+CONDITIONS = {
+    "first": "only in the first pipeline stage",
+    "last": "only in the last pipeline stage",
+    "tied": "only when the output head shares the embedding",
+    "untied": "only when it does not",
+    "parallel": "only when attention and MLP read the same residual",
+    "serial": "only when they follow one another",
+    "mha": "only when every head has its own key and value",
+    "gqa": "only when several heads share them",
+    "grouped": "only when they share them in the order of GPT-NeoX before November 2024",
+    "qkv_bias": "only when query, key and value have biases, in a family that leaves the choice",
+    "output_bias": "only when the output of attention has one, in a family that leaves the choice",
+    "mlp_bias": "only when the MLP has biases, in a family that leaves the choice",
+    "plain": "only when the MLP has no gate",
+    "direct": "only when keys and values are projections of what comes in",
+    "latent": "only when they come out of a latent",
+    "compressed": "only when queries do too",
+    "uncompressed": "only when they do not",
+    "dense": "only in layers with one MLP for all tokens",
+    "sparse": "only in layers with experts",
+    "fused": "only when gate and up, or all experts, are one matrix",
+    "separate": "only when each is its own",
+    "copy": "a copy of a tensor that another file holds",
+    "partial": "a summand: the tensor is the sum of what all ranks hold",
+    "optional": "may be absent",
+}
+ALWAYS = {"copy", "partial", "optional"}
+"""Conditions that say what a tensor is, not when it is there."""
+BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
+"""Conditions that a config key of some families turns on."""
+KINDS = {"dense", "sparse"}
+"""Conditions that hold in some layers of a model, and not in others."""
+SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.")
+"""Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a layout table."""
+
+    key: str
+    pattern: Pattern
+    conditions: frozenset[str]
+
+    @cached_property
+    def spellings(self) -> tuple[str, ...]:
+        """The key templates that a reader accepts, `{layer}` and `{expert}` still in them."""
+        parts = re.split(r"\{((?:[^{}]|\{\w+\})*\|(?:[^{}]|\{\w+\})*)\}", self.key)
+        choices = [[part] if i % 2 == 0 else part.split("|") for i, part in enumerate(parts)]
+        return tuple("".join(choice) for choice in product(*choices))
+
+    @cached_property
+    def of_expert(self) -> bool:
+        """Whether the key names one expert."""
+        return "{expert}" in self.key
+
+    @cached_property
+    def splits(self) -> frozenset[str]:
+        """The mesh axes over which the tensor, or the experts of its key, are split."""
+        return self.pattern.meshes | ({"ep"} if self.of_expert else frozenset())
+
+
+def rules(table: str, without: Collection[str] = ()) -> tuple[Rule, ...]:
+    """Parse a layout table; lines that hold only under a condition of `without` are left out."""
+    parsed = []
+    for line in table.strip().splitlines():
+        key, pattern, *conditions = re.split(r"\s{2,}", line.strip())
+        names = frozenset(" ".join(conditions).split())
+        if names - set(CONDITIONS):
+            raise ValueError(f"unknown condition in: {line}")
+        if names & set(without):
+            continue
+        rule = Rule(key, parse(pattern), names)
+        if set(rule.pattern.tensors) - set(TENSORS):
+            raise ValueError(f"unknown tensor in: {line}")
+        parsed.append(rule)
+    return tuple(parsed)
+
+
+class Cut(NamedTuple):
+    """The part of a physical tensor that is stored in one place.
+
+    A box (start and stop along each dimension), or, when `flat`, one interval of its elements in row-major order.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    flat: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(stop - start for start, stop in self.ranges)
+
+
+class Slot(NamedTuple):
+    """One physical tensor that a layout wants: its file, the spellings of its key, its shape and its content.
+
+    `replica` is empty for the one copy that counts, and otherwise says which further copy this is.
+    """
+
+    file: str
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    rule: Rule
+    mesh: tuple[tuple[str, tuple[int, int]], ...]
+    sizes: tuple[tuple[str, int], ...]
+    layer: int | None
+    replica: str
+    expert: int | None = None
+
+    def leaves(self, strides: tuple[int, ...] | None = None, part: Cut | None = None) -> list[Leaf]:
+        """What the physical tensor, or a part of it, holds, for strides in elements (row-major unless given)."""
+        leaves = _lowered(self.rule.pattern, self.sizes, self.mesh, strides, part)
+        for axis, index in (("expert", self.expert), ("layer", self.layer)):
+            leaves = leaves if index is None else [at(leaf, axis, index) for leaf in leaves]
+        return [_in_order(leaf) for leaf in leaves]
+
+
+@lru_cache(maxsize=4096)
+def _lowered(
+    pattern: Pattern,
+    sizes: tuple[tuple[str, int], ...],
+    mesh: tuple[tuple[str, tuple[int, int]], ...],
+    strides: tuple[int, ...] | None,
+    part: Cut | None,
+) -> list[Leaf]:
+    if part is None or not part.flat:
+        return lower(pattern, dict(sizes), dict(mesh), strides, part.ranges if part else None)
+    ((low, high),) = part.ranges
+    return cut(lower(pattern, dict(sizes), dict(mesh)), low, high)
+
+
+@lru_cache(maxsize=4096)
+def _shape(
+    pattern: Pattern, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, tuple[int, int]], ...]
+) -> tuple[int, ...]:
+    return shape(pattern, dict(sizes), dict(mesh))
+
+
+def _in_order(leaf: Leaf) -> Leaf:
+    """Spans in the canonical order of the tensor's axes."""
+    spans = {span.axis: span for span in leaf.spans}
+    axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
+    if set(spans) != set(axes) or len(leaf.spans) != len(axes):
+        raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in leaf.spans]}, it has {list(axes)}")
+    return replace(leaf, spans=tuple(spans[axis] for axis in axes))
+
+
+def slots(
+    table: Sequence[Rule],
+    sizes: Mapping[str, int],
+    *,
+    tensors: Iterable[str],
+    file: str = "",
+    prefix: str = "",
+    layers: Iterable[tuple[int, int]],
+    mesh: Mesh,
+    conditions: Iterable[str],
+    sparse: Collection[int] = (),
+    experts: Sequence[tuple[int, int]] = (),
+    expert_mesh: Mesh | None = None,
+) -> Iterator[Slot]:
+    """The physical tensors that a table puts into one file (or one pipeline chunk of it), in the order of its layers.
+
+    Args:
+        table: the rules.
+        sizes: the size of each axis.
+        tensors: the logical tensors that the model has.
+        file: the file's path, relative to the checkpoint.
+        prefix: what stands before every key.
+        layers: (number in the key, number in the model) of each layer that the file holds.
+        mesh: the file's rank and the number of ranks on each mesh axis.
+        conditions: those that hold in this file, whatever the layer.
+        sparse: the layers of the model that have experts.
+        experts: (number in the key, number in the model) of each expert that the file holds.
+        expert_mesh: the mesh of the tensors that are split over experts, where theirs is another one.
+    """
+    known, here = set(tensors), set(conditions) | ALWAYS | KINDS
+    numbers = list(layers)
+    holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
+    frozen_sizes = tuple(sizes.items())
+    meshes = {False: tuple(mesh.items()), True: tuple((mesh if expert_mesh is None else expert_mesh).items())}
+    for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key):
+        members = list(group)
+        for (local, layer), rule in product(numbers, members) if stacked else product([(0, 0)], members):
+            if stacked and rule.conditions & KINDS == {"dense" if layer in sparse else "sparse"}:
+                continue
+            own = meshes["ep" in rule.splits or "etp" in rule.splits]
+            copies = ["copy"] if rule.conditions & {"copy", "optional"} else []
+            copies += [f"{axis} rank {rank}" for axis, (rank, _) in own if axis not in rule.splits and rank]
+            for number, expert in experts if rule.of_expert else [(0, None)]:
+                names = {"{layer}": str(local), "{expert}": str(number)}
+                yield Slot(
+                    file,
+                    tuple(prefix + _filled(spelling, names) for spelling in rule.spellings),
+                    _shape(rule.pattern, frozen_sizes, own),
+                    rule,
+                    own,
+                    frozen_sizes,
+                    layer if stacked else None,
+                    ", ".join(copies),
+                    expert,
+                )
+
+
+def _filled(template: str, names: Mapping[str, str]) -> str:
+    """A key template with numbers in the places of its coordinates."""
+    for name, number in names.items():
+        template = template.replace(name, number)
+    return template
+
+
+def model_tensors(table: Sequence[Rule], conditions: Iterable[str]) -> tuple[str, ...]:
+    """The logical tensors that a table defines, in its order."""
+    holds = set(conditions) | {"optional", "partial", "separate"}
+    names = [name for rule in table if rule.conditions <= holds for name in rule.pattern.tensors]
+    return tuple(dict.fromkeys(names))
+
+
+class Placed(NamedTuple):
+    """A physical tensor of a checkpoint, or a part of one, found (or to be written) under `key`."""
+
+    key: str
+    slot: Slot
+    fragment: Fragment
+    part: Cut | None = None
+
+    def leaves(self) -> list[Leaf]:
+        """What the fragment holds.
+
+        Raises:
+            SourceError: it is an interval of elements that do not lie one behind the other.
+        """
+        fragment, flat = self.fragment, self.part is not None and self.part.flat
+        if flat and not fragment.row_major and prod(fragment.shape) > 1:
+            raise SourceError(f"{fragment.path} holds {self.key} in a flat piece with gaps: strides {fragment.strides}")
+        return self.slot.leaves(None if fragment.row_major else fragment.strides, self.part)
+
+
+def match(
+    wanted: Iterable[Slot], found: Mapping[str, Mapping[str, Fragment]], drops: Sequence[str], where: Path
+) -> tuple[list[Placed], list[str]]:
+    """Pair the physical tensors that a layout wants with those that the files hold.
+
+    Args:
+        wanted: the slots of the layout.
+        found: the tensors of each file, by key.
+        drops: regular expressions of keys that carry no weights.
+        where: what to call the checkpoint in an error.
+
+    Returns:
+        The pairs, and the keys that a rule dropped.
+
+    Raises:
+        SourceError: something is missing, left over, or has another shape; the message lists names and files.
+    """
+    placed: list[Placed] = []
+    missing: list[str] = []
+    bare = False
+    used: dict[str, set[str]] = {file: set() for file in found}
+    for slot in wanted:
+        tensors = found.get(slot.file, {})
+        keys = [key for key in slot.keys if key in tensors]
+        if len(keys) > 1:
+            raise SourceError(f"{tensors[keys[0]].path} holds the same tensor twice: {' and '.join(keys)}")
+        if not keys:
+            if "optional" not in slot.rule.conditions:
+                missing.append(f"{slot.keys[0]} {list(slot.shape)} in {_path(tensors, slot.file, where)}")
+                bare |= slot.keys[0].removeprefix("model.") in tensors
+            continue
+        fragment = tensors[keys[0]]
+        if fragment.shape != slot.shape:
+            raise SourceError(
+                f"{fragment.path}: {keys[0]} has shape {list(fragment.shape)}, but the configuration implies "
+                f"{list(slot.shape)}",
+                "check that the configuration belongs to these weights",
+            )
+        used[slot.file].add(keys[0])
+        placed.append(Placed(keys[0], slot, fragment))
+    if missing:
+        hint = "the names lack `model.`: AutoModelForCausalLM saves them with it, --verbatim takes them as they are"
+        raise SourceError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}", hint if bare else "")
+    rest = [(file, key) for file, tensors in found.items() for key in tensors if key not in used[file]]
+    unknown = [
+        f"{key} in {found[file][key].path}" for file, key in rest if not any(re.fullmatch(drop, key) for drop in drops)
+    ]
+    if unknown:
+        raise SourceError(
+            f"{where}: {len(unknown)} tensors have no place in this model: {_some(unknown)}",
+            "a layer that predicts further tokens is in no table: --verbatim carries it, in Hugging Face and FSDP"
+            if any(SECOND.search(key) for key in unknown)
+            else "the model may be of another family than its configuration says; `convert formats` lists the families",
+        )
+    return placed, [key for _, key in rest]
+
+
+def _path(tensors: Mapping[str, Fragment], file: str, where: Path) -> str:
+    """The file in which a tensor was looked for."""
+    return str(next(iter(tensors.values())).path) if tensors else str(where / file.partition(" ")[0])
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f", and {len(names) - 5} more" if len(names) > 5 else ""
+    return "; ".join(names[:5]) + more

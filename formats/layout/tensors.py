@@ -1,0 +1,91 @@
+"""The body: every logical tensor that a model can have, and its axes.
+
+Axes are the finest split that any format needs. Their order is the canonical order of elements, in which digests are
+taken. A tensor with a `layer` axis is handled layer by layer.
+
+    group   key/value group            head    query head within its group
+    half    half of a rotary head      pair    index within that half (rotary turns (0, pair) into (1, pair))
+    dim     a head that nothing permutes, such as the value's
+
+A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else,
+`router_score_bias` to the scores themselves; `router_choice_bias` is the first as a parameter, which no training moves.
+What is shared is an expert for all tokens, whose output `shared_router` weighs where a model has one. A sink is the
+score of no token, one for each head.
+
+A latent is what keys and values of all heads are made of: `latent_down` leads to it, and to the part of the keys that
+rotates; `latent_up` leads from it to each head. Queries may have one of their own, or come by `latent_query`.
+
+Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TENSORS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(axes)
+    for name, *axes in map(
+        str.split,
+        """
+        embedding    vocab hidden
+        positions    position hidden
+        input_norm   layer hidden
+        input_norm_bias  layer hidden
+        query        layer group head half pair hidden
+        query_bias   layer group head half pair
+        query_norm   layer half pair
+        query_width_norm  layer group head half pair
+        key          layer group half pair hidden
+        key_bias     layer group half pair
+        key_norm     layer half pair
+        key_width_norm  layer group half pair
+        value        layer group dim hidden
+        value_bias   layer group dim
+        latent_query  layer group query_dim hidden
+        query_down   layer query_rank hidden
+        query_latent_norm  layer query_rank
+        query_up     layer group query_dim query_rank
+        latent_down  layer joint_dim hidden
+        latent_norm  layer latent_rank
+        latent_up    layer group up_dim latent_rank
+        sinks        layer group head
+        output       layer hidden group head dim
+        output_bias  layer hidden
+        output_norm  layer hidden
+        post_norm    layer hidden
+        post_norm_bias  layer hidden
+        gate         layer ffn hidden
+        gate_bias    layer ffn
+        up           layer ffn hidden
+        up_bias      layer ffn
+        down         layer hidden ffn
+        down_bias    layer hidden
+        down_norm    layer hidden
+        router       layer expert hidden
+        router_bias  layer expert
+        router_score_bias  layer expert
+        router_choice_bias  layer expert
+        expert_gate  layer expert expert_ffn hidden
+        expert_up    layer expert expert_ffn hidden
+        expert_down  layer expert hidden expert_ffn
+        expert_gate_bias  layer expert expert_ffn
+        expert_up_bias  layer expert expert_ffn
+        expert_down_bias  layer expert hidden
+        shared_gate  layer shared_ffn hidden
+        shared_up    layer shared_ffn hidden
+        shared_down  layer hidden shared_ffn
+        shared_router  layer hidden
+        final_norm   hidden
+        final_norm_bias  hidden
+        head         vocab hidden
+        """.strip().splitlines(),
+    )
+}
+
+
+BUFFERS = frozenset({"router_bias"})
+"""What is no parameter of a model, though its files hold it."""
+
+
+UNTRAINED = BUFFERS | {"router_choice_bias"}
+"""What no optimizer moves, and no framework rounds."""

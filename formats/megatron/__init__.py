@@ -1,0 +1,1 @@
+"""Megatron-LM: classic shards, torch_dist, Megatron-LLM, and their optimizers."""

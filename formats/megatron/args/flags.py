@@ -1,0 +1,167 @@
+"""The flags of Megatron-LM that a checkpoint does not bring along, for one of its versions.
+
+A model that a version does not compute is refused. Where one line in the user's own tree makes it right, `--accept`
+writes the flags all the same, and the line above them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from formats.errors import RefusedError, UsageError, short
+from formats.megatron.args.versions import (
+    ALWAYS,
+    BEFORE_OTHERS,
+    DEVIATIONS,
+    ENDS,
+    FAILS,
+    KINDS,
+    NEWEST,
+    OPTIONS,
+    VERSIONS,
+    Option,
+    Patch,
+    computed,
+    ignored,
+    since,
+)
+
+
+class Fault(NamedTuple):
+    """Why a version does not compute a model, and what makes it right."""
+
+    why: str
+    patch: Patch | None = None
+
+
+def given(args: Mapping[str, Any], version: str) -> Iterator[Option]:
+    """The options that these args need; those that the version takes from the checkpoint, or has not, are not asked."""
+    for option in (*OPTIONS, *(one for one in BEFORE_OTHERS if since(version, one.known))):
+        value = args.get(option.dest)
+        if KINDS[option.when](args) and value is not None and (option.default is ALWAYS or value != option.default):
+            yield option
+
+
+def faults(args: Mapping[str, Any], version: str) -> list[Fault]:
+    """Why a version does not compute this model; empty if it does."""
+    unheeded = ignored(args, version)
+    found = [
+        Fault(
+            f"it cannot compute {row.patch.name}"
+            if row.computed is FAILS and row.patch
+            else f"it computes with {row.dest} = {short(computed(row, args))} instead of {short(args.get(row.dest))}",
+            row.patch,
+        )
+        for row in unheeded
+    ]
+    told = {row.when for row in unheeded}
+    found += [
+        Fault(f"it has no {option.name}")
+        for option in given(args, version)
+        if not since(version, option.known) and option.when not in told
+    ]
+    return found + [
+        Fault(row.why)
+        for row in ENDS
+        if KINDS[row.when](args) and since(version, row.first) and args.get(row.dest) == row.value
+    ]
+
+
+def chosen(args: Mapping[str, Any], wanted: str | None, accepted: Collection[str]) -> tuple[str, list[Fault]]:
+    """The version that the flags are for, the newest that computes the model where none is named, and its deviations.
+
+    Raises:
+        UsageError: `accepted` names a deviation that this model does not need.
+        RefusedError: it does not compute the model, and what it does instead was not accepted.
+    """
+    every = {version: faults(args, version) for version in VERSIONS}
+
+    def left(version: str) -> list[Fault]:
+        return [fault for fault in every[version] if not (fault.patch and fault.patch.name in accepted)]
+
+    newest = tuple(reversed(VERSIONS))
+    able = [one for one in newest if not every[one]]
+    best = [*able, *(one for one in newest if not left(one)), *(one for one in newest if _mendable(every[one])), NEWEST]
+    version = wanted or best[0]
+    open_faults = left(version)
+    if open_faults:
+        first = able[-1] if able else None
+        known = f"the first that does is {first}" if first else "no release does"
+        why = "; ".join(dict.fromkeys(fault.why for fault in open_faults))
+        raise RefusedError(
+            f"stock Megatron-LM {version} does not compute this model, and {known}: {why}",
+            _way_out(open_faults, args, first),
+        )
+    needed = {fault.patch.name for fault in every[version] if fault.patch}
+    for name in accepted:
+        if name in DEVIATIONS and name not in needed:
+            raise UsageError(
+                f"--accept {name}: the flags of Megatron-LM {version} for this model do not deviate so", "leave it out"
+            )
+    return version, every[version]
+
+
+def _mendable(found: list[Fault]) -> bool:
+    """Whether a patch makes each of them right."""
+    return all(fault.patch for fault in found)
+
+
+def _way_out(left: list[Fault], args: Mapping[str, Any], able: str | None) -> str:
+    """What the user can do about a refusal."""
+    ways = [f"--megatron-version {able}"] if able else []
+    patches = [fault.patch for fault in left if fault.patch]
+    if _mendable(left):
+        names = dict.fromkeys(patch.name for patch in patches)
+        lines = dict.fromkeys(told(patch, args) for patch in patches)
+        accepted = " ".join(f"--accept {name}" for name in names)
+        ways.append(f"{accepted} for a tree of your own with this line: {'; '.join(lines)}")
+    return ", or ".join(ways)
+
+
+def told(patch: Patch, args: Mapping[str, Any]) -> str:
+    """A patch in words."""
+    return f"in {patch.place}, {patch.beside} add {patch.line.format_map(args)}"
+
+
+def flags(args: Mapping[str, Any], wanted: str | None = None, accepted: Collection[str] = ()) -> str:
+    """The flags as a text, a line for each; a shell takes its comments for such.
+
+    Args:
+        args: those that are written.
+        wanted: the version; None for the newest that computes the model.
+        accepted: the deviations that the user names; names that are for a reader do not count here.
+
+    Raises:
+        RefusedError: the version does not compute the model.
+    """
+    version, deviations = chosen(args, wanted, accepted)
+    patches = dict.fromkeys(told(fault.patch, args) for fault in deviations if fault.patch)
+    lines = [f"# flags for Megatron-LM {version}"]
+    lines += [f"# it computes this model only with a change: {patch}" for patch in patches]
+    lines.append("--use-checkpoint-args")
+    for option in given(args, version):
+        if since(version, option.known) and not since(version, option.loaded):
+            lines.append(_spelled(option, args[option.dest]))
+    return "\n".join([*lines, ""])
+
+
+def remarks(text: str) -> tuple[str, ...]:
+    """What a text of flags says about itself."""
+    return tuple(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
+
+
+def _spelled(option: Option, value: Any) -> str:
+    """An option on the command line, as a shell wants it."""
+    match option.form:
+        case "true" | "false":
+            return option.name
+        case "switch":
+            return option.name if value else f"--no-{option.name.removeprefix('--')}"
+        case "list":
+            return f"{option.name} '[{','.join(map(str, value))}]'"
+        case "pair":
+            return f"{option.name} {value[0]},{value[1]}"
+        case "quoted":
+            return f"{option.name} '{value}'"
+    return f"{option.name} {value}"

@@ -1,0 +1,181 @@
+"""Reading a distributed optimizer as its ranks hold it (`dp_reshardable`): in buckets, end to end, rank by rank.
+
+    optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_{chunk}.dtype_(…).bucket_idx_{n}.{param|exp_avg|exp_avg_sq}
+    optimizer.distributed.dp_group_idx_{rank}.{optimizer|grad_scaler}
+
+The buckets of a chunk are the buffer of `distrib_optim.pt`, cut to pieces. In each a parameter begins at a multiple of
+64 elements; it ends with its last parameter, or, where the embedding has a bucket of its own, with what would align
+that. Ranks are those of the model: tensor ranks count first, then stages; of experts on ranks of their own it is those
+of each expert, then the experts, then stages.
+
+Facts: megatron-core 0.16.1 and 0.19.2, which write the same: optimizer/distrib_optimizer.py
+`sharded_param_state_dp_reshardable`, distributed/param_and_grad_buffer.py `_does_param_require_new_bucket`.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, cast
+
+from formats.checkpoint import Checkpoint
+from formats.disk.safetensors import DTYPES, Fragment
+from formats.errors import SourceError, UnsupportedError
+from formats.layout.table import Cut, Placed, Slot
+from formats.megatron import chained_optimizer
+from formats.megatron.args.args import Options
+from formats.megatron.args.moe import interleaves_of
+from formats.megatron.chained_optimizer import CHAINED, Parameter, joined, same_scaler
+from formats.megatron.classic import MCORE, parameters_of, pipeline_of, slots_of
+from formats.megatron.mesh import Mesh
+from formats.megatron.optimizer import ALIGNMENT, stored_name
+from formats.megatron.shards import folder_of
+from formats.model.spec import ModelSpec, whole
+from formats.optimizer import STATES
+from formats.torch_files import dcp
+from formats.torch_files.unpickle import DAMAGE
+
+NAME, GROUP = "dp_reshardable", "optimizer.distributed.dp_group_idx_"
+BUCKET = CHAINED + (
+    rf"{re.escape(GROUP)}(\d+)\.gbuf_idx_(\d+)\.dtype_\([^()]*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+)
+"""The name of a bucket, by optimizer, rank, chunk of the model, number and state."""
+OBJECT = "{}.{}/shard_0_1"
+Settings = tuple[list[dict[str, Any]], Any]
+"""Parameter groups, and the scaler of losses."""
+
+
+def read(source: Checkpoint) -> tuple[dict[str, Checkpoint], Settings]:
+    """The states of each parameter, and what all ranks say of them.
+
+    Raises:
+        SourceError: a bucket is missing, or ranks say different things.
+        UnsupportedError: the ranks are cut in a way that is not known.
+    """
+    entries: dict[tuple[int, int, int, str], dict[int, dcp.Entry]] = {}
+    for one in dcp.entries(source.home):
+        if found := re.fullmatch(BUCKET, one.name):
+            buckets = entries.setdefault((int(found[1] or 0), int(found[2]), int(found[3]), found[5]), {})
+            if int(found[4]) in buckets:
+                raise UnsupportedError(f"{source.home} holds {one.name} of several element types")
+            buckets[int(found[4])] = one
+    every = _trained(source)
+    placed: dict[str, list[Placed]] = {state: [] for state in STATES}
+    for optimizer, ranks in enumerate(every):
+        for rank, held in enumerate(ranks):
+            chunks: dict[str, list[Parameter]] = {}
+            for parameter in held:
+                chunks.setdefault(parameter.chunk, []).append(parameter)
+            for number, parameters in enumerate(chunks.values()):
+                for state in STATES:
+                    buckets = entries.pop((optimizer, rank, number, stored_name(state, distributed=True)), {})
+                    placed[state] += _cut(source, parameters, [buckets[order] for order in sorted(buckets)])
+    settings = _settings(source, [len(ranks) for ranks in every])
+    if entries or not settings[0]:
+        count = " and ".join(str(len(ranks)) for ranks in every)
+        raise SourceError(f"{source.home} holds an optimizer of other ranks than the {count} that its args tell of")
+    return {state: replace(source, tensors=tuple(tensors)) for state, tensors in placed.items()}, settings
+
+
+def _trained(source: Checkpoint) -> list[list[list[Parameter]]]:
+    """What each rank of each optimizer trains, in the order of its model."""
+    spec, args, path = cast(ModelSpec, source.spec), source.extra["args"], source.home
+    tp, pp, virtual = (
+        whole(args.get(f"{axis}_model_parallel_size") or 1, axis, str(path))
+        for axis in ("tensor", "pipeline", "virtual_pipeline")
+    )
+    etp = whole(args.get("expert_tensor_parallel_size") or tp, "etp", str(path)) if spec.experts else tp
+    several = chained_optimizer.is_spread(args)
+    if spec.experts and (args.get("moe_use_legacy_grouped_gemm") or (etp != tp and not several)):
+        what = "moe_use_legacy_grouped_gemm" if etp == tp else f"expert_tensor_parallel_size = {etp} beside {tp}"
+        raise UnsupportedError(
+            f"{source.home}: buckets of experts with {what}", "save once more with --dist-ckpt-optim-fully-reshardable"
+        )
+    pipeline, options = pipeline_of(args, pp, virtual, path), Options(norm=source.extra["norm"])
+    options = replace(options, experts=source.extra["experts"])
+
+    def of(mesh: Mesh) -> list[list[list[Parameter]]]:
+        by_file: dict[str, list[Slot]] = {}
+        for slot in slots_of(spec, MCORE, mesh, pipeline, source.extra["padded_vocab"]):
+            by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
+        files = [folder_of(tensor, stage, ep, pp, mesh) for stage in range(pp) for _, tensor, ep in mesh.files()]
+        ranks = [parameters_of(by_file.get(file, []), options) for file in files]
+        shares = [chained_optimizer.shares(parameters, {True} if several else ()) for parameters in ranks]
+        return [list(share) for share in zip(*shares, strict=True)]
+
+    interleaves = interleaves_of(args, str(path)).values()
+    dense = of(Mesh(tp, 1, tp, *interleaves))
+    return [dense[0], of(Mesh(etp, args["expert_model_parallel_size"], etp, *interleaves))[1]] if several else dense
+
+
+def _settings(source: Checkpoint, ranks: Sequence[int]) -> Settings:
+    """What all ranks of all optimizers say, given how many each has."""
+    prefixes = [f"chained_{number}." for number in range(len(ranks))] if len(ranks) > 1 else [""]
+    every = [
+        [f"{prefix}{GROUP}{rank % count}" for prefix, count in zip(prefixes, ranks, strict=True)]
+        for rank in range(max(ranks))
+    ]
+    names = [OBJECT.format(one, name) for held in every for one in held for name in ("optimizer", "grad_scaler")]
+    objects = dcp.read_objects(source.home, names)
+    found: list[Settings] = []
+    for rank, held in enumerate(every):
+        kept, scalers = (
+            [objects.get(OBJECT.format(one, name)) for one in held] for name in ("optimizer", "grad_scaler")
+        )
+        try:
+            groups = joined([(one, one.value[0]["param_groups"]) for one in kept if one]) if all(kept) else []
+            found.append((groups, same_scaler([(one, one.value[0] if one else None) for one in scalers])))
+        except DAMAGE:
+            what = f"{source.home} holds no settings of the optimizer on rank {rank} that are known"
+            raise SourceError(what) from None
+        if found[-1] != found[0]:
+            raise SourceError(f"{source.home}: the ranks 0 and {rank} have optimizers of different steps or settings")
+    return found[0]
+
+
+def _places(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Number and first element of each parameter in all buckets end to end; None if these are not of the parameters.
+
+    Args:
+        sizes: elements of each parameter, in the order of the model.
+        buckets: elements of each bucket.
+    """
+    found, base, number, at = list[tuple[int, int]](), 0, len(sizes), 0
+    for bucket in buckets:
+        at = 0
+        while number and (begin := -(-at // ALIGNMENT) * ALIGNMENT) + sizes[number - 1] <= bucket:
+            number -= 1
+            found.append((number, base + begin))
+            at = begin + sizes[number]
+        if bucket not in (at, -(-at // ALIGNMENT) * ALIGNMENT):
+            return None
+        base += bucket
+    return None if number else found
+
+
+def _cut(source: Checkpoint, parameters: Sequence[Parameter], buckets: Sequence[dcp.Entry]) -> Iterator[Placed]:
+    """Where each parameter of a chunk lies in its buckets, which together are the buffer."""
+    sizes = [prod(one.slot.shape) for one in parameters]
+    places = _places(sizes, [prod(one.shape) for one in buckets])
+    if places is None:
+        held = sum(prod(one.shape) for one in buckets)
+        raise SourceError(
+            f"{source.home}: buckets of the optimizer hold {held} elements, the model has {sum(sizes)} there"
+        )
+    pieces, first = list[tuple[int, Fragment]](), 0
+    for tensor in dcp.load(buckets):
+        pieces += [(first + piece.part.ranges[0][0], piece.fragment) for piece in tensor.copies[0]]
+        first += tensor.shape[0]
+    pieces.sort(key=lambda piece: piece[0])
+    for number, at in places:
+        one, end = parameters[number], at + sizes[number]
+        for begin, flat in pieces[bisect(pieces, at, key=lambda piece: piece[0]) - 1 :]:
+            low, high = max(at, begin), min(end, begin + flat.shape[0])
+            if begin >= end:
+                break
+            offset = flat.offset + (low - begin) * DTYPES[flat.dtype]
+            part = flat._replace(offset=offset, shape=(high - low,))
+            yield Placed(one.key, one.slot, part, Cut(((low - at, high - at),), flat=True))

@@ -1,0 +1,168 @@
+"""Which optimizer of a Megatron run has which parameters: one has all, or experts on ranks of their own have another.
+
+    ep = 1    {…}                                 in a classic file, in `distrib_optim.pt` and in `common.pt`
+    ep > 1    [{dense}, {experts}]                in a classic file
+              [{dense} or None, {experts}]        in `distrib_optim.pt`: the dense ones on the first data rank alone
+              {0: {dense}, 1: {experts}}          in `common.pt`; in buckets, and in older saves, with chained_0. and
+                                                  chained_1. before the names of all tensors
+
+Facts: megatron-core 0.16.1, optimizer/__init__.py `_get_param_groups` and `get_megatron_optimizer`, optimizer.py
+`ChainedOptimizer`, and the attribute `allreduce` of experts (tensor_parallel/layers.py, transformer/moe/experts.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from formats.errors import SourceError, UnsupportedError
+from formats.layout.table import Slot
+from formats.torch_files.archive import TorchFile
+from formats.torch_files.archive_writer import plain
+
+CHAINED = r"(?:chained_(\d+)\.)?"
+"""What may stand before the names of an optimizer's tensors in a distributed checkpoint."""
+EXPERTS = ".mlp.experts."
+BUFFER = re.compile(r".*\.mlp\.router\.expert_bias")
+"""What is in a model and in no optimizer: a router corrects it by itself (transformer/moe/router.py)."""
+
+
+class Parameter(NamedTuple):
+    """A parameter of a rank's file: the chunk that it is in, its key, and its slot."""
+
+    chunk: str
+    key: str
+    slot: Slot
+
+
+def decays(key: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is in the group with weight decay."""
+    return len(shape) > 1 and not key.endswith(".bias")
+
+
+def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Those of them that an optimizer moves."""
+    return [one for one in parameters if not BUFFER.fullmatch(one.key)]
+
+
+def repeated(slot: Slot) -> bool:
+    """Whether a data rank other than the first holds this dense tensor, for the experts beside it."""
+    return not slot.rule.splits & {"ep", "etp"} and any(rank for axis, (rank, _) in slot.mesh if axis in ("ep", "copy"))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def spread(wanted: Iterable[Slot], ep: int) -> frozenset[bool]:
+    """The groups that the optimizer of the experts has, by whether their weights decay; none where they have none.
+
+    Every rank has the same groups, also one without such a parameter.
+    """
+    experts = (slot for slot in wanted if ep > 1 and EXPERTS in slot.keys[0])
+    return frozenset(decays(slot.keys[0], slot.shape) for slot in experts)
+
+
+def shares(parameters: Sequence[Parameter], kinds: Collection[bool]) -> list[list[Parameter]]:
+    """The parameters of each optimizer of a rank, given the groups of the experts."""
+    found = trained(parameters)
+    if not kinds:
+        return [found]
+    return [[one for one in found if (EXPERTS in one.key) == experts] for experts in (False, True)]
+
+
+def groups(every: Sequence[Mapping[str, Any]], kinds: Collection[bool]) -> list[list[dict[str, Any]]]:
+    """The parameter groups of each optimizer, given those of the experts."""
+    found = [[dict(group) for group in every]]
+    if kinds:
+        found.append([{**group, "is_expert_parallel": True} for group in every if bool(group["wd_mult"]) in kinds])
+    return found
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def entries(file: TorchFile, args: Mapping[str, Any]) -> list[Mapping[Any, Any]]:
+    """The entry of each optimizer in a file: one, or with experts on several ranks two.
+
+    Raises:
+        UnsupportedError: there are others.
+    """
+    held, several = file.value.get("optimizer", {}), is_spread(args)
+    if isinstance(held, Mapping) and set(held) == {0, 1}:
+        held = [held[0], held[1]]
+    if isinstance(held, Mapping) and not several:
+        return [held]
+    if not isinstance(held, list) or not several or [isinstance(one, Mapping) for one in held] != [True, True]:
+        raise UnsupportedError(
+            f"{file.path} holds {'several optimizers' if isinstance(held, list) else 'one optimizer'}: supported is "
+            "one, and where experts are on several ranks one more for these"
+        )
+    return held
+
+
+def is_spread(args: Mapping[str, Any]) -> bool:
+    """Whether experts are on several ranks, as args say."""
+    size = args.get("expert_model_parallel_size")
+    return args.get("num_experts") is not None and type(size) is int and size > 1
+
+
+def apart(chunks: Mapping[str, Mapping[str, Any]], *, several: bool) -> list[dict[str, dict[str, Any]]]:
+    """The tensors of each chunk of a file, by key, for each optimizer."""
+    moved = {
+        place: {key: one for key, one in held.items() if not BUFFER.fullmatch(key)} for place, held in chunks.items()
+    }
+    if not several:
+        return [moved]
+    return [
+        {place: {key: one for key, one in held.items() if (EXPERTS in key) == experts} for place, held in moved.items()}
+        for experts in (False, True)
+    ]
+
+
+def joined(every: Sequence[tuple[TorchFile, Any]]) -> list[dict[str, Any]]:
+    """The parameter groups of all optimizers, without their parameters: with weight decay, and without.
+
+    Args:
+        every: those of each optimizer, and the file that holds them.
+
+    Raises:
+        UnsupportedError: more than weight decay tells two of them apart, or experts are trained otherwise.
+    """
+    found = [_groups(file, held, experts=number > 0) for number, (file, held) in enumerate(every)]
+    if len(found[0]) != 2:
+        raise _unknown(every[0][0], found[0])
+    dense = {bool(group["wd_mult"]): group for groups in found[:1] for group in groups}
+    for group in (group for groups in found[1:] for group in groups):
+        same = dense[bool(group["wd_mult"])]
+        step = {"step": same["step"]} if "step" in same else {}  # Transformer Engine does not count in empty groups
+        if {**step, **group} != same:
+            raise UnsupportedError(f"{every[0][0].path}: experts are trained with other settings than all else")
+    return [dense[True], dense[False]]
+
+
+def _groups(file: TorchFile, held: Any, *, experts: bool) -> list[dict[str, Any]]:
+    found = [plain(file, {name: one for name, one in group.items() if name != "params"}, "a group") for group in held]
+    kinds = {bool(group["wd_mult"]) for group in found}
+    if len(kinds) < len(found) or any(bool(group["is_expert_parallel"]) != experts for group in found):
+        raise _unknown(file, found)
+    return [{**group, "is_expert_parallel": False} for group in found]
+
+
+def _unknown(file: TorchFile, groups: Sequence[Any]) -> UnsupportedError:
+    return UnsupportedError(
+        f"{file.path} holds {len(groups)} groups of parameters, not one with weight decay and one without"
+    )
+
+
+def same_scaler(every: Sequence[tuple[TorchFile | None, Any]]) -> Any:
+    """The scaler of losses, which is that of each optimizer; None without one.
+
+    Raises:
+        SourceError: they differ.
+    """
+    first, *others = (plain(file, held, "grad_scaler") if file else None for file, held in every)
+    if any(other != first for other in others):
+        where = next(file.path for file, _ in every if file)
+        raise SourceError(f"{where}: the optimizers of experts and of all else scale losses otherwise")
+    return first

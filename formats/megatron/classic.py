@@ -1,0 +1,456 @@
+"""Megatron's classic checkpoints (`--ckpt-format torch`): a torch.save file for each tensor, pipeline and expert rank.
+
+    ROOT/latest_checkpointed_iteration.txt     an iteration, or `release`
+    ROOT/iter_0000100/mp_rank_{tp:02d}/model_optim_rng.pt             one pipeline stage
+    ROOT/iter_0000100/mp_rank_{tp:02d}_{pp:03d}/model_optim_rng.pt    several
+    ROOT/iter_0000100/mp_rank_{tp:02d}[_{pp:03d}]_{ep:03d}/...        experts on several ranks, each beside all the rest
+
+Facts: megatron-core 0.16.1 and megatron/training/checkpointing.py at 0.18 and d98e8a64; each line of the tables is
+proven by the tests that name it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target, slot_dtype
+from formats.disk.safetensors import Fragment
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.families import family_named
+from formats.huggingface import folder as huggingface
+from formats.layout.table import Slot, match, rules, slots
+from formats.megatron import megatron_llm
+from formats.megatron import optimizer as megatron_optim
+from formats.megatron.args import flags, mla
+from formats.megatron.args.args import CORE, DIST, Options, from_megatron, main_dtype, namespace
+from formats.megatron.chained_optimizer import Parameter, spread
+from formats.megatron.mesh import Mesh, require_mesh
+from formats.megatron.optimizer import SHARDED, Optimizer
+from formats.megatron.pipeline import Pipeline, chunks
+from formats.megatron.shards import (
+    DROPS,
+    TRACKER,
+    args_of,
+    check_apart,
+    check_grid,
+    folder_of,
+    iteration_of,
+    locate,
+    mesh_of,
+    name_of,
+    names_of,
+    read_shards,
+    state_of,
+    tensors_of,
+    vocab_multiple,
+)
+from formats.model.spec import MOST_LAYERS, ModelSpec
+from formats.torch_files.archive_writer import Held, archived
+from formats.torch_files.pickle_values import Namespace, TensorRef
+
+NAME = "megatron"
+ASSETS = "huggingface"
+FLAGS = "megatron_flags.txt"
+
+MCORE = (
+    *mla.RULES,
+    *rules("""
+embedding.word_embeddings.weight                                                             (embedding: vocab | ~padding)/tp hidden    first
+embedding.position_embeddings.weight                                                         positions: position hidden    first
+decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight}  input_norm: hidden    direct
+decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_bias|input_layernorm.bias}      input_norm_bias: hidden
+decoder.layers.{layer}.self_attention.linear_qkv.weight                                      (group (query: head half pair | key: half pair | value: dim))/tp hidden
+decoder.layers.{layer}.self_attention.linear_qkv.bias                                        (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
+decoder.layers.{layer}.self_attention.core_attention.softmax_offset                          sinks: (group head)/tp
+decoder.layers.{layer}.self_attention.q_layernorm.weight                                     query_norm: (half pair)
+decoder.layers.{layer}.self_attention.k_layernorm.weight                                     key_norm: (half pair)
+decoder.layers.{layer}.self_attention.linear_proj.weight                                     output: hidden (group head dim)/tp
+decoder.layers.{layer}.self_attention.linear_proj.bias                                       output_bias: hidden
+decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_weight|pre_mlp_layernorm.weight}           post_norm: hidden    dense
+decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_bias|pre_mlp_layernorm.bias}               post_norm_bias: hidden
+decoder.layers.{layer}.pre_mlp_layernorm.weight                                              post_norm: hidden    sparse
+decoder.layers.{layer}.mlp.linear_fc1.weight                                                 (gate: ffn/tp | up: ffn/tp) hidden    dense
+decoder.layers.{layer}.mlp.linear_fc1.weight                                                 up: ffn/tp hidden    plain
+decoder.layers.{layer}.mlp.linear_fc1.bias                                                   (gate_bias: ffn/tp | up_bias: ffn/tp)
+decoder.layers.{layer}.mlp.linear_fc1.bias                                                   up_bias: ffn/tp    plain
+decoder.layers.{layer}.mlp.linear_fc2.weight                                                 down: hidden ffn/tp    dense
+decoder.layers.{layer}.mlp.linear_fc2.bias                                                   down_bias: hidden
+decoder.layers.{layer}.mlp.router.weight                                                     router: expert hidden    sparse
+decoder.layers.{layer}.mlp.router.expert_bias                                                router_bias: expert    sparse
+decoder.layers.{layer}.mlp.router.bias                                                       router_score_bias: expert    sparse
+decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp)%interleave hidden    sparse separate
+decoder.layers.{layer}.mlp.experts.{linear_fc1.bias{expert}|local_experts.{expert}.linear_fc1.bias}  (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)%interleave    sparse separate
+decoder.layers.{layer}.mlp.experts.{linear_fc2.weight{expert}|local_experts.{expert}.linear_fc2.weight}  expert_down: hidden expert_ffn/etp    sparse separate
+decoder.layers.{layer}.mlp.experts.{linear_fc2.bias{expert}|local_experts.{expert}.linear_fc2.bias}  expert_down_bias: hidden    sparse separate
+decoder.layers.{layer}.mlp.experts.weight1                                                   (expert/ep hidden (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp))    sparse fused
+decoder.layers.{layer}.mlp.experts.weight2                                                   expert_down: (expert/ep expert_ffn/etp hidden)    sparse fused
+decoder.layers.{layer}.mlp.shared_experts.gate_weight                                        shared_router: () hidden    sparse
+decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight                                  (shared_gate: shared_ffn/tp | shared_up: shared_ffn/tp)%shared_interleave hidden    sparse
+decoder.layers.{layer}.mlp.shared_experts.linear_fc2.weight                                  shared_down: hidden shared_ffn/tp    sparse
+decoder.final_layernorm.weight                                                               final_norm: hidden    last
+decoder.final_layernorm.bias                                                                 final_norm_bias: hidden    last
+output_layer.weight                                                                          (head: vocab | ~padding)/tp hidden    last
+output_layer.weight                                                                          (embedding: vocab | ~padding)/tp hidden    last tied copy
+"""),
+)
+"""megatron-core's GPTModel. Of two spellings the first is Transformer Engine's, the second that of the local layers.
+
+`weight1` and `weight2` are the experts of its grouped GEMM before Transformer Engine's: matrices by their shapes, and
+stacks of transposed experts by what they hold (transformer/moe/experts.py `GroupedMLP`, 0.16.1). They are only read.
+Gate and up of grouped experts are interleaved where `moe_mlp_glu_interleave_size` says so (the same file,
+`_remove_glu_interleaving`, 0.19.2).
+"""
+GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
+
+LEGACY = rules("""
+language_model.embedding.word_embeddings.weight                             (embedding: vocab | ~padding)/tp hidden    first
+language_model.encoder.layers.{layer}.input_norm.weight                     input_norm: hidden
+language_model.encoder.layers.{layer}.self_attention.query_key_value.weight  (group (query: head half pair | key: half pair | value: dim))/tp hidden
+language_model.encoder.layers.{layer}.self_attention.query_key_value.bias    (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
+language_model.encoder.layers.{layer}.self_attention.dense.weight           output: hidden (group head dim)/tp
+language_model.encoder.layers.{layer}.post_attention_norm.weight            post_norm: hidden
+language_model.encoder.layers.{layer}.mlp.dense_h_to_4h.weight              (gate: ffn/tp | up: ffn/tp) hidden
+language_model.encoder.layers.{layer}.mlp.dense_4h_to_h.weight              down: hidden ffn/tp
+language_model.encoder.final_norm.weight                                    final_norm: hidden    last
+language_model.output_layer.weight                                          (head: vocab | ~padding)/tp hidden    last
+word_embeddings_for_head.weight                                             (embedding: vocab | ~padding)/tp hidden    last tied copy
+""")
+"""Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; read, not written."""
+
+TABLES = {CORE: MCORE, megatron_llm.NAME: megatron_llm.TRAINED}
+"""What is written, by dialect."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format."""
+    return (path / TRACKER).is_file() or any(path.glob("mp_rank_*"))
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: the pickles of all its files, none of the weights."""
+    run, iteration = locate(path)
+    shards = read_shards(iteration)
+    first = shards[0]
+    args = args_of(first.file)
+    mesh, pp = mesh_of(shards, args, iteration), max(shard.pp for shard in shards) + 1
+    check_grid(shards, mesh, pp, args, iteration)
+    found, table, dialect = flattened(tensors_of(shards, mesh, pp)), MCORE, CORE
+    keys = {key for tensors in found.values() for key in tensors}
+    assets = assets_of(run, settings)
+    if megatron_llm.wrote(keys, args):
+        table, dialect = megatron_llm.table(keys), megatron_llm.NAME
+    elif any(key.startswith("language_model.") for key in keys):
+        table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
+    padded = _padded_vocab(found, mesh.tp)
+    settled = table is LEGACY  # whose model was given what its args say (megatron/legacy/model/language_model.py)
+    spec = spec_of(args, dialect, assets, settings, iteration, first.file.path, padded, settled=settled)
+    pipeline = pipeline_of(args, pp, len(first.chunks), first.file.path)
+    try:
+        if dialect == megatron_llm.NAME:
+            megatron_llm.check_topology(spec, mesh.tp, pipeline)
+        wanted = slots_of(spec, table, mesh, pipeline, padded, fused=any(map(GROUPED.fullmatch, keys)))
+    except (RefusedError, UnsupportedError) as error:
+        kind = SourceError if isinstance(error, RefusedError) else UnsupportedError
+        raise kind(f"{iteration}: {error}", error.hint) from None
+    placed, dropped = match(wanted, found, DROPS, iteration)
+    check_apart(placed)
+    topology = {"tp": mesh.tp, "pp": pp} | ({"vpp": pipeline.virtual} if pipeline.virtual > 1 else {})
+    topology |= {"ep": mesh.ep} if mesh.ep > 1 else {}
+    topology |= {"etp": mesh.etp} if mesh.etp != mesh.tp else {}
+    files = tuple(shard.file.path for shard in shards)
+    extra = {
+        "args": args,
+        "iteration": iteration_of(first.file),
+        "folder": iteration.name,
+        "vocab_multiple": vocab_multiple(args, first.file.path),
+        "state": state_of(shards),
+        "padded_vocab": padded,
+        "norm": names_of(keys),
+        "experts": "local" if any(".local_experts." in key for key in keys) else "te",
+        "interleaves": mesh.interleaves,
+        "dialect": dialect,
+        "added_tokens": megatron_llm.added_tokens(args),
+    }
+    return Checkpoint(run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, extra)
+
+
+def assets_of(run: Path, settings: Settings) -> Path | None:
+    """The Hugging Face folder that belongs to the weights of a run."""
+    return settings.config or (run / ASSETS if (run / ASSETS / "config.json").is_file() else None)
+
+
+def spec_of(
+    args: Mapping[str, Any],
+    dialect: str,
+    assets: Path | None,
+    settings: Settings,
+    iteration: Path,
+    path: Path,
+    padded: int,
+    *,
+    settled: bool = False,
+) -> ModelSpec:
+    """The settings of a model, from its args and from the config that travels with it; `padded` rows are there.
+
+    What a conversion wrote is `settled`: nobody has trained it, whatever the version would ignore.
+    """
+    settled = settled or (iteration / MANIFEST).is_file()
+    base = huggingface.read_spec(assets, replace(settings, vocab_size=None)) if assets else None
+    if dialect == megatron_llm.NAME:
+        spec = megatron_llm.from_args(args, settings, base, assets, iteration.name == "release", str(path))
+    else:
+        spec = from_megatron(args, settings.values, base, str(path), accept=settings.accept, settled=settled)
+        spec = _with_vocab(spec, settings, iteration)
+    if spec.vocab is not None and not spec.vocab <= padded:
+        raise SourceError(
+            f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
+            "correct it with --vocab-size",
+        )
+    return spec
+
+
+def _with_vocab(spec: ModelSpec, settings: Settings, iteration: Path) -> ModelSpec:
+    """The settings with the true vocabulary that the user named."""
+    if settings.vocab_size is not None:
+        if spec.vocab not in (None, settings.vocab_size):
+            raise RefusedError(
+                f"--vocab-size {settings.vocab_size} contradicts {iteration}, whose vocabulary is {spec.vocab}",
+                f"leave it out, or insist with --set vocab={settings.vocab_size}",
+            )
+        spec = replace(spec, vocab=settings.vocab_size)
+    return spec
+
+
+def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path: Path) -> dict[str, Any]:
+    """The args of a model before megatron-core, which ignored `rotary_base` and always used 10000.
+
+    megatron/legacy/model/language_model.py:390 at 0.18, megatron/model/language_model.py:372 in 2023-10.
+    """
+    if any(key.startswith("language_model.transformer.") or key.endswith(".final_layernorm.weight") for key in keys):
+        raise UnsupportedError(f"{path}: its names are those of Megatron-LM before 2023-09, which had no RMSNorm")
+    if args.get("num_experts") is not None:
+        raise UnsupportedError(f"{path}: experts of Megatron-LM's own models (SwitchMLP) are not supported")
+    if args.get("rotary_base") not in (None, 10000) and "rope_theta" not in settings.values:
+        raise RefusedError(
+            f"{path}: args say rotary_base {args['rotary_base']}, but Megatron-LM's own models ignored it and used 10000",
+            "--set rope_theta=10000, or the other value if your fork heeded it",
+        )
+    return args | {"rotary_base": 10000}
+
+
+def flattened(found: Mapping[str, Mapping[str, Fragment]]) -> dict[str, dict[str, Fragment]]:
+    """The tensors, with those of `GROUPED` as the elements that they are, one behind the other."""
+    return {
+        file: {
+            key: fragment._replace(shape=(prod(fragment.shape),), strides=(1,))
+            if GROUPED.fullmatch(key) and fragment.row_major and len(fragment.shape) == 2
+            else fragment
+            for key, fragment in tensors.items()
+        }
+        for file, tensors in found.items()
+    }
+
+
+def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
+    for tensors in found.values():
+        for key, fragment in tensors.items():
+            if key.endswith("embedding.word_embeddings.weight") and fragment.shape:
+                return fragment.shape[0] * tp
+    raise SourceError("no file holds the word embeddings")
+
+
+def pipeline_of(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pipeline:
+    """How layers are spread over stages and chunks, as args say."""
+    layout = args.get("pipeline_model_parallel_layout")
+    ends = [args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    if not all(end is None or (type(end) is int and 0 <= end < MOST_LAYERS) for end in ends):
+        raise SourceError(f"{path}: the layers of its first and last stage are {short(ends)}")
+    if not (layout is None or (isinstance(layout, str) and len(layout) < MOST_LAYERS)):
+        raise UnsupportedError(f"{path}: pipeline_model_parallel_layout = {short(layout)} is no text")
+    return Pipeline(
+        pp,
+        virtual,
+        ends[0],
+        ends[1],
+        bool(args.get("account_for_embedding_in_pipeline_split")),
+        bool(args.get("account_for_loss_in_pipeline_split")),
+        layout,
+    )
+
+
+def _chunk_key(virtual: int, pipeline: Pipeline) -> str:
+    return f"model{virtual}" if pipeline.virtual > 1 else "model"
+
+
+def _require_tp(spec: ModelSpec, tp: int) -> None:
+    """Heads divide over tensor ranks.
+
+    Raises:
+        RefusedError: they do not.
+    """
+    if spec.heads % tp or (spec.kv_heads % tp and tp % spec.kv_heads):
+        raise RefusedError(
+            f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}",
+            "megatron-core needs heads % tp == 0, and groups % tp == 0 or tp % groups == 0",
+        )
+
+
+def slots_of(
+    spec: ModelSpec, table: Iterable[Any], mesh: Mesh, pipeline: Pipeline, padded_vocab: int, *, fused: bool = False
+) -> list[Slot]:
+    """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`. `fused` experts are those of `GROUPED`."""
+    _require_tp(spec, mesh.tp)
+    require_mesh(mesh, spec, classic=True)
+    found: list[Slot] = []
+    for chunk in chunks(pipeline, spec.layers):
+        conditions = {*spec.conditions, "fused" if fused else "separate"}
+        conditions |= {"first"} if chunk.first else set()
+        conditions |= {"last"} if chunk.last else set()
+        here = [rule for rule in table if not (chunk.first and "copy" in rule.conditions)]
+        for rank, tp, ep in mesh.files():
+            found += slots(
+                here,
+                spec.sizes(padded_vocab) | mesh.interleaves,
+                tensors=spec.tensors,
+                file=f"{folder_of(tp, chunk.stage, ep, pipeline.stages, mesh)} {_chunk_key(chunk.virtual, pipeline)}",
+                layers=enumerate(chunk.layers),
+                conditions=conditions,
+                sparse=spec.sparse_layers,
+                **mesh.of(rank, spec.experts or 0),
+            )
+    return found
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(
+    root: Path,
+    spec: ModelSpec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
+    *,
+    args: Mapping[str, Any] | None = None,
+    iteration: int | None = None,
+    optimizer: Optimizer | None = None,
+) -> Target:
+    """Lay out a run folder with one checkpoint.
+
+    Args:
+        root: the run folder.
+        spec: the model; its true vocabulary must be known.
+        dtypes: the element type of each logical tensor.
+        options: topology and dialect.
+        args: those of the checkpoint that is resharded; what does not concern model and topology is kept.
+        iteration: its iteration; None for a release.
+        optimizer: what the run keeps to train on.
+    """
+    pipeline, padded = topology_of(spec, options)
+    llm = options.dialect == megatron_llm.NAME
+    folder = name_of(iteration)
+    spelled = megatron_llm.namespace if llm else namespace
+    merged = spelled(spec, dtypes.values(), options, padded, args or {}, iteration)
+    merged |= optimizer.args() if optimizer else {}
+    by_file: dict[str, list[Slot]] = {}
+    wanted = slots_of(spec, TABLES[options.dialect], options.mesh, pipeline, padded)
+    for slot in wanted:
+        by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
+    files, kinds = [], spread(wanted, options.mesh.ep)
+    for stage, (rank, tp, ep) in product(range(options.pp), options.mesh.files()):
+        name = folder_of(tp, stage, ep, options.pp, options.mesh)
+        path = root / folder / name / "model_optim_rng.pt"
+        head = {"args": Namespace({**merged, "rank": stage * options.mesh.ranks + rank}), "checkpoint_version": 3.0}
+        head["iteration"] = merged["iteration"]
+        parameters = parameters_of(by_file.get(name, []), options)  # a stage may be empty
+        files.append(_file(path, head, parameters, dtypes, options, optimizer, kinds))
+        if optimizer and optimizer.distributed:
+            beside, dtype, first = path.with_name(SHARDED), main_dtype(dtypes.values()), rank < options.tp
+            files.append(megatron_optim.sharded_file(beside, optimizer, parameters, dtype, kinds, first=first))
+    told = megatron_llm.flags(merged) if llm else flags.flags(merged, options.version, options.accepted)
+    texts = {
+        TRACKER: (str(iteration) if iteration is not None else "release").encode(),
+        FLAGS: told.encode(),
+    }
+    return Target(tuple(files), texts, {}, folder, padding="last" if llm else "zeros")
+
+
+def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
+    """The pipeline that is to be written, and its padded vocabulary.
+
+    Raises:
+        UnsupportedError: the family has no layout of Megatron.
+        RefusedError: megatron-core has no such topology.
+    """
+    if reason := family_named(spec.family).only_here:
+        raise UnsupportedError(f"a {spec.family} has no Megatron layout: {reason}", "see `convert formats`")
+    if options.dialect == megatron_llm.NAME:
+        megatron_llm.check_spec(spec)
+        megatron_llm.check_topology(spec, options.tp, options.pipeline)
+    require_mesh(options.mesh, spec, classic=options.dialect != DIST)
+    if options.interleave and "local" in (options.norm, options.experts):
+        raise RefusedError(
+            f"Megatron's local layers do not interleave gate and up: --glu-interleave {options.interleave}",
+            "--norm te and --experts te, or leave --glu-interleave out",
+        )
+    if options.vpp > 1 and options.pp == 1:
+        raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
+    _require_tp(spec, options.tp)
+    mla.require_names(spec, options.norm, options.tp if options.dialect == CORE else 1)
+    unit = options.vocab_multiple * options.tp
+    return options.pipeline, -(-(spec.vocab or 0) // unit) * unit
+
+
+def parameters_of(wanted: Iterable[Slot], options: Options) -> list[Parameter]:
+    """What a rank's file holds, in the order of the model."""
+
+    def key_of(slot: Slot) -> str:
+        names = options.norm if slot.expert is None else options.experts or options.norm
+        return slot.keys[0] if names == "te" else slot.keys[-1]
+
+    return megatron_optim.in_order(Parameter(slot.file.partition(" ")[2], key_of(slot), slot) for slot in wanted)
+
+
+def _file(
+    path: Path,
+    head: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
+    optimizer: Optimizer | None,
+    kinds: Collection[bool],
+) -> OutputFile:
+    held: list[Held] = [
+        (f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)) for chunk, key, slot in parameters
+    ]
+    states = megatron_optim.held(optimizer, parameters) if optimizer and not optimizer.distributed else {}
+
+    def value(refs: Mapping[str, TensorRef]) -> dict[str, Any]:
+        empty = [_chunk_key(number, options.pipeline) for number in range(options.vpp)]
+        models: dict[str, Any] = {chunk: OrderedDict() for chunk in empty}  # a chunk may hold no layer
+        for chunk, key, _ in parameters:
+            ref = refs[f"{chunk} {key}"]
+            *outer, last = megatron_llm.place(key) if options.dialect == megatron_llm.NAME else (key,)
+            inner = models[chunk]
+            for part in outer:
+                inner = inner.setdefault(part, OrderedDict())
+            inner[last] = ref
+        if not optimizer:
+            return {**head, **models}
+        return {
+            **head,
+            **models,
+            **optimizer.head,
+            "optimizer": megatron_optim.entry(optimizer, parameters, refs, kinds),
+        }
+
+    return archived(path, held, value, states=states)

@@ -1,0 +1,327 @@
+"""Megatron-LLM: a fork of Megatron-LM of early 2023 with its own spellings, orders and arguments.
+
+Files and folders are those of `megatron.py`. What differs is in the tables: up comes before gate, the rows of a rotary
+head are interleaved, the output head is a bare tensor, and settings have other names.
+
+Facts: epfLLM/Megatron-LLM at 806a8330 and xingyaoww/Megatron-LLM at 1b075777 (weights_conversion/, tools/,
+megatron/checkpointing.py, megatron/arguments.py, megatron/model/), whose programs wrote the files in
+tests/golden/megatron_llm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Settings
+from formats.disk.json_file import read_json
+from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.families import family_named
+from formats.families.family import Facts, Family
+from formats.layout.table import Rule, rules
+from formats.megatron.args import fields
+from formats.megatron.args.args import Options, agreed, found_in, main_dtype, require_only
+from formats.megatron.pipeline import Pipeline
+from formats.model.spec import ModelSpec, real, whole
+from formats.torch_files.pickle_values import Dtype, Opaque, keeps
+
+NAME = "megatron-llm"
+TOKENIZER = "tokenizer.model"
+"""Beside the tracker: the SentencePiece model that the training is told to use."""
+
+_TABLE = """
+language_model.embedding.word_embeddings.weight                                 (embedding: vocab | ~padding)/tp hidden    first
+language_model.encoder.layers.{layer}.input_layernorm.weight                    input_norm: hidden
+language_model.encoder.layers.{layer}.self_attention.query_key_value.weight     (group (query: head pair half | key: pair half | value: dim))/tp hidden
+language_model.encoder.layers.{layer}.self_attention.dense.weight               output: hidden (group head dim)/tp
+language_model.encoder.layers.{layer}.post_attention_layernorm.weight           post_norm: hidden
+language_model.encoder.layers.{layer}.mlp.dense_h_to_4h.weight                  (up: ffn/tp | gate: ffn/tp) hidden
+language_model.encoder.layers.{layer}.mlp.dense_4h_to_h.weight                  down: hidden ffn/tp
+language_model.encoder.final_layernorm.weight                                   final_norm: hidden    last
+language_model.lm_head                                                          (head: vocab | ~padding)/tp hidden    last
+"""
+TRAINED = rules(_TABLE)
+"""What the training and the re-sharder write, and what is written here: each of upstream's programs reads it."""
+CONVERTED = rules(_TABLE.replace(".encoder.", ".transformer.").replace(".self_attention.", ".attention."))
+"""What hf_to_megatron.py writes."""
+
+ARGS = {
+    "layers": "num_layers encoder_num_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_attention_heads_kv",
+    "head_dim": "kv_channels",
+    "ffn": "ffn_hidden_size",
+    "max_positions": "max_position_embeddings",
+    "norm_epsilon": "layernorm_epsilon",
+    "rope_theta": "rope_theta",
+    "sliding_window": "sliding_window_size",
+}
+"""Setting: argument (megatron/arguments.py)."""
+
+ONLY = {
+    "glu_activation": ("swiglu",),
+    "use_rms_norm": (True,),
+    "position_embedding_type": ("rotary",),
+    "tie_embed_logits": (False,),
+    "use_bias": (False,),
+    "use_post_ln": (False,),
+    "parallel_attn": (False,),
+    "parallel_layernorm": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+}
+"""Arguments that change what the model computes, and what its Llama and Mistral assert (model/llama_model.py)."""
+
+ONLY_SAID = ("glu_activation", "use_rms_norm", "position_embedding_type", "tie_embed_logits")
+"""Those of them whose default is another model: they have to be there."""
+
+OWN = (
+    "num_attention_heads_kv", "rope_theta", "sliding_window_size", "glu_activation", "use_rms_norm", "use_bias",
+    "use_post_ln", "parallel_attn", "parallel_layernorm", "tie_embed_logits",
+)  # fmt: skip
+"""The arguments of layout and computation that Megatron-LM never had: settings, and those of `ONLY`."""
+
+RUN = """
+bias_droput_fusion data_type lima_dropout load_iters loss_role metrics model_name new_tokens packed_input
+scalar_loss_mask skip_iters vocab_extra_ids_list wandb_api_key wandb_id wandb_logger wandb_resume
+"""
+"""Its other arguments that Megatron-LM never had: settings of a run."""
+
+LOST = {"norm_epsilon": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
+"""What the re-sharder forgets, and the defaults that its files have instead (tools/checkpoint_saver_megatron.py)."""
+
+WINDOW = 4096
+"""finetune.py sets this window in every model that it is told to be a `mistral`."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def wrote(keys: Collection[str], args: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is Megatron-LLM's, by its bare output head, or by an argument that only it has."""
+    return "language_model.lm_head" in keys or "glu_activation" in args
+
+
+def table(keys: Iterable[str]) -> tuple[Rule, ...]:
+    """The table of a checkpoint with these keys."""
+    return CONVERTED if any(key.startswith("language_model.transformer.") for key in keys) else TRAINED
+
+
+def from_args(
+    args: Mapping[str, Any], settings: Settings, base: ModelSpec | None, assets: Path | None, release: bool, where: str
+) -> ModelSpec:
+    """Read the `args` of a checkpoint.
+
+    Args:
+        args: the attributes of the namespace.
+        settings: what the user said.
+        base: the spec of the Hugging Face config that travels with the checkpoint, if there is one.
+        assets: the folder of that config.
+        release: whether nothing was trained.
+        where: what to call the file in an error.
+
+    Raises:
+        SourceError: a setting is missing.
+        UnsupportedError: the model computes something that has no layout here.
+        RefusedError: args and config contradict each other.
+    """
+    plain = {**dict.fromkeys(ONLY_SAID), **args}
+    if _is_rotary(args.get("position_embedding_type")):
+        plain["position_embedding_type"] = "rotary"
+    own = {*OWN, *RUN.split()}
+    accepted = fields.require_understood(args, where, understood=ONLY, own=own, accept=settings.accept)
+    require_only(plain, ONLY, where)
+    values = found_in(args, ARGS) | {"notes": accepted}
+    values["tied"] = False
+    values["kv_heads"] = values["kv_heads"] or values["heads"]  # hf_to_megatron.py names them only where they differ
+    width = whole(values["hidden"], "hidden", where) // whole(values["heads"], "heads", where)
+    if values["head_dim"] not in (None, width):
+        raise UnsupportedError(f"{where}: Megatron-LLM turns {width} elements of a head, not {values['head_dim']}")
+    values["head_dim"] = width
+    values["rope_theta"] = values["rope_theta"] or LOST["rope_theta"]  # the parser's default, where Llama's is left out
+    factor = real(args.get("rope_scaling_factor") or 1.0, "rope_scaling_factor", where)
+    values["rope_scaling"] = None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+    if args.get("perform_initialization") is False:  # nobody but the re-sharder asks for that
+        forgotten = [name for name, default in LOST.items() if values[name] == default]
+        known = "as in the config" if base else "its defaults are taken; --config BASE has the true ones"
+        values["notes"] += [f"Megatron-LLM's re-sharder forgets {', '.join(forgotten)}: {known}"]
+        values |= {name: getattr(base, name) for name in forgotten if base}
+    values["vocab"] = vocab = settings.vocab_size or args.get("true_vocab_size") or _vocab(args, base, assets, release)
+    lost = base is not None and isinstance(vocab, int) and vocab < (base.vocab or 0)  # a training only adds tokens
+    spec = agreed(values, Facts(), settings.values, base, where, apart=() if lost else ("vocab",))
+    return replace(spec, notes=(*spec.notes, *window_notes(spec)))
+
+
+def window_notes(spec: ModelSpec) -> tuple[str, ...]:
+    """What a window is there, if there is one: flash-attn is told to look so many tokens back (model/transformer.py).
+
+    The number is kept all the same: its own converters keep it, and its Mistral takes no other than that of the Hub's.
+    """
+    if spec.sliding_window is None:
+        return ()
+    said = f"sliding_window_size = {spec.sliding_window}"
+    return (f"{said} of Megatron-LLM sees a token more than that of transformers; its own converters keep it too",)
+
+
+def _is_rotary(value: Any) -> bool:
+    """Whether a value is `PositionEmbeddingType.rotary`, which pickle names by its number (model/enums.py)."""
+    return isinstance(value, Opaque) and value.name == "PositionEmbeddingType" and value.args == (1,)
+
+
+def added_tokens(args: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tokens that the training added to its tokenizer, in the order of their ids."""
+    names = args.get("vocab_extra_ids_list")
+    return tuple(names.split(",")) if isinstance(names, str) and names else ()
+
+
+def _vocab(args: Mapping[str, Any], base: ModelSpec | None, assets: Path | None, release: bool) -> int | None:
+    """The true vocabulary, as far as a checkpoint and its model's config tell.
+
+    hf_to_megatron.py pads nothing. A re-sharded training has forgotten what its tokenizer added, and one without
+    --no_new_tokens added up to seven tokens of its own.
+    """
+    if "perform_initialization" not in args:
+        return whole(args.get("padded_vocab_size"), "padded_vocab_size", "args")
+    if base is None or base.vocab is None:
+        return None
+    if args["perform_initialization"] is False:
+        return base.vocab if release else None
+    pieces, added = _tokens(assets) if assets else ({}, {})
+    new = [token for token in added_tokens(args) if token not in pieces]
+    expected = {token: len(pieces) + number for number, token in enumerate(new)}
+    beyond = {token: number for token, number in added.items() if number >= len(pieces)}
+    if args.get("new_tokens", True) or args.get("vocab_extra_ids") or not pieces or beyond.items() - expected.items():
+        return None
+    return max(base.vocab, len(pieces) + len(new))
+
+
+def _tokens(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """The pieces and the added tokens of a folder's tokenizer.json, with their ids; nothing where it has none."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return {}, {}
+    record = read_json(path)
+    try:
+        vocab = record["model"]["vocab"]
+        pieces = vocab if isinstance(vocab, dict) else {token: number for number, (token, *_) in enumerate(vocab)}
+        return pieces, {one["content"]: int(one["id"]) for one in record.get("added_tokens") or []}
+    except (TypeError, KeyError, ValueError):
+        raise SourceError(f"{path} holds tokens in a form that no tokenizer has") from None
+
+
+# --- both directions -------------------------------------------------------------------------------------------------
+
+
+def check_topology(spec: ModelSpec, tp: int, pipeline: Pipeline) -> None:
+    """Refuse what its attention cannot compute, and what its re-sharder does not read.
+
+    Raises:
+        RefusedError: key/value groups would have to be cut (model/transformer.py `ParallelAttention`).
+        UnsupportedError: there are virtual pipeline chunks, or stages of different sizes.
+    """
+    if spec.kv_heads % tp:
+        raise RefusedError(f"{spec.kv_heads} key/value groups do not divide over tp = {tp}, and Megatron-LLM cuts none")
+    if pipeline.virtual > 1:
+        raise UnsupportedError("virtual pipeline chunks of Megatron-LLM are not supported, its own re-sharder has none")
+    if pipeline != Pipeline(pipeline.stages):
+        raise UnsupportedError("pipeline stages of Megatron-LLM hold equally many layers", "leave the other sizes out")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def lacks(family: Family, biases: Collection[str] | None = None) -> str:
+    """Why Megatron-LLM holds no model of a family, with the usual biases or others; empty where it does."""
+    biases = family.biases_of({}) if biases is None else biases
+    reasons = {
+        "its Llama and Mistral have no biases": bool({"output_bias", "mlp_bias"}.intersection(biases)),
+        "its norms are RMSNorm and its MLP has a gate": family.facts.plain,
+        "its linear layers have biases everywhere or nowhere, and this model has them on query, key and value": (
+            family.facts_with(biases).qkv_bias
+        ),
+        "it has no norms on query and key": family.facts.qk_norm,
+        "its positions are rotary, in every layer": family.rope_theta is None or "nope_layers" in family.keys,
+        "its window holds for every layer": "full_layers" in family.keys,
+        "its MLP has no experts": bool(family.facts.experts),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Refuse a model that Megatron-LLM cannot hold.
+
+    Raises:
+        RefusedError: it has other tensors or another rotary embedding than Megatron-LLM's Llama and Mistral.
+    """
+    family_lacks = lacks(family_named(spec.family), spec.biases)
+    scaling = dict(spec.rope_scaling or {})
+    reasons = {
+        family_lacks: bool(family_lacks),
+        "its rotary embedding turns whole heads": spec.rotary_fraction not in (None, 1.0),
+        "its Llama and Mistral have an output head of their own, and this model shares the embedding's": spec.tied,
+        f"its rotary embedding turns hidden / heads = {spec.hidden // spec.heads} elements of a head, "
+        f"and a head of this model has {spec.head_dim}": spec.head_dim * spec.heads != spec.hidden,
+        f"of rope scalings it only knows linear ones, not {scaling.get('rope_type')}": (
+            bool(scaling) and (scaling.get("rope_type") != "linear" or not {*scaling} <= {"rope_type", "factor"})
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise RefusedError(f"Megatron-LLM cannot hold this {spec.family}: {reason}", "use --format torch")
+
+
+def namespace(
+    spec: ModelSpec, dtypes: Iterable[str], options: Options, padded: int, old: Mapping[str, Any], iteration: int | None
+) -> dict[str, Any]:
+    """The namespace that its `load_args_from_checkpoint` and `check_checkpoint_args` read."""
+    kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
+    dtype = main_dtype(dtypes)
+    base = {
+        "seq_length": spec.max_positions,
+        "tokenizer_type": "SentencePieceTokenizer",
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_gelu_fusion": False,
+        "bias_droput_fusion": False,
+    } | kept
+    facts = {name: getattr(spec, setting) for setting, names in ARGS.items() for name in names.split()}
+    return base | facts | {name: allowed[0] for name, allowed in ONLY.items()} | {
+        "rope_scaling_factor": (spec.rope_scaling or {}).get("factor", 1.0),
+        "true_vocab_size": spec.vocab,
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": options.vocab_multiple,
+        "tensor_model_parallel_size": options.tp,
+        "pipeline_model_parallel_size": options.pp,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "data_parallel_size": 1,
+        "world_size": options.tp * options.pp,
+        "params_dtype": Dtype(dtype),
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        "perform_initialization": True,
+        "iteration": "release" if iteration is None else iteration,
+    }  # fmt: skip
+
+
+def flags(args: Mapping[str, Any]) -> str:
+    """The flags of finetune.py that it does not take from a checkpoint, not even with --use_checkpoint_args."""
+    lines = [
+        "--use_checkpoint_args",
+        f"--model_name {'mistral' if args['sliding_window_size'] == WINDOW else 'llama2'}",
+        f"--layernorm_epsilon {args['layernorm_epsilon']}",
+        f"--rope_theta {args['rope_theta']}",
+        f"--rope_scaling_factor {args['rope_scaling_factor']}",
+    ]
+    lines += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
+    lines += ["--no_load_optim", "--no_load_rng"] if args["iteration"] != "release" else []
+    return "\n".join(lines) + "\n"
+
+
+def place(key: str) -> tuple[str, ...]:
+    """The names under which a tensor lies in the nested maps of a file."""
+    model, part, rest = (*key.split(".", 2), "")[:3]
+    return (model, part, rest) if part == "encoder" else tuple(key.split("."))

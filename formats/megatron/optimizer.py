@@ -1,0 +1,292 @@
+"""The optimizer of a Megatron run: what Adam keeps of each parameter, and what is written of it.
+
+    model_optim_rng.pt    {state: {i: {exp_avg, exp_avg_sq, step}}, param_groups}                  float32
+                          {optimizer: the same, fp32_from_fp16_params: [[master] of each group]}    half precision
+                          {optimizer: {param_groups}}, and beside it distrib_optim.pt               distributed
+    distrib_optim.pt      {chunk: {types: {param, exp_avg, exp_avg_sq, numel_unpadded}}}: the parameters end to end
+    torch_dist            optimizer.state.{exp_avg|exp_avg_sq|fp32_param|param}.{key of the model}; or buckets:
+                          optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_{chunk}.{types}.bucket_idx_{n}.{param|…}
+
+A parameter's number i counts first those with weight decay, then the vectors and biases, each in the order in which the
+model has them. In `distrib_optim.pt` they lie in the reverse order, each from a multiple of 64 elements on. Experts on
+ranks of their own have an optimizer of their own (`megatron_chained`).
+
+Facts: megatron-core 0.16.1, optimizer/__init__.py `_get_param_groups`, optimizer.py, distrib_optimizer.py and
+distributed/param_and_grad_buffer.py; a training that goes on with each is in tests/golden/test_megatron_optim.py.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Checkpoint, OutputFile, slot_dtype
+from formats.disk.safetensors import DTYPES, Fragment, row_major
+from formats.errors import UnsupportedError
+from formats.layout.table import Placed
+from formats.layout.tensors import BUFFERS
+from formats.megatron import chained_optimizer as chained
+from formats.megatron.chained_optimizer import Parameter, decays
+from formats.optimizer import STATES
+from formats.torch_files.archive import STREAM, plan_archive
+from formats.torch_files.archive_writer import Held, Small
+from formats.torch_files.pickle_values import Dtype, StorageRef, TensorRef
+
+ALIGNMENT = 64
+"""Elements: where a parameter begins in the buffers of a distributed optimizer."""
+RESHARDABLE = "fully_reshardable"
+PREFIX = "optimizer.state."
+SHARDED = "distrib_optim.pt"
+MODULES = (
+    "input_layernorm", "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
+    "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
+    "self_attention.k_layernorm", "self_attention.kv_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1",
+    "mlp.linear_fc2", "mlp.router", "mlp.experts", "mlp.shared_experts",
+)  # fmt: skip
+"""Of a layer, in the order in which the model has them (transformer_layer.py, attention.py, mlp.py, moe_layer.py)."""
+EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc([12])\.\w+?(\d+)$)")
+"""A module for each expert, or one for the first matrices (and biases) of all and one for the second ones: there each
+expert's come together (transformer_engine/pytorch/module/grouped_linear.py, `weight0`, `bias0`, `weight1`, ...)."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What a run keeps to train on, besides the weights.
+
+    Attributes:
+        states: those of STATES that there are, each as a checkpoint of its own.
+        groups: the parameter groups, without their parameters.
+        distributed: whether it is Megatron's distributed optimizer, which has its step in the groups.
+        step: that of torch's Adam; None where the groups have it.
+        scaler: that of float16 losses; None without one.
+        head: what lies beside the optimizer and is the same on all ranks, such as the scheduler of the rate.
+        grads: the element type in which gradients are reduced, as torch calls it.
+    """
+
+    states: Mapping[str, Checkpoint]
+    groups: Sequence[Mapping[str, Any]]
+    distributed: bool
+    step: Small | None
+    scaler: Any
+    head: Mapping[str, Any]
+    grads: str
+
+    @cached_property
+    def dtypes(self) -> dict[str, Mapping[tuple[str, int | None], str]]:
+        """The element type of each logical tensor, by state."""
+        return {state: source.dtypes() for state, source in self.states.items()}
+
+    def args(self) -> dict[str, Any]:
+        """The arguments by which Megatron knows that it is there."""
+        return {"no_save_optim": False, "use_distributed_optimizer": self.distributed}
+
+    def around(self, inner: Mapping[str, Any], masters: Any = None) -> dict[str, Any]:
+        """The entry `optimizer` around that of Adam itself."""
+        if not self.distributed and "fp32" not in self.states:
+            return dict(inner)
+        found = {"optimizer": dict(inner)} | ({} if self.scaler is None else {"grad_scaler": self.scaler})
+        return found if masters is None else {**found, "fp32_from_fp16_params": masters}
+
+
+def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> Optimizer:
+    """The same optimizer as a distributed one, or as a plain one.
+
+    The distributed optimizer of a float32 model has masters too, which are the weights themselves. torch's Adam counts
+    its steps beside the moments, and where it is distributed they are a float in the groups; those of Transformer
+    Engine and Apex count in the groups, as integers, in both (optimizer/distrib_optimizer.py `state_dict`).
+
+    Args:
+        optimizer: that of the source.
+        source: the weights that it belongs to.
+        distributed: what it becomes.
+
+    Raises:
+        UnsupportedError: moments are not float32, or steps are counted in a way that is not known.
+    """
+    if optimizer.distributed == distributed:
+        return optimizer
+    for state, dtypes in optimizer.dtypes.items():
+        if others := set(dtypes.values()) - {"F32"}:
+            kept = "a distributed one is made of float32" if distributed else "only a distributed one keeps it so"
+            raise UnsupportedError(f"{state} of the optimizer is {others.pop()}: {kept}", "leave --optimizer out")
+    weights = tuple(one for one in source.tensors if not BUFFERS.intersection(one.slot.rule.pattern.tensors))
+    groups, step, states = [dict(group) for group in optimizer.groups], optimizer.step, dict(optimizer.states)
+    if distributed:
+        if step is not None and (step.dtype, step.shape) != ("F32", ()):
+            raise UnsupportedError(f"its optimizer counts steps as {step.dtype} {list(step.shape)}, which is not known")
+        groups = groups if step is None else [{**group, "step": step.number} for group in groups]
+        states = {"fp32": replace(source, tensors=weights, without=BUFFERS)} | states
+        return replace(optimizer, states=states, groups=groups, distributed=True, step=None)
+    if all(type(group.get("step")) is float for group in groups):
+        step = Small("F32", (), struct.pack("<f", groups[0]["step"]))
+        groups = [{name: one for name, one in group.items() if name != "step"} for group in groups]
+    if all(one.fragment.dtype == "F32" for one in weights):
+        del states["fp32"]
+    return replace(optimizer, states=states, groups=groups, distributed=False, step=step)
+
+
+def stored_name(state: str, distributed: bool) -> str:
+    """What a distributed checkpoint calls a state."""
+    return state if state != "fp32" else "param" if distributed else "fp32_param"
+
+
+# --- classic files ---------------------------------------------------------------------------------------------------
+
+
+def in_order(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """The parameters of a file in the order in which the model has them."""
+
+    def place(one: Parameter) -> tuple[int, ...]:
+        chunk, found = int(one.chunk[5:] or 0), re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", one.key)
+        if found is None:
+            return chunk, -1 if "first" in one.slot.rule.conditions else 1_000_000
+        rank = next((n for n, module in enumerate(MODULES) if found[2].startswith(module)), len(MODULES))
+        expert = EXPERT.match(found[2])
+        return chunk, int(found[1]), rank, *(int(number or 0) for number in (expert.groups() if expert else ()))
+
+    return sorted(parameters, key=place)
+
+
+def held(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, list[Held]]:
+    """The tensors of a plain optimizer in a rank's file, by state."""
+    found: dict[str, list[Held]] = {}
+    for state, dtypes in optimizer.dtypes.items():
+        found[state] = [
+            (f"{state} {one.chunk} {one.key}", one.slot, one.slot.shape, slot_dtype(one.slot, dtypes))
+            for one in chained.trained(parameters)
+        ]
+    return found
+
+
+def entry(
+    optimizer: Optimizer, parameters: Sequence[Parameter], refs: Mapping[str, TensorRef], kinds: Collection[bool]
+) -> Any:
+    """The entry `optimizer` of a rank's file, given the groups that experts on ranks of their own have."""
+    every = zip(chained.groups(optimizer.groups, kinds), chained.shares(parameters, kinds), strict=True)
+    found = [_entry(optimizer, groups, share, refs) for groups, share in every]
+    return found if kinds else found[0]
+
+
+def _entry(
+    optimizer: Optimizer,
+    every: Sequence[Mapping[str, Any]],
+    parameters: Sequence[Parameter],
+    refs: Mapping[str, TensorRef],
+) -> dict[str, Any]:
+    if optimizer.distributed:
+        return optimizer.around({"param_groups": list(every)})
+    groups, states, masters = [], dict[int, dict[str, Any]](), []
+    for group in every:
+        members = [one for one in parameters if decays(one.key, one.slot.shape) == bool(group["wd_mult"])]
+        first = len(states)
+        for number, one in enumerate(members, first):
+            step = {} if optimizer.step is None else {"step": optimizer.step}
+            states[number] = step | {name: refs[f"{name} {one.chunk} {one.key}"] for name in ("exp_avg", "exp_avg_sq")}
+        groups.append({**group, "params": list(range(first, len(states)))})
+        masters.append([refs[f"fp32 {one.chunk} {one.key}"] for one in members if "fp32" in optimizer.states])
+    return optimizer.around({"state": states, "param_groups": groups}, masters)
+
+
+def starts(sizes: Sequence[tuple[str, Sequence[int]]]) -> Iterator[tuple[int, int]]:
+    """Number and first element of each parameter in the buffer of a distributed optimizer.
+
+    Args:
+        sizes: key and shape of each parameter of a chunk, in the order of the model.
+
+    Raises:
+        UnsupportedError: there are gaps between them, which depend on how the buffer is cut into buckets.
+    """
+    at = 0
+    for number in reversed(range(len(sizes))):
+        key, shape = sizes[number]
+        if prod(shape) % ALIGNMENT:
+            raise UnsupportedError(
+                f"{key} {list(shape)} is no multiple of {ALIGNMENT} elements: where in {SHARDED} the others lie, the "
+                "buckets of a training decide",
+                "take torch_dist instead, which a training saves with --dist-ckpt-optim-fully-reshardable",
+            )
+        yield number, at
+        at += prod(shape)
+
+
+def sharded_file(
+    path: Path,
+    optimizer: Optimizer,
+    parameters: Sequence[Parameter],
+    dtype: str,
+    kinds: Collection[bool],
+    *,
+    first: bool,
+) -> OutputFile:
+    """`distrib_optim.pt` of a rank.
+
+    Args:
+        path: where it is written.
+        optimizer: what is written.
+        parameters: those of the rank.
+        dtype: their element type, as torch calls it.
+        kinds: the groups that experts on ranks of their own have.
+        first: whether it is the first data rank, which alone writes dense parameters.
+
+    Raises:
+        UnsupportedError: a state is not float32, or there would be gaps between the parameters.
+    """
+    for state, dtypes in optimizer.dtypes.items():
+        if others := set(dtypes.values()) - {"F32"}:
+            raise UnsupportedError(
+                f"{state} is {others.pop()}, {SHARDED} is of float32", "--format torch_dist keeps it"
+            )
+    value: list[Any] = []
+    buffers: list[list[Parameter]] = []
+    storages: dict[str, int] = {}
+    for number, share in enumerate(chained.shares(parameters, kinds)):
+        chunks: dict[str, list[Parameter]] = {}
+        for one in share if number or first else ():
+            chunks.setdefault(one.chunk, []).append(one)
+        kept: dict[Any, Any] = {"buckets_coalesced": True}
+        for at, members in enumerate(chunks.values()):
+            total = sum(prod(one.slot.shape) for one in members)
+            tensors: dict[str, Any] = {}
+            for state in STATES:
+                name = str(len(storages))
+                storages[name] = total * DTYPES["F32"]
+                tensors[stored_name(state, True)] = TensorRef(StorageRef("F32", name, total), 0, (total,), (1,), "F32")
+            kept[at] = {(Dtype(dtype), Dtype(optimizer.grads)): {**tensors, "numel_unpadded": total}}
+            buffers.append(members)
+        value.append(kept if number or first else None)
+    archive = plan_archive(value if kinds else value[0], storages)
+    extents = archive.storages()
+    placed: dict[str, list[Placed]] = {state: [] for state in STATES}
+    for number, members in enumerate(buffers):
+        for index, at in starts([(one.key, one.slot.shape) for one in members]):
+            one = members[index]
+            for offset, state in enumerate(STATES):
+                begin = extents[f"{STREAM}/data/{number * len(STATES) + offset}"][0] + at * DTYPES["F32"]
+                fragment = Fragment(path, begin, "F32", one.slot.shape, row_major(one.slot.shape))
+                placed[state].append(Placed(one.key, one.slot, fragment))
+    return OutputFile(path, archive.size, (), extents, archive.headers, {s: tuple(p) for s, p in placed.items()})
+
+
+# --- distributed checkpoints -----------------------------------------------------------------------------------------
+
+
+def common(optimizer: Optimizer, kinds: Collection[bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `common.pt` says of an optimizer, and what its `content_metadata` says."""
+    about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    about |= {"distrib_optim_sharding_type": RESHARDABLE} if optimizer.distributed else {}
+    found = [_common(optimizer, groups) for groups in chained.groups(optimizer.groups, kinds)]
+    return {**optimizer.head, "optimizer": dict(enumerate(found)) if kinds else found[0]}, about
+
+
+def _common(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if optimizer.distributed:
+        return {**optimizer.around({"param_groups": groups}), "param_state_sharding_type": RESHARDABLE}
+    step = {} if optimizer.step is None else {"common_step": optimizer.step}
+    return optimizer.around({"state": step, "param_groups": groups})

@@ -1,0 +1,291 @@
+"""Reading the optimizer of a Megatron run, classic or torch_dist: where each state of each parameter lies.
+
+The layouts are those of the weights: a state is a checkpoint of its own, with the same slots and other fragments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from math import prod
+from typing import Any
+
+from formats.checkpoint import Checkpoint
+from formats.disk.safetensors import DTYPES, Fragment, row_major
+from formats.errors import SourceError, UnsupportedError, short
+from formats.layout.pieces import spread
+from formats.layout.table import Placed, match
+from formats.layout.tensors import BUFFERS
+from formats.megatron import bucketed_optimizer, common_state, torch_dist
+from formats.megatron.args.args import CORE, DIST
+from formats.megatron.chained_optimizer import CHAINED, apart, decays, entries, is_spread, joined, repeated, same_scaler
+from formats.megatron.classic import flattened
+from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
+from formats.megatron.shards import DROPS, Shard, mesh_of, read_shards, tensors_of
+from formats.optimizer import STATES
+from formats.torch_files import dcp
+from formats.torch_files.archive import TorchFile, read_torch
+from formats.torch_files.archive_writer import Small, plain
+from formats.torch_files.pickle_values import DTYPES as TYPES
+from formats.torch_files.pickle_values import TensorRef
+from formats.torch_files.unpickle import DAMAGE
+
+HEAD = ("opt_param_scheduler", "lr_scheduler", "num_floating_point_operations_so_far")
+"""Entries beside the optimizer that are the same on all ranks, and travel on with it."""
+HALF = ("BF16", "F16")
+NAMES = {name: dtype for dtype, name in reversed([*TYPES.items()])}
+"""Element types as torch calls them."""
+Chunks = Mapping[str, Mapping[str, Fragment]]
+"""Tensors by file and chunk, and key."""
+Found = dict[str, dict[str, dict[str, Fragment]]]
+"""The same by state."""
+
+
+def read(source: Checkpoint) -> Optimizer:
+    """The optimizer of an opened checkpoint.
+
+    Raises:
+        SourceError: there is none, or it is damaged or incomplete.
+        UnsupportedError: it is not Adam's, or kept in a way that cannot be cut again.
+    """
+    args = source.extra["args"]
+    legacy = any(placed.key.startswith("language_model.") for placed in source.tensors)
+    if source.extra["dialect"] not in (CORE, DIST) or legacy:
+        raise UnsupportedError(f"{source.home}: of optimizers those of megatron-core are read, not of models before it")
+    if "optimizer" not in source.extra["state"] or source.extra["folder"] == "release":
+        what = "is a release, of which Megatron loads" if source.extra["folder"] == "release" else "holds"
+        raise SourceError(f"{source.home} {what} no optimizer", "reshard the weights without --with-optimizer")
+    if (kind := args.get("optimizer")) not in (None, "adam"):
+        raise UnsupportedError(
+            f"{source.home}: its optimizer is {short(kind)} (args say so), only that of Adam is read",
+            "reshard the weights without --with-optimizer",
+        )
+    if args.get("apply_wd_to_qk_layernorm"):
+        raise UnsupportedError(f"{source.home}: weight decay of query and key norms (apply_wd_to_qk_layernorm)")
+    optimizer = (_dist if source.format == torch_dist.NAME else _classic)(source)
+    dtypes = {dtype for (name, _), dtype in source.dtypes().items() if name not in BUFFERS}
+    half = dtypes.intersection(HALF)
+    if half and dtypes != half:
+        raise UnsupportedError(f"{source.home} trains parameters of several types, {', '.join(sorted(half))} and F32")
+    missing = {"exp_avg", "exp_avg_sq", *(["fp32"] if half or optimizer.distributed else [])} - set(optimizer.states)
+    if missing:
+        raise SourceError(f"{source.home} holds no {' and no '.join(sorted(missing))}: its optimizer is not Adam's")
+    return optimizer
+
+
+def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
+    """The states, masters to be compared with the weights."""
+    return {
+        state: replace(one, twins=source.tensors if state == "fp32" else (), without=BUFFERS)
+        for state, one in states.items()
+        if one
+    }
+
+
+def _matched(
+    source: Checkpoint, found: Mapping[str, Mapping[str, Fragment]], state: str, *, once: bool = False
+) -> list[Placed]:
+    """Pair the tensors of a state with the slots of the weights, each of which is there once, in pieces or not.
+
+    Args:
+        source: the checkpoint.
+        found: the tensors of the state.
+        state: what to call it.
+        once: of dense tensors on several data ranks the first alone has kept it.
+    """
+    slots = {
+        (one.slot.file, one.slot.keys): one.slot
+        for one in reversed(source.tensors)
+        if not BUFFERS.intersection(one.slot.rule.pattern.tensors) and not (once and repeated(one.slot))
+    }
+    try:
+        return match(slots.values(), flattened(found), DROPS, source.home)[0]
+    except SourceError as error:
+        raise SourceError(f"{state} of its optimizer: {error}") from None
+
+
+def _grads(args: Mapping[str, Any], dtype: str) -> str:
+    """The type in which gradients are reduced (megatron/training/arguments.py `validate_args`)."""
+    reduced = args.get("accumulate_allreduce_grads_in_fp32", dtype == "BF16")
+    return "float32" if reduced else NAMES[dtype]
+
+
+# --- torch_dist ------------------------------------------------------------------------------------------------------
+
+
+def _dist(source: Checkpoint) -> Optimizer:
+    file = common_state.read(source.home)
+    outers = entries(file, source.extra["args"])
+    about = held if isinstance(held := file.value.get("content_metadata"), Mapping) else {}
+    kind = about.get("distrib_optim_sharding_type") or outers[0].get("param_state_sharding_type")
+    head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
+    grads = _grads(source.extra["args"], next(iter(source.dtypes().values())))
+    if kind == bucketed_optimizer.NAME:
+        states, (groups, scaler) = bucketed_optimizer.read(source)
+        return Optimizer(_as_checkpoints(source, states), groups, True, None, scaler, head, grads)
+    if kind not in (None, RESHARDABLE):
+        raise UnsupportedError(
+            f"{source.home} keeps its optimizer as {short(kind)}, which is not known",
+            "save once more with --dist-ckpt-optim-fully-reshardable",
+        )
+    try:
+        inners = [outer.get("optimizer", outer) for outer in outers]
+        groups = joined([(file, inner["param_groups"]) for inner in inners])
+        scaler = same_scaler([(file, outer.get("grad_scaler")) for outer in outers])
+        held = [inner.get("state", {}).get("common_step") for inner in inners]
+        steps = {plain(file, step, "the step") for step in held if step is not None}
+    except DAMAGE:
+        raise SourceError(f"{file.path} holds no optimizer of a kind that is known") from None
+    if len(steps) > 1:
+        raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
+    listed: dict[str, list[dcp.Entry]] = {}
+    for one in dcp.entries(source.home):
+        if found := re.fullmatch(rf"{CHAINED}{re.escape(PREFIX)}(\w+)\.(.+)", one.name):
+            listed.setdefault(found[2], []).append(replace(one, name=found[3]))
+    names = {stored_name(state, kind is not None): state for state in STATES}
+    if set(listed) - set(names):
+        raise UnsupportedError(f"{source.home}: the optimizer keeps {', '.join(sorted(set(listed) - set(names)))}")
+    states = {}
+    for name, pieces_of in listed.items():
+        tensors = torch_dist.tensors_in(source.home, pieces_of)
+        placed = _matched(source, {"": {key: one.whole for key, one in tensors.items()}}, names[name])
+        pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+        states[names[name]] = replace(source, tensors=pieces)
+    return Optimizer(
+        _as_checkpoints(source, {state: states[state] for state in STATES if state in states}),
+        groups,
+        kind is not None,
+        next(iter(steps), None),
+        scaler,
+        head,
+        grads,
+    )
+
+
+# --- classic ---------------------------------------------------------------------------------------------------------
+
+
+def _classic(source: Checkpoint) -> Optimizer:
+    found: Found = {}
+    heads = []
+    shards, args = read_shards(source.home), source.extra["args"]
+    mesh = mesh_of(shards, args, source.home)
+    for shard in shards:
+        chunks = {
+            place: {key: one for key, one in tensors.items() if not any(re.fullmatch(drop, key) for drop in DROPS)}
+            for place, tensors in tensors_of([shard], mesh, source.topology["pp"]).items()
+        }
+        try:
+            heads.append(_shard(shard, apart(chunks, several=is_spread(args)), entries(shard.file, args), found))
+        except DAMAGE:
+            raise SourceError(f"{shard.file.path} holds no optimizer of a kind that is known") from None
+        if heads[-1] != heads[0]:
+            first = source.home / next(iter(source.files))
+            raise SourceError(f"{shard.file.path} and {first} have optimizers of different steps or settings")
+    groups, distributed, step, scaler, head = heads[0]
+    states = {}
+    for state in STATES:
+        if state in found:
+            tensors = _matched(source, found[state], state, once=distributed and is_spread(args))
+            states[state] = replace(source, tensors=tuple(tensors))
+    grads = _grads(args, next(iter(source.dtypes().values())))
+    return Optimizer(_as_checkpoints(source, states), groups, distributed, step, scaler, head, grads)
+
+
+def _shard(
+    shard: Shard, shares: Sequence[Chunks], outers: Sequence[Mapping[Any, Any]], found: Found
+) -> tuple[Any, ...]:
+    """Add the states of a rank's file to those that were found.
+
+    Args:
+        shard: the file.
+        shares: the parameters of each of its optimizers.
+        outers: its entry of each.
+        found: where the states are added.
+
+    Returns:
+        What all ranks have in common: groups, whether it is distributed, step, scaler, and what lies beside it.
+    """
+    file = shard.file
+    inners = [outer.get("optimizer", outer) for outer in outers]
+    groups, distributed = joined([(file, inner["param_groups"]) for inner in inners]), "state" not in inners[0]
+    steps: set[Small] = set()
+    if distributed:
+        held = _sharded(file, shares)
+    else:
+        held = chain.from_iterable(
+            _plain(file, outer, share, steps) for outer, share in zip(outers, shares, strict=True)
+        )
+    for state, place, key, fragment in held:
+        found.setdefault(state, {}).setdefault(place, {})[key] = fragment
+    if len(steps) > 1:
+        raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
+    head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
+    scaler = same_scaler([(file, outer.get("grad_scaler")) for outer in outers])
+    return groups, distributed, next(iter(steps), None), scaler, head
+
+
+def _plain(
+    file: TorchFile, outer: Mapping[Any, Any], chunks: Chunks, steps: set[Small]
+) -> Iterator[tuple[str, str, str, Fragment]]:
+    """State, file and chunk, key and place of what torch's Adam keeps; its steps are added to `steps`."""
+    inner = outer.get("optimizer", outer)
+    every = [(place, key, one.shape) for place, tensors in chunks.items() for key, one in tensors.items()]
+    masters = outer.get("fp32_from_fp16_params")
+    for order, group in enumerate(inner["param_groups"]):
+        members = [(place, key) for place, key, shape in every if decays(key, shape) == bool(group["wd_mult"])]
+        lengths = {len(group["params"]), *([len(masters[order])] if masters is not None else [])}
+        if lengths != {len(members)}:
+            held = " and ".join(map(str, sorted(lengths - {len(members)})))
+            raise SourceError(
+                f"{file.path}: a group of its optimizer has {held} parameters, its model has {len(members)} of them",
+                "some of them may be frozen, which is not supported",
+            )
+        for number, (index, (place, key)) in enumerate(zip(group["params"], members, strict=True)):
+            kept = dict(inner["state"].get(index) or {})
+            if "step" in kept:
+                steps.add(plain(file, kept.pop("step"), "the step"))
+            if masters is not None:
+                kept["fp32"] = masters[order][number]
+            if missing := {"exp_avg", "exp_avg_sq"} - set(kept):
+                raise SourceError(f"{file.path} holds no {' and no '.join(sorted(missing))} of {key}")
+            if more := set(kept) - set(STATES):
+                raise UnsupportedError(f"{file.path}: the optimizer keeps {short(next(iter(more)))} of {key}")
+            for state, ref in kept.items():
+                if not isinstance(ref, TensorRef):
+                    raise SourceError(f"{file.path} holds {state} of {key} as {short(ref)}")
+                yield state, place, key, file.fragment(ref, f"{state} of {key}")
+
+
+def _sharded(beside: TorchFile, shares: Sequence[Chunks]) -> Iterator[tuple[str, str, str, Fragment]]:
+    """The same of a distributed optimizer, whose states lie in a file of their own."""
+    path = beside.path.with_name(SHARDED)
+    if not path.is_file():
+        raise SourceError(f"{path.parent} holds no {SHARDED}, which {beside.path.name} says there is")
+    file = read_torch(path)
+    every = file.value if isinstance(file.value, list) else [file.value]
+    if len(every) != len(shares):
+        raise UnsupportedError(f"{path} holds {len(every)} optimizers, {beside.path.name} {len(shares)}")
+    for kept, share in zip(every, shares, strict=True):
+        if kept is not None:
+            yield from _buffers(file, kept, {place: tensors for place, tensors in share.items() if tensors})
+
+
+def _buffers(file: TorchFile, every: Mapping[Any, Any], chunks: Chunks) -> Iterator[tuple[str, str, str, Fragment]]:
+    buffers = [every[number] for number in range(len(chunks))]
+    if len(buffers) in every or any(len(buffer) != 1 for buffer in buffers):
+        raise UnsupportedError(f"{file.path} holds more than one buffer for each chunk of the model")
+    for (place, tensors), buffer in zip(chunks.items(), buffers, strict=True):
+        (kept,) = buffer.values()
+        sizes = [(key, one.shape) for key, one in tensors.items()]
+        places, total = list(starts(sizes)), sum(prod(shape) for _, shape in sizes)
+        for state in STATES:
+            flat = file.fragment(kept[stored_name(state, distributed=True)], state)
+            if flat.shape != (total,) or not flat.row_major:
+                raise SourceError(f"{file.path} holds {list(flat.shape)} elements of {state}, its model has {total}")
+            for number, at in places:
+                key, shape = sizes[number]
+                offset = flat.offset + at * DTYPES[flat.dtype]
+                yield state, place, key, flat._replace(offset=offset, shape=shape, strides=row_major(shape))

@@ -1,0 +1,305 @@
+"""The files of a classic Megatron checkpoint: found, opened, and checked against each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.disk.safetensors import Fragment, read_bytes
+from formats.errors import SourceError, UnsupportedError, short
+from formats.layout.table import Placed
+from formats.megatron import megatron_llm
+from formats.megatron.args.fields import FIELDS
+from formats.megatron.args.moe import interleaves_of
+from formats.megatron.mesh import Mesh
+from formats.model.spec import whole
+from formats.torch_files.archive import TorchFile, read_torch
+from formats.torch_files.pickle_values import Namespace, TensorRef
+from formats.torch_files.saves import require_same
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+SHARED = sorted(
+    {*FIELDS, *megatron_llm.OWN, "tensor_model_parallel_size", "pipeline_model_parallel_size"}
+    | {"expert_model_parallel_size", "expert_tensor_parallel_size"}
+)
+"""Arguments that all files of a checkpoint must agree on."""
+
+STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
+"""Keys of a file beside the model that training needs to go on."""
+
+OPTIMIZER = "optim.pt"
+"""Alone in a folder mp_rank_TP[_PP]_DP: what Megatron of 2023 kept of its distributed optimizer on a data rank."""
+
+MOST_RANKS = 100_000
+MAX_DEPTH, MAX_KEYS = 6, 1_000_000
+"""Maps inside each other in a state dict (Megatron-LM's own models have 4), and tensors in a file."""
+
+COMPARED = 1 << 16
+"""Bytes of a matrix that tell two ranks apart."""
+
+DROPS = (r".*\._extra_state", r".*\.inv_freq")
+"""Transformer Engine's FP8 state, and rotary tables that some versions saved."""
+LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
+FUSED = re.compile(r"decoder\.layers\.\d+\..*\.layer_norm_weight")
+"""What tells the names of the local layers from those of Transformer Engine, which has the first too with latents."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its ranks, and the object in it."""
+
+    tp: int
+    pp: int
+    ep: int
+    file: TorchFile
+
+    @property
+    def chunks(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """(key, state dict) of each virtual pipeline chunk."""
+        names = [name for name in self.file.value if isinstance(name, str) and re.fullmatch(r"model\d{0,3}", name)]
+        return [(name, self.file.value[name]) for name in sorted(names, key=lambda name: int(name[5:] or 0))]
+
+
+def locate(path: Path) -> tuple[Path, Path]:
+    """The run folder and the folder of one iteration, from either of them.
+
+    Raises:
+        SourceError: the tracker names an iteration that is not there.
+    """
+    if any(path.glob("mp_rank_*")) or not (path / TRACKER).is_file():
+        run, iteration = (path.parent if (path.parent / TRACKER).is_file() else path), path
+    else:
+        with (path / TRACKER).open("rb") as file:
+            word = file.read(100).decode(errors="replace").strip()
+        if word != "release" and not re.fullmatch(r"[0-9]{1,18}", word):
+            raise SourceError(f"{path / TRACKER} says {short(word)}, which is neither an iteration nor `release`")
+        run, iteration = path, path / name_of(None if word == "release" else int(word))
+        if not iteration.is_dir():
+            raise SourceError(
+                f"{path / TRACKER} names {iteration.name}, which does not exist",
+                f"present: {', '.join(sorted(p.name for p in path.iterdir() if p.is_dir())) or 'nothing'}",
+            )
+    return run, iteration
+
+
+def name_of(iteration: int | None) -> str:
+    """The folder of an iteration, or of a release."""
+    return "release" if iteration is None else f"iter_{iteration:07d}"
+
+
+def read_shards(iteration: Path) -> list[Shard]:
+    """Open the file of every rank.
+
+    Raises:
+        SourceError: a folder holds none, or one without a model.
+        UnsupportedError: a folder is not named after a tensor and pipeline rank.
+    """
+    shards = []
+    for folder in sorted(iteration.glob("mp_rank_*")):
+        names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (folder / name).is_file()]
+        if not names and (folder / OPTIMIZER).is_file():
+            continue
+        match_ = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?", folder.name)
+        if match_ is None:
+            raise UnsupportedError(f"{folder}: its name is not that of a tensor, pipeline and expert rank")
+        if not names:
+            raise SourceError(f"{folder} holds no model_optim_rng.pt")
+        file = read_torch(folder / names[0])
+        if not isinstance(file.value, dict) or not Shard(0, 0, 0, file).chunks:
+            raise SourceError(f"{file.path} holds no `model`")
+        if not all(isinstance(state, dict) for _, state in Shard(0, 0, 0, file).chunks):
+            raise SourceError(f"{file.path}: its `model` is no map of tensors")
+        pp, ep = int(match_[2] or 0), int(match_[3] or 0)
+        if match_[2] and not match_[3] and _one_stage_of_experts(file):
+            pp, ep = 0, pp
+        shards.append(Shard(int(match_[1]), pp, ep, file))
+    if not shards:
+        raise SourceError(f"{iteration} holds no mp_rank folder with a model")
+    return shards
+
+
+def _one_stage_of_experts(file: TorchFile) -> bool:
+    """Whether the one number behind a tensor rank is an expert rank: a name does not tell it from a pipeline rank."""
+    args = args_of(file)
+    stages, spread = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
+    return stages in (None, 1) and type(spread) is int and spread > 1
+
+
+def names_of(keys: Collection[str]) -> str:
+    """Whether norms have the names of the local layers or those of Transformer Engine, where some are fused."""
+    return "local" if any(map(LOCAL.fullmatch, keys)) and not any(map(FUSED.fullmatch, keys)) else "te"
+
+
+def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:
+    """What the vocabulary was padded to a multiple of, for each tensor rank."""
+    value = args.get("make_vocab_size_divisible_by")
+    return 128 if value is None else whole(value, "make_vocab_size_divisible_by", str(path))
+
+
+def mesh_of(shards: Sequence[Shard], args: Mapping[str, Any], iteration: Path) -> Mesh:
+    """How tensors and experts are cut over the files of a stage.
+
+    Raises:
+        SourceError: `args` say what cannot be.
+    """
+    tp, ep = max(shard.tp for shard in shards) + 1, max(shard.ep for shard in shards) + 1
+    etp = args.get("expert_tensor_parallel_size")
+    etp = tp if etp is None or args.get("num_experts") is None else etp
+    if type(etp) is not int or not 0 < etp <= MOST_RANKS:
+        raise SourceError(f"{iteration}: args say expert_tensor_parallel_size = {short(etp)}")
+    return Mesh(tp, ep, etp, *interleaves_of(args, str(iteration)).values())
+
+
+def args_of(file: TorchFile) -> dict[str, Any]:
+    """The attributes of a file's `args`.
+
+    Raises:
+        SourceError: it has none.
+        UnsupportedError: it is from before checkpoint version 2.0.
+    """
+    args = file.value.get("args")
+    if not isinstance(args, Namespace):
+        raise SourceError(
+            f"{file.path} holds no args",
+            "Megatron-Bridge and NeMo keep none: export with AutoBridge.export_ckpt, or llm.export_ckpt of NeMo",
+        )
+    version = file.value.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or not version >= 2.0:
+        raise UnsupportedError(
+            f"{file.path}: checkpoint version {short(version)} orders query, key and value otherwise (before 2.0)"
+        )
+    return vars(args)
+
+
+def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any], iteration: Path) -> None:
+    """Every rank once, as `args` say, of one iteration and one model, and none under another's name."""
+    for axis, size in (("tensor", mesh.tp), ("pipeline", pp), ("expert", mesh.ep)):
+        claimed = args.get(f"{axis}_model_parallel_size", size)
+        if claimed != size and not (axis == "expert" and claimed is None and size == 1):
+            raise SourceError(f"{iteration}: args say {axis} parallel size {short(claimed)}, {size} ranks are there")
+    if mesh.ranks * pp > MOST_RANKS:
+        raise SourceError(f"{iteration} claims {mesh.ranks * pp} ranks")
+    if not mesh.in_files:
+        raise SourceError(
+            f"{iteration}: with expert_tensor_parallel_size {mesh.etp} its files do not hold all of the model: of "
+            f"ranks with the same numbers out of {mesh.tp} tensor and {mesh.ep} expert ranks only one wrote its own",
+            "torch_dist holds all of it",
+        )
+    present = {(shard.tp, shard.pp, shard.ep) for shard in shards}
+    wanted = [(tp, stage, ep) for stage in range(pp) for _, tp, ep in mesh.files()]
+    missing = [folder_of(*rank, pp, mesh) for rank in wanted if rank not in present]
+    if missing or len(shards) != len(wanted):
+        names = ", ".join(missing[:8]) or "some are there twice"
+        raise SourceError(f"{iteration}: of {len(wanted)} ranks {len(missing)} are missing: {names}")
+    first = shards[0].file
+    said = {shard.file.path: args_of(shard.file) | shard.file.value for shard in shards}
+    require_same({path: held.get for path, held in said.items()}, "megatron")
+    for shard in shards[1:]:
+        other = args_of(shard.file)
+        for name in SHARED:
+            if other.get(name) is not args.get(name) and short(other.get(name)) != short(args.get(name)):
+                raise SourceError(
+                    f"{shard.file.path} says {name} = {short(other.get(name))}, {first.path} {short(args.get(name))}: "
+                    "they are of different models"
+                )
+    _check_writers(shards, mesh, pp, args)
+
+
+def check_apart(placed: Iterable[Placed]) -> None:
+    """No file was copied over another: ranks hold different parts of a matrix. Experts may be copies of each other.
+
+    Raises:
+        SourceError: two files begin alike in the first matrix that they should share.
+    """
+    first: dict[Path, Placed] = {}
+    for one in placed:
+        dense = one.slot.layer is not None and not one.slot.rule.of_expert
+        if dense and not one.slot.replica and "tp" in one.slot.rule.splits:
+            first.setdefault(one.fragment.path, one)
+    seen: dict[tuple[str, bytes], Path] = {}
+    for path, one in first.items():
+        content = read_bytes(path, one.fragment.offset, min(one.fragment.nbytes, COMPARED))
+        if len(set(content)) > 1 and (other := seen.setdefault((one.key, content), path)) != path:
+            raise SourceError(
+                f"{path} begins {one.key} as {other} does: the file of one rank was copied over that of another"
+            )
+
+
+def _check_writers(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]) -> None:
+    """Each file was written by the rank that its folder names, as far as `args` tell."""
+    written = [args_of(shard.file).get("rank") for shard in shards]
+    ranks = [rank for rank in written if type(rank) is int]
+    if len(ranks) < len(shards) or not any(ranks):
+        return  # some converters write rank 0 into every file
+    world = args.get("world_size")
+    share = world // pp if isinstance(world, int) and world % pp == 0 and world >= mesh.ranks * pp else 0
+    for shard, rank in zip(shards, ranks, strict=True):
+        inner = rank % share if share else rank
+        wrong_expert = mesh.ep > 1 and share and inner // mesh.etp % mesh.ep != shard.ep
+        if rank % mesh.tp != shard.tp or wrong_expert or (share and rank // share != shard.pp):
+            raise SourceError(
+                f"{shard.file.path} was written by rank {short(rank)}, which belongs elsewhere: files are mixed up"
+            )
+
+
+def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[str, dict[str, Fragment]]:
+    """The tensors of each chunk of each file, by dotted key."""
+    found: dict[str, dict[str, Fragment]] = {}
+    for shard in shards:
+        for name, state in shard.chunks:
+            tensors = found[f"{folder_of(shard.tp, shard.pp, shard.ep, pp, mesh)} {name}"] = {}
+            for path, ref in _flat(state, shard.file.path):
+                key = path.replace(" ", ".")
+                if key in tensors:
+                    raise SourceError(f"{shard.file.path} holds {key} twice")
+                if isinstance(ref, TensorRef):
+                    tensors[key] = shard.file.fragment(ref, key)
+                elif not any(re.fullmatch(drop, key) for drop in DROPS):
+                    raise UnsupportedError(f"{shard.file.path}: {key} holds {short(ref)}, which is no tensor")
+    return found
+
+
+def _flat(state: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a nested state dict, whose maps a hostile file may have made to explode."""
+    rest: list[tuple[str, Any]] = [("", state)]
+    for _ in range(MAX_KEYS):
+        if not rest:
+            return
+        prefix, value = rest.pop()
+        if not isinstance(value, Mapping):
+            yield prefix, value
+        elif prefix.count(" ") >= MAX_DEPTH or len(value) > MAX_KEYS or not all(isinstance(key, str) for key in value):
+            break
+        else:
+            rest += [(f"{prefix} {key}" if prefix else key, inner) for key, inner in reversed(list(value.items()))]
+    raise SourceError(f"{path}: its `model` is no map of tensors by name")
+
+
+def iteration_of(file: TorchFile) -> int:
+    """The iteration in a file; a release may spell it so."""
+    value = file.value.get("iteration", 0)
+    if value == "release":
+        return 0
+    if type(value) is not int or not 0 <= value < 10**18:
+        raise SourceError(f"{file.path}: its iteration is {short(value)}")
+    return value
+
+
+def state_of(shards: Sequence[Shard]) -> tuple[str, ...]:
+    """What the files hold to go on training with: nothing of it is carried over."""
+    found = {name for shard in shards for name in STATE if name in shard.file.value}
+    found |= {
+        path.name for shard in shards for path in shard.file.path.parent.glob("*optim*.pt") if path != shard.file.path
+    }
+    if any(shards[0].file.path.parent.parent.glob(f"mp_rank_*/{OPTIMIZER}")):
+        found.add(OPTIMIZER)
+    return tuple(sorted(found))
+
+
+def folder_of(tp: int, pp: int, ep: int, stages: int, mesh: Mesh) -> str:
+    """The name of a rank's folder."""
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if stages > 1 else "") + (f"_{ep:03d}" if mesh.ep > 1 else "")

@@ -1,0 +1,385 @@
+"""Megatron's distributed checkpoints (`--ckpt-format torch_dist`): torch DCP, whose tensors are those of one rank.
+
+    ROOT/latest_checkpointed_iteration.txt     an iteration, or `release`
+    ROOT/iter_0000100/common.pt                args, iteration and all else that is no tensor, up to 0.18;
+                                               from 0.19 on in the DCP (formats/megatron/common_state.py)
+    ROOT/iter_0000100/.metadata                what is where in the files (formats/torch_files/dcp.py)
+    ROOT/iter_0000100/__{rank}_{writer}.distcp
+    ROOT/iter_0000100/metadata.json            the backend; written last
+
+Layers are stacked, `decoder.layers.mlp.linear_fc2.weight` [layers, hidden, ffn], or, where a model mixes kinds of
+layers, numbered as in a classic checkpoint. Names are those of Transformer Engine, whatever the layers were.
+
+Facts: megatron-core 0.16.1, dist_checkpointing/ and transformer/transformer_block.py; real saves and loads are in
+tests/golden/test_megatron_dist.py, of 0.19.2 in tests/golden/test_stock_dist.py. megatron/training/checkpointing.py at
+0032978f for what training reads of common.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
+from formats.disk.json_file import read_json
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.families import family_named
+from formats.layout.pattern import splits
+from formats.layout.pieces import Scattered, unstacked
+from formats.layout.pieces import spread as pieces
+from formats.layout.table import Cut, Rule, Slot, match, rules, slots
+from formats.megatron import common_state
+from formats.megatron import optimizer as megatron_optim
+from formats.megatron.args import flags, mla
+from formats.megatron.args.args import DIST, Options, namespace
+from formats.megatron.args.moe import INTERLEAVE, interleaves_of
+from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
+from formats.megatron.classic import FLAGS, MCORE, assets_of, spec_of, topology_of
+from formats.megatron.mesh import Mesh
+from formats.megatron.optimizer import PREFIX, Optimizer
+from formats.megatron.pipeline import Chunk, chunks
+from formats.megatron.shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate, name_of, vocab_multiple
+from formats.model.spec import MOST_LAYERS, ModelSpec
+from formats.torch_files import dcp, dcp_writer
+from formats.torch_files.archive import packed
+from formats.torch_files.archive_writer import packed_plain
+from formats.torch_files.pickle_values import Namespace
+
+NAME = "megatron_dist"
+BACKEND = "metadata.json"
+ABOUT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What `metadata.json` says. From 0.19 on there is no `common_*`, and what is there is left alone (core.py, 0.19.2)."""
+EMBEDDING = "embedding.word_embeddings.weight"
+LAYERS = "decoder.layers."
+OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
+GATED = ("linear_fc1.weight", "linear_fc1.bias")
+
+STACKED = rules("""
+decoder.layers.{layer}.{pre_mlp_layernorm.weight|mlp.linear_fc1.layer_norm_weight}    post_norm: hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight    expert/ep (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp)%interleave hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc1.bias      expert/ep (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)%interleave    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc2.weight    expert_down: expert/ep hidden expert_ffn/etp    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc2.bias      expert_down_bias: expert/ep hidden    sparse
+""")
+"""Experts, stacked, and the norm before them as Transformer Engine and as the local layers call it."""
+APART = re.compile(r".*(?:\.mlp\.experts\.|\{layer\}\.pre_mlp_layernorm\.).*")
+TABLE = (*(rule for rule in MCORE if not APART.fullmatch(rule.key)), *STACKED)
+"""The tensors of a model, each layer by itself: all but those of `STACKED` are as in a classic checkpoint."""
+
+SPLIT = rules("""
+decoder.layers.{layer}.mlp.linear_fc1.weight_w    gate: ffn hidden    dense
+decoder.layers.{layer}.mlp.linear_fc1.weight_v    up: ffn hidden    dense
+decoder.layers.{layer}.mlp.linear_fc1.bias_w      gate_bias: ffn    dense
+decoder.layers.{layer}.mlp.linear_fc1.bias_v      up_bias: ffn    dense
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight_w    expert_gate: expert_ffn hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight_v    expert_up: expert_ffn hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.bias_w      expert_gate_bias: expert_ffn    sparse
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.bias_v      expert_up_bias: expert_ffn    sparse
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc2.weight      expert_down: hidden expert_ffn    sparse
+decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc2.bias        expert_down_bias: hidden    sparse
+decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_w    shared_gate: shared_ffn hidden    sparse
+decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_v    shared_up: shared_ffn hidden    sparse
+""")
+"""What `singleton_local_shards` makes of linear_fc1 (transformer/mlp.py:300) and of experts; all else is in `TABLE`."""
+
+STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
+"""The modules of each layer whose `_extra_state` a strict load asks for, empty as it is; more of them depend on it."""
+LINEAR = ("linear_fc1", "linear_fc2")
+TE_STATES = ("self_attention.core_attention",)
+"""Transformer Engine's attention has one for megatron-core up to 0.14 (transformer_engine.py:1436 at 0.16.1)."""
+TE_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+"""So have its norms that stand alone (get_extra_state in transformer_engine/pytorch/ops/op.py at 013e42fc)."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format."""
+    try:
+        run, folder = locate(path)
+    except SourceError:
+        return False
+    if common_state.is_held(folder):
+        return True
+    return dcp.is_dcp(folder) and any(file.is_file() for file in (folder / BACKEND, run / TRACKER))
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: its metadata, its arguments, and the heads of the model's tensors."""
+    run, folder = locate(path)
+    _require_whole(folder)
+    entries, objects = dcp.contents(folder)
+    common = common_state.read(folder)
+    args = args_of(common)
+    tensors = tensors_in(folder, [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)])
+    if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
+        raise SourceError(f"{folder} holds no {EMBEDDING}")
+    padded = tensors[EMBEDDING].shape[0]
+    assets = assets_of(run, settings)
+    spec = spec_of(args, DIST, assets, settings, folder, common.path, padded)
+    whole = {key: tensor.whole for key, tensor in tensors.items()}
+    interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
+    _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
+    placed, dropped = match(_slots(spec, table, padded, interleaves), {"": whole}, DROPS, folder)
+    names = [*(entry.name for entry in entries), *objects]
+    held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
+    files = {item.path for entry in entries for item in entry.items}
+    writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
+    extra = {
+        "args": args,
+        "iteration": iteration_of(common),
+        "folder": folder.name,
+        "vocab_multiple": vocab_multiple(args, common.path),
+        "state": tuple(name for name in STATE if name in held),
+        "padded_vocab": padded,
+        "interleaves": interleaves,
+        "dialect": DIST,
+        "norm": "local" if args.get("transformer_impl") == "local" else "te",
+        "experts": "local" if args.get("moe_grouped_gemm") is False else None,
+    }
+    return Checkpoint(
+        run,
+        folder,
+        NAME,
+        spec,
+        tuple(piece for one in placed for piece in pieces(one, tensors[one.key])),
+        (*dropped, *(name for name in names if OPTIMIZER.fullmatch(name)), *objects),
+        tuple(dict.fromkeys([common.path, *dcp.metadata_files(folder), *sorted(files)])),
+        {"ranks": len(writers)},
+        assets,
+        extra,
+    )
+
+
+def _require_whole(folder: Path) -> None:
+    """The folder was saved to its end by a backend that is known.
+
+    Raises:
+        SourceError: the save was interrupted, or not all files were copied.
+        UnsupportedError: it is of another backend.
+    """
+    path = folder / BACKEND
+    if not path.is_file():
+        raise SourceError(
+            f"{folder} holds no {BACKEND}, which megatron-core writes last: the save never finished, or not all of it "
+            "was copied",
+            "take an earlier iteration",
+        )
+    backend = read_json(path).get("sharded_backend")
+    if backend != ABOUT["sharded_backend"]:
+        raise UnsupportedError(f"{path}: the backend {short(backend)} is not supported, only torch_dist")
+
+
+def tensors_in(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]:
+    """The model's tensors by key, each layer by itself.
+
+    Raises:
+        SourceError: one is stacked in a way that no model is, or is there twice.
+    """
+    found: dict[str, Scattered] = {}
+    for entry, tensor in zip(entries, dcp.load(entries), strict=True):
+        for key, one in _layers(folder, entry.name, tensor):
+            if key in found:
+                raise SourceError(f"{folder} holds {key} twice")
+            found[key] = one
+    return found
+
+
+def _layers(folder: Path, name: str, tensor: Scattered) -> Iterator[tuple[str, Scattered]]:
+    rest = name.removeprefix(LAYERS)
+    if rest == name or rest[:1].isdigit():
+        yield name, tensor
+    elif not tensor.shape or not 0 < tensor.shape[0] < MOST_LAYERS:
+        raise SourceError(f"{folder}: {short(name)} {list(tensor.shape)} is no stack of layers")
+    else:
+        yield from ((f"{LAYERS}{layer}.{rest}", one) for layer, one in enumerate(unstacked(tensor)))
+
+
+def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """The layout of a checkpoint with these keys."""
+    table = [rule for rule in TABLE if "copy" not in rule.conditions or rule.key in keys]
+    if any(key.endswith(f"{GATED[0]}_w") for key in keys):
+        table = [rule for rule in table if not rule.key.endswith(GATED) and "ep" not in rule.splits] + [*SPLIT]
+    return tuple(table)
+
+
+def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any], *, apart: bool, where: str) -> None:
+    """Where gate and up are interleaved, a rank has the whole of each.
+
+    Raises:
+        UnsupportedError: it has not: megatron-core stores the first and the second half of what each rank has as if
+            they were gate and up (transformer/mlp.py `apply_swiglu_sharded_factory`, 0.19.2), so that no rank of
+            another topology, nor a reader, finds the rows of either.
+    """
+    tp = args.get("tensor_model_parallel_size") or 1
+    sizes = {"interleave": args.get("expert_tensor_parallel_size") or tp, "shared_interleave": tp}
+    for name, size in sizes.items():
+        if interleaves[name] and (apart or size != 1):
+            raise UnsupportedError(
+                f"{where}: {INTERLEAVE[name]} = {interleaves[name]} with a tensor parallel size of {size} is not supported in "
+                "torch_dist: the halves that it stores are not gate and up",
+                "save with --ckpt-format torch",
+            )
+
+
+def _slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
+    """Every tensor of the model as one rank holds it, each layer by itself."""
+    conditions = {*spec.conditions, "first", "last"}
+    layers = enumerate(range(spec.layers))
+    return list(
+        slots(
+            table,
+            {**spec.sizes(padded), **interleaves},
+            tensors=spec.tensors,
+            layers=layers,
+            conditions=conditions,
+            sparse=spec.sparse_layers,
+            **Mesh().of(0, spec.experts or 0),
+        )
+    )
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(
+    root: Path,
+    spec: ModelSpec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
+    *,
+    args: Mapping[str, Any] | None = None,
+    iteration: int | None = None,
+    optimizer: Optimizer | None = None,
+) -> Target:
+    """Lay out a run folder with one checkpoint, whose layers are stacked, or numbered where some have experts.
+
+    It loads in any topology; with an optimizer at ep = 1, or at any other, for there experts have their own. It is cut
+    for the one that was asked for, whose ranks read nothing but their own parts.
+    The arguments are those of `megatron.write`.
+    """
+    pipeline, padded = topology_of(spec, options)
+    folder = name_of(iteration)
+    parts = chunks(pipeline, spec.layers)
+    ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
+    wanted = _slots(spec, _table({}), padded, options.mesh.interleaves)
+    for slot in wanted:
+        stage = _stage(slot, parts)
+        for rank, cut in _cuts(slot, options.mesh):
+            ranks[stage * options.mesh.ranks + rank].append(_stored(slot, cut, spec, options.norm))
+    if optimizer:
+        ranks = [[*held, *_states_of(optimizer, held)] for held in ranks]
+    extra = dict.fromkeys(_extra_states(spec, options.norm), packed([None]))
+    files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
+    merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
+    _require_interleaves(options.mesh.interleaves, merged, apart=False, where=f"tp = {options.tp}")
+    merged |= optimizer.args() if optimizer else {}
+    kinds = spread(wanted, options.mesh.ep)
+    if optimizer and kinds:
+        _require_experts(optimizer, spec, parts)
+    kept, about = megatron_optim.common(optimizer, kinds) if optimizer else ({}, {"singleton_local_shards": False})
+    common = {
+        "args": Namespace({**merged, "rank": 0}),
+        "checkpoint_version": 3.0,
+        "iteration": merged["iteration"],
+        **kept,
+        "content_metadata": about,
+    }
+    texts = {
+        f"{folder}/{dcp.METADATA}": metadata,
+        f"{folder}/{common_state.FILE}": packed_plain(common),
+        f"{folder}/{BACKEND}": json.dumps(ABOUT).encode(),
+        TRACKER: (str(iteration) if iteration is not None else "release").encode(),
+        FLAGS: flags.flags(merged, options.version, options.accepted).encode(),
+    }
+    return Target(tuple(files), texts, {}, folder)
+
+
+def _require_experts(optimizer: Optimizer, spec: ModelSpec, parts: Sequence[Chunk]) -> None:
+    """Each stage has experts, where they have a plain optimizer with masters.
+
+    Raises:
+        RefusedError: one has none, and megatron-core looks there for the list of their masters (optimizer.py:884).
+    """
+    holding = {chunk.stage for chunk in parts if not spec.sparse_layers.isdisjoint(chunk.layers)}
+    without = sorted({chunk.stage for chunk in parts} - holding)
+    if without and not optimizer.distributed and "fp32" in optimizer.states:
+        raise RefusedError(
+            f"stage {without[0]} has no experts: megatron-core cannot load their plain optimizer there out of torch_dist",
+            "--format torch, or --optimizer distributed",
+        )
+
+
+def _stage(slot: Slot, parts: Sequence[Chunk]) -> int:
+    """The pipeline stage that holds a tensor."""
+    if slot.layer is not None:
+        return next(chunk.stage for chunk in parts if slot.layer in chunk.layers)
+    return parts[0 if "first" in slot.rule.conditions else -1].stage
+
+
+def _cuts(slot: Slot, mesh: Mesh) -> Iterator[tuple[int, Cut]]:
+    """(rank of the stage, its part) of a tensor; a rank has two parts of gate and up."""
+    sizes = {"tp": mesh.tp, "ep": mesh.ep, "etp": mesh.etp}
+    choices: list[list[tuple[str, int, tuple[int, int]]]] = []
+    for rows, term in zip(slot.shape, slot.rule.pattern.dims, strict=True):
+        runs = splits(term)
+        axis, ranks = (runs[0], sizes[runs[0]]) if runs else ("", 1)
+        count = max(len(runs), 1) * ranks
+        if rows % count:
+            raise RefusedError(f"{rows} rows of {slot.keys[0]} do not divide over {axis} = {ranks}")
+        step = rows // count
+        choices.append([(axis, number % ranks, (number * step, (number + 1) * step)) for number in range(count)])
+    for choice in product(*choices):
+        at = {axis: rank for axis, rank, _ in choice}
+        yield at.get("tp", 0) + at.get("ep", 0) * mesh.etp + at.get("etp", 0), Cut(tuple(box for _, _, box in choice))
+
+
+def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.Stored:
+    """A part under the name of its stack, or of its layer where layers differ."""
+    latent = spec.latent_rank is not None  # the local layers of which rename nothing
+    key = slot.keys[-1 if norm == "local" and ("sparse" in slot.rule.conditions) is not latent else 0]
+    if slot.layer is None or spec.mixed:
+        return dcp_writer.Stored(slot, cut, key, slot.shape, cut.ranges)
+    name = key.replace(f"{LAYERS}{slot.layer}.", LAYERS)
+    box = ((slot.layer, slot.layer + 1), *cut.ranges)
+    return dcp_writer.Stored(slot, cut, name, (spec.layers, *slot.shape), box)
+
+
+def _states_of(optimizer: Optimizer, held: Sequence[dcp_writer.Stored]) -> Iterator[dcp_writer.Stored]:
+    """The states of the parameters, of which a rank holds these parts."""
+    for state, dtypes in optimizer.dtypes.items():
+        prefix = f"{PREFIX}{megatron_optim.stored_name(state, optimizer.distributed)}."
+        for one in held:
+            if BUFFER.fullmatch(one.slot.keys[0]):
+                continue
+            dtype = slot_dtype(one.slot, dtypes)
+            yield one._replace(name=prefix + one.name, state=state, dtype=dtype)
+
+
+def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
+    """The names of the `_extra_state` entries that megatron-core asks for, of local or Transformer Engine's layers."""
+    te, family = norm == "te", family_named(spec.family)
+    attention = mla.states(spec, te=te) if family.facts.latent else STATES
+    every = [*attention, *(TE_STATES if te else ()), *(TE_NORMS if te and family.facts.qk_norm else ())]
+    sparse = ["pre_mlp_layernorm"] if te else []
+    sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_up" in family.facts.experts else []
+    for layer in range(spec.layers):
+        place, number = (f"{LAYERS}{layer}.", "0_1") if spec.mixed else (LAYERS, f"{layer}_{spec.layers}")
+        experts = layer in spec.sparse_layers
+        for module in [*every, *(sparse if experts else [f"mlp.{name}" for name in LINEAR])]:
+            yield f"{place}{module}._extra_state/shard_{number}"
+        for name, expert in product(LINEAR, range(spec.experts or 0)) if experts else ():
+            shard = f"{expert}_{spec.experts}" if spec.mixed else f"{layer}.{expert}_{spec.layers}.{spec.experts}"
+            yield f"{place}mlp.experts.experts.{name}._extra_state/shard_{shard}"
+    if te:
+        yield "decoder.final_layernorm._extra_state/shard_0_1"

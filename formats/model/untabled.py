@@ -1,0 +1,97 @@
+"""Models without a table: every tensor is a logical tensor of its own, under its own name.
+
+That is enough to merge, cast, split and publish a model of any kind, because the names stay those of Hugging Face. It
+is not enough to move it into a format that names or cuts its tensors otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from formats.errors import UnsupportedError
+from formats.layout.pattern import Axis, Pattern
+from formats.layout.table import Rule, Slot
+from formats.layout.tensors import TENSORS
+from formats.model.spec import Verbatim
+
+TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where a config of several modalities has that of its language model."""
+HEAD = "lm_head.weight"
+EMBEDDINGS = (
+    "model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "transformer.wte.weight",
+    "transformer.word_embeddings.weight",
+)  # fmt: skip
+"""With which of them it is one tensor in a tied model."""
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the classes end that have a head."""
+FUSED = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
+FUSED_ON_HUB = ("gpt_oss", "llama4", "llama4_text")
+TIED_NOTE = (
+    "its config.json does not say whether its head is tied, and no file holds one: it is taken to be {}, as where its "
+    "class ties it; should the class have a head of its own, that is lost"
+)
+FUSED_NOTE = "its experts are fused, as transformers 5 holds them in memory: other readers expect the Hub's names"
+
+
+def describe(
+    config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any], why: str
+) -> Verbatim:
+    """The spec of a model that consists of given tensors.
+
+    Args:
+        config: its config.json.
+        shapes: its tensors, in their order.
+        settings: `tied` and `vocab`, where the user overrules the config.
+        why: why no table describes it.
+
+    Raises:
+        UnsupportedError: the config names no model type, or a tensor has the name of a logical tensor.
+    """
+    if not isinstance(config.get("model_type"), str):
+        raise UnsupportedError(why)
+    clash = sorted(set(shapes) & set(TENSORS))
+    if clash:
+        raise UnsupportedError(f"a tensor is called {clash[0]}, which is the name of a logical tensor here")
+    embedding = next((key for key in EMBEDDINGS if key in shapes), "")
+    names = config.get("architectures")
+    causal = isinstance(names, list) and any(isinstance(name, str) and name.endswith(CAUSAL) for name in names)
+    silent = "tied" not in settings and "tie_word_embeddings" not in config  # as it may be where the class ties
+    headless = silent and causal and embedding != "" and HEAD not in shapes
+    tied = headless or settings.get("tied", config.get("tie_word_embeddings")) is True
+    same = embedding != "" and shapes.get(HEAD, shapes[embedding]) == shapes[embedding]
+    copies = {HEAD: embedding} if tied and same else {}
+    fused = any(map(FUSED.search, shapes)) and config["model_type"] not in FUSED_ON_HUB
+    notes = [TIED_NOTE.format(embedding)] * headless + [FUSED_NOTE] * fused
+    vocab = settings.get("vocab", language(config).get("vocab_size"))
+    return Verbatim(
+        config["model_type"],
+        {key: shape for key, shape in shapes.items() if key not in copies},
+        tied,
+        vocab if type(vocab) is int else None,
+        why,
+        copies,
+        tuple(notes),
+    )
+
+
+def language(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the language model: of several modalities, each has its own inside."""
+    inner = next((config[name] for name in TEXT if isinstance(config.get(name), dict)), None)
+    return config if inner is None else language(inner)
+
+
+def slots(spec: Verbatim) -> Iterator[Slot]:
+    """One physical tensor for each logical one, and one for each copy."""
+    for key, shape in spec.shapes.items():
+        yield _slot(key, key, shape, "")
+    for key, original in spec.copies.items():
+        yield _slot(key, original, spec.shapes[original], "copy")
+
+
+def _slot(key: str, tensor: str, shape: tuple[int, ...], replica: str) -> Slot:
+    axes = tuple(f"dim{i}" for i in range(len(shape)))
+    conditions = frozenset({"copy", "optional"} if replica else ())
+    rule = Rule(key, Pattern(f"{tensor}: {' '.join(axes)}", tensor, tuple(map(Axis, axes))), conditions)
+    return Slot("", (key,), shape, rule, (), tuple(zip(axes, shape, strict=True)), None, replica)

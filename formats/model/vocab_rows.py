@@ -1,0 +1,38 @@
+"""How many tokens a model has room for: the rows of its embedding and of its output head."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from formats.model.spec import Spec, Verbatim
+
+EMBEDDING = re.compile(
+    r"(?:.*\.)?(?:(?:model\.|llm\.)embed|embed_in|embed_tokens|embeddings|shared|tok_embeddings|tokens_embed|"
+    r"word_embeddings|wte)\.weight"
+)
+"""The key of an input embedding, which only a model has: those of transformers 5.23.0, but for the `w` of
+CTRL and the `input_embedding` of CPM-Ant, which has further rows."""
+HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\.(?:weight|bias)")
+
+
+def rows(spec: Spec) -> int | None:
+    """The rows of the embedding, None when they cannot be told."""
+    if not isinstance(spec, Verbatim):
+        return spec.vocab
+    found = [shape[0] for key, shape in spec.shapes.items() if EMBEDDING.fullmatch(key) and shape]
+    return found[0] if len(found) == 1 else None
+
+
+def grown(spec: Spec, wanted: int) -> Spec:
+    """The spec of the same model with more rows. Its tensors grow at their end."""
+    if not isinstance(spec, Verbatim):
+        return replace(spec, vocab=wanted)
+    held = rows(spec)
+    shapes = {
+        key: (wanted, *shape[1:])
+        if shape[:1] == (held,) and (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key))
+        else shape
+        for key, shape in spec.shapes.items()
+    }
+    return replace(spec, shapes=shapes, vocab=wanted)

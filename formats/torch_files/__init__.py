@@ -1,0 +1,1 @@
+"""Files of torch: zip archives, pickles, distributed checkpoints, dumps of each rank."""

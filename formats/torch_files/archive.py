@@ -1,0 +1,445 @@
+"""The zip archives of `torch.save`, read and written without torch.
+
+An archive is a zip of stored members: `PREFIX/data.pkl` holds the object, `PREFIX/data/KEY` the bytes of each storage,
+aligned to 64 bytes (torch/csrc and caffe2/serialize/inline_container.cc, torch 2.13). Nothing in it is compressed, so
+each tensor is a byte range of the file. A file is one archive, or, in a `.distcp`, many archives one after another.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zlib_ng.zlib_ng import crc32
+
+from formats.disk.safetensors import DTYPES, Fragment, Member, file_size, read_into
+from formats.disk.zstd_stream import Reader
+from formats.errors import DamagedError, SourceError, UnsupportedError, short
+from formats.torch_files import pickle_values
+from formats.torch_files.unpickle import loads
+
+MAX_PICKLE = 1 << 30
+MAX_DIRECTORY = 1 << 28
+MAX_SMALL = 1 << 24
+"""A storage of more bytes is not read whole for a small tensor in it."""
+ALIGNMENT = 64
+STREAM = "archive"
+NEWEST = 63
+"""The version of the zip format that APPNOTE 6.3 describes."""
+AGAIN = "copy the file again, or take another checkpoint"
+_LOCAL = 30
+_SMALL = 0xFFFFFFFF
+_TAIL = 2048
+"""Bytes at the end of an archive that are read at once: enough for the directory of one tensor."""
+_HEAD = 1024
+"""The same at its beginning: enough for the pickle of one tensor."""
+
+Read = Callable[[int, int], bytes]
+"""Bytes of an archive, given offset and count; fewer at its end."""
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """An opened archive: the inert object, and where each storage is (byte offset in the archive, size, CRC-32).
+
+    `name` is what its folder is called: the file's name without ending at the time when torch.save wrote it, `archive`
+    (STREAM) when it wrote to a stream (`PyTorchStreamWriter` in caffe2/serialize/inline_container.cc, torch 2.13).
+    """
+
+    path: Path
+    value: Any
+    storages: Mapping[str, Member]
+    start: int = 0
+    name: str = ""
+
+    def fragment(self, ref: pickle_values.TensorRef, name: str) -> Fragment:
+        """Where a tensor lies on disk.
+
+        Raises:
+            SourceError: it reaches past its storage, or the storage is missing.
+        """
+        if ref.storage.key not in self.storages:
+            raise SourceError(f"{self.path}: {name} lies in the storage {ref.storage.key!r}, which the archive lacks")
+        start, size, crc = self.storages[ref.storage.key]
+        item = DTYPES[ref.dtype]
+        last = sum((n - 1) * stride for n, stride in zip(ref.shape, ref.strides, strict=True))
+        if prod(ref.shape) and (ref.offset + last + 1) * item > size:
+            raise SourceError(
+                f"{self.path}: {name} reaches to byte {(ref.offset + last + 1) * item} of a storage of {size} bytes"
+            )
+        member = Member(self.start + start, size, crc)
+        offset = member.start + ref.offset * item
+        return Fragment(self.path, offset, ref.dtype, ref.shape, ref.strides, member=member)
+
+
+def read_torch(path: Path) -> TorchFile:
+    """Open a `torch.save` file and unpickle its object inertly.
+
+    Raises:
+        SourceError: the archive is damaged or cut off.
+        UnsupportedError: it is compressed, big-endian, or older than torch 1.6.
+    """
+    size = file_size(path)
+    with path.open("rb") as file:
+        if file.read(1) == b"\x80":
+            raise UnsupportedError(f"{path}: written before torch 1.6, which used no zip archive")
+        return read_archive(file.fileno(), path, 0, size)
+
+
+def read_archive(fd: int, path: Path, start: int, size: int, name: str = "") -> TorchFile:
+    """Open one archive of a file, given its extent in bytes. Raises as `read_torch` does.
+
+    Args:
+        fd: the open file.
+        path: its path.
+        start: where the archive begins.
+        size: how long it is.
+        name: what to call it in an error, besides the path.
+    """
+    head, tail = os.pread(fd, min(_HEAD, size), start), os.pread(fd, min(_TAIL, size), start + size - min(_TAIL, size))
+    where = f"{path}: {name}" if name else str(path)
+
+    def read(offset: int, count: int) -> bytes:
+        if offset + count <= len(head):
+            return head[offset : offset + count]
+        if offset >= size - len(tail):
+            return tail[offset - size + len(tail) :][:count]
+        return os.pread(fd, min(count, size - offset), start + offset)
+
+    value, storages, folder = parse_archive(read, size, where)
+    return TorchFile(path, value, storages, start, folder)
+
+
+def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, Member], str]:
+    """The object of an archive, where each of its storages is, and the name of its folder. What is read is checked."""
+    try:
+        members, directory = _directory(read, size)
+        extents = dict(_extents(read, members, directory))
+    except struct.error:
+        raise SourceError(f"{where} is no complete torch.save archive: its directory is damaged", AGAIN) from None
+    except (SourceError, UnsupportedError) as error:
+        hint = AGAIN if isinstance(error, SourceError) else ""
+        raise type(error)(f"{where} is no sound torch.save archive: {error}", hint) from None
+    pickled = [name for name in extents if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickled) != 1:
+        raise SourceError(f"{where}: a torch.save archive has one data.pkl, this one has {len(pickled)}")
+    prefix = pickled[0].removesuffix("data.pkl")
+    if prefix + "byteorder" in extents and _checked(read, extents, prefix + "byteorder", where) != b"little":
+        raise UnsupportedError(f"{where}: written on a big-endian machine")
+    if extents[pickled[0]].size > MAX_PICKLE:
+        raise SourceError(f"{where}: its pickle claims {extents[pickled[0]].size} bytes")
+    raw = _checked(read, extents, pickled[0], where)
+    value = _tensor_of(raw) if len(raw) < _HEAD else None
+    value = loads(raw, where) if value is None else value
+    folder = prefix + "data/"
+    storages = {name.removeprefix(folder): extent for name, extent in extents.items() if name.startswith(folder)}
+    return value, storages, prefix.removesuffix("/")
+
+
+def _checked(read: Read, extents: Mapping[str, Member], name: str, where: str) -> bytes:
+    """The content of a small entry of an archive.
+
+    Raises:
+        SourceError: it has not the CRC-32 that the archive keeps of it.
+    """
+    start, size, crc = extents[name]
+    raw = read(start, size)
+    require_crc(crc32(raw), crc, f"{where}: {name}")
+    return raw
+
+
+def require_crc(found: int, recorded: int, what: str) -> None:
+    """Compare a CRC-32 with the recorded one, which may be none.
+
+    Raises:
+        DamagedError: they differ.
+    """
+    if recorded and found != recorded:
+        raise DamagedError(
+            f"{what} is damaged: its bytes have the CRC-32 {found:08x}, the file says {recorded:08x}", AGAIN
+        )
+
+
+def read_small(fragment: Fragment) -> bytes:
+    """The bytes of a small tensor; its storage is read with it and checked.
+
+    Raises:
+        DamagedError: the storage has not the CRC-32 that its archive keeps of it.
+        SourceError: the file is cut off.
+    """
+    extent = fragment.member
+    if extent is None or extent.size > MAX_SMALL:
+        extent = Member(fragment.offset, fragment.nbytes, 0)
+    raw = bytearray(extent.size)
+    with fragment.path.open("rb") as file:
+        if fragment.stream is None:
+            read_into(file.fileno(), memoryview(raw), extent.start, fragment.path)
+        else:
+            Reader(file.fileno(), fragment.path, fragment.stream).read_into(memoryview(raw), extent.start)
+    require_crc(crc32(raw), extent.crc, f"{fragment.path}: the {extent.size} bytes at byte {extent.start}")
+    return bytes(raw[fragment.offset - extent.start :][: fragment.nbytes])
+
+
+@lru_cache(maxsize=1024)
+def _tensor_of(raw: bytes) -> pickle_values.TensorRef | None:
+    """The tensor that a small pickle holds, None if it holds anything else. Those of the pieces of one are alike."""
+    try:
+        value = loads(raw, "")
+    except SourceError:
+        return None
+    return value if isinstance(value, pickle_values.TensorRef) else None
+
+
+class _Entry(NamedTuple):
+    """An entry of a zip directory."""
+
+    name: str
+    raw: bytes
+    start: int
+    size: int
+    crc: int
+    entry: int
+
+
+def _directory(read: Read, size: int) -> tuple[list[_Entry], int]:
+    """The members of a zip in the order in which they lie, and the offset of its directory (APPNOTE 6.3, 4.3.12-16)."""
+    end = read(size - 22, 22) if size >= 22 else b""
+    if end[:4] != b"PK\x05\x06":
+        raise SourceError(f"{size} bytes without a directory at their end: cut off, or another kind of file")
+    count, length, start = struct.unpack_from("<HII", end, 10)
+    if _SMALL in (length, start) or count == 0xFFFF:
+        locator = read(size - 42, 20)
+        if locator[:4] != b"PK\x06\x07":
+            raise SourceError("the directory of a large archive is missing")
+        record = read(struct.unpack_from("<Q", locator, 8)[0], 56)
+        count, length, start = struct.unpack_from("<QQQ", record, 32)
+    if length > MAX_DIRECTORY or start + length > size or count * 46 > length:
+        raise SourceError(f"a directory of {count} members in {length} bytes at byte {start} of {size}")
+    raw, at, members = read(start, length), 0, []
+    for _ in range(count):
+        if raw[at : at + 4] != b"PK\x01\x02":
+            raise SourceError("an entry of the directory is damaged")
+        version, flags, method = struct.unpack_from("<HHH", raw, at + 6)
+        crc, packed, unpacked, names, extras, comments = struct.unpack_from("<IIIHHH", raw, at + 16)
+        (offset,) = struct.unpack_from("<I", raw, at + 42)
+        encoded = raw[at + 46 : at + 46 + names]
+        name = encoded.decode("utf-8", "backslashreplace")
+        if _SMALL in (packed, unpacked, offset):
+            unpacked, packed, offset = _large(raw[at + 46 + names :][:extras], unpacked, packed, offset)
+        if method or flags & 1 or version > NEWEST:
+            raise UnsupportedError(f"the member {short(name)} is compressed or encrypted")
+        if packed != unpacked:
+            raise SourceError(f"the member {short(name)} has two sizes")
+        members.append(_Entry(name, encoded, offset, unpacked, crc, start + at))
+        at += 46 + names + extras + comments
+    return sorted(members, key=lambda member: member.start), start
+
+
+def _large(extra: bytes, *small: int) -> list[int]:
+    """Sizes and offset of a member, those past 4 GiB from its zip64 field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            body = iter(struct.unpack(f"<{length // 8}Q", extra[at + 4 : at + 4 + length // 8 * 8]))
+            return [next(body, value) if value == _SMALL else value for value in small]
+        at += 4 + length
+    return list(small)
+
+
+def _extents(read: Read, members: list[_Entry], directory: int) -> Iterator[tuple[str, Member]]:
+    """Name and place of each member; none may be doubled or overlap another."""
+    position, seen = 0, set()
+    for member in members:
+        if not position <= member.start < directory:
+            raise SourceError(f"the member {short(member.name)} lies outside the archive or in another one")
+        local = read(member.start, _LOCAL + len(member.raw))
+        if len(local) < _LOCAL or local[:4] != b"PK\x03\x04" or local[_LOCAL:] != member.raw:
+            raise SourceError(f"the member {short(member.name)} has no header of its own")
+        names, extra = struct.unpack_from("<HH", local, 26)
+        start = member.start + _LOCAL + names + extra
+        position = start + member.size
+        if member.name in seen or position > directory:
+            raise SourceError(f"the member {short(member.name)} is doubled or cut off")
+        seen.add(member.name)
+        yield member.name, Member(start, member.size, member.crc)
+
+
+# --- checking --------------------------------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """A member of an archive: its byte offset in the file, its size, and its CRC-32, 0 when that was not recorded.
+
+    `noted` are the offsets at which the checksum may stand: in the header, the directory, and behind the data.
+    """
+
+    name: str
+    start: int
+    size: int
+    crc: int
+    noted: tuple[int, ...]
+
+
+def stored(fd: int, path: Path) -> Iterator[Stored]:
+    """Every member of the archives in a file, which lie back to back: the last archive comes first.
+
+    Raises:
+        SourceError: the file holds something else, or is cut off.
+    """
+    for start, _, end in _archives(fd, path):
+
+        def read(offset: int, count: int, start: int = start, end: int = end) -> bytes:
+            return os.pread(fd, min(count, end - start - offset), start + offset) if offset >= 0 else b""
+
+        try:
+            members, directory = _directory(read, end - start)
+            extents = list(_extents(read, members, directory))
+        except (SourceError, UnsupportedError, struct.error) as error:
+            raise SourceError(f"{path}: the archive at byte {start} is damaged: {error}") from None
+        for member, (name, (offset, size, crc)) in zip(members, extents, strict=True):
+            noted = (start + member.start + 14, start + member.entry + 16, start + offset + size + 4)
+            yield Stored(name, start + offset, size, crc, noted)
+
+
+def directories(fd: int, path: Path) -> Iterator[bytes]:
+    """The directory of each archive in a file, up to the archive's end; unparsed, and the last archive's first.
+
+    Raises:
+        SourceError: the file holds something else, or is cut off.
+    """
+    for _, directory, end in _archives(fd, path):
+        yield os.pread(fd, min(end - directory, MAX_DIRECTORY), directory)
+
+
+def _archives(fd: int, path: Path) -> Iterator[tuple[int, int, int]]:
+    """Where each archive in a file begins, has its directory, and ends; the last one first."""
+    end = file_size(path)
+    while end:
+        start, directory = _archive_start(os.pread(fd, min(end, 98), max(0, end - 98)), end)
+        if not 0 <= start <= directory < end:
+            raise SourceError(f"{path}: no torch.save archive ends at byte {end}: cut off, or another kind of file")
+        yield start, directory, end
+        end = start
+
+
+def _archive_start(tail: bytes, end: int) -> tuple[int, int]:
+    """Where the archive and its directory begin, if it ends with these bytes at byte `end`; -1 when they end none."""
+    if tail[-22:-18] != b"PK\x05\x06":
+        return -1, -1
+    length, offset = struct.unpack_from("<II", tail, len(tail) - 10)
+    if tail[-42:-38] == b"PK\x06\x07" and len(tail) == 98:
+        (large,) = struct.unpack_from("<Q", tail, len(tail) - 58)
+        return end - 98 - int(struct.unpack_from("<Q", tail, len(tail) - 34)[0]), end - 98 - int(large)
+    return end - 22 - int(length) - int(offset), end - 22 - int(length)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The plan of an archive to be written: everything is known but the storages' checksums.
+
+    Storages are written at their offsets in any order; `headers` then gives every other byte.
+    """
+
+    members: tuple[tuple[str, int, bytes | None, int], ...]
+    """Name, offset of the local header, content (None for a storage), size."""
+    directory: int
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self.directory + len(self._tail({}))
+
+    def storages(self) -> dict[str, tuple[int, int]]:
+        """Byte offset and size of each storage's data, by member name."""
+        return {
+            name: (start + len(_local_header(name, start, 0, size)), size)
+            for name, start, content, size in self.members
+            if content is None
+        }
+
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of everything but the storages, given the CRC-32 of each storage by member name."""
+        crcs = {name: crc32(content) for name, _, content, _ in self.members if content is not None}
+        crcs.update(checksums)
+        for name, start, content, size in self.members:
+            yield start, _local_header(name, start, crcs[name], size) + (content or b"")
+        yield self.directory, self._tail(crcs)
+
+    def _tail(self, crcs: Mapping[str, int]) -> bytes:
+        entries = b"".join(
+            _central_header(name, start, crcs.get(name, 0), size) for name, start, _, size in self.members
+        )
+        count, start = len(self.members), self.directory
+        tail = entries
+        if count > 0xFFFE or start + len(entries) >= _SMALL:
+            tail += struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(entries), start)
+            tail += struct.pack("<4sIQI", b"PK\x06\x07", 0, start + len(entries), 1)
+        small_count, small_size = min(count, 0xFFFF), min(len(entries), _SMALL)
+        return tail + struct.pack(
+            "<4sHHHHIIH", b"PK\x05\x06", 0, 0, small_count, small_count, small_size, min(start, _SMALL), 0
+        )
+
+
+def plan_archive(value: Any, storages: Mapping[str, int], folder: str = STREAM) -> Archive:
+    """Lay out an archive for an object whose tensors refer to storages of the given sizes in bytes."""
+    contents: list[tuple[str, bytes | None, int]] = [
+        ("data.pkl", pickle_values.dumps(value), 0),
+        (".format_version", b"1", 0),
+        (".storage_alignment", str(ALIGNMENT).encode(), 0),
+        ("byteorder", b"little", 0),
+        *((f"data/{key}", None, size) for key, size in storages.items()),
+        ("version", b"3\n", 0),
+    ]
+    members, position = [], 0
+    for name, content, nbytes in contents:
+        size = nbytes if content is None else len(content)
+        members.append((f"{folder}/{name}", position, content, size))
+        position += len(_local_header(f"{folder}/{name}", position, 0, size)) + size
+    return Archive(tuple(members), position)
+
+
+def packed(value: Any, storages: Mapping[str, bytes] | None = None) -> bytes:
+    """A whole archive for an object whose tensors, if it has any, refer to these few bytes."""
+    held = storages or {}
+    archive = plan_archive(value, {key: len(raw) for key, raw in held.items()})
+    content, sums = bytearray(archive.size), {}
+    for (name, (start, size)), raw in zip(archive.storages().items(), held.values(), strict=True):
+        content[start : start + size] = raw
+        sums[name] = crc32(raw)
+    for offset, part in archive.headers(sums):
+        content[offset : offset + len(part)] = part
+    return bytes(content)
+
+
+def _local_header(name: str, start: int, crc: int, size: int) -> bytes:
+    """A local header whose extra field pads the data to the alignment; sizes past 4 GiB go into a zip64 field."""
+    encoded = name.encode()
+    zip64 = struct.pack("<HHQQ", 1, 16, size, size) if size >= _SMALL else b""
+    padding = -(start + _LOCAL + len(encoded) + len(zip64) + 4) % ALIGNMENT
+    extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    small = min(size, _SMALL)
+    fields = struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 45, 0, 0, 0, 0x21, crc, small, small, len(encoded), len(extra))
+    return fields + encoded + extra
+
+
+def _central_header(name: str, start: int, crc: int, size: int) -> bytes:
+    encoded = name.encode()
+    large = [number for number in (size, size, start) if number >= _SMALL]
+    extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
+    small = min(size, _SMALL)
+    fields = struct.pack(
+        "<4sHHHHHHIIIHHHHHII",
+        *(b"PK\x01\x02", 45, 45, 0, 0, 0, 0x21, crc, small, small, len(encoded), len(extra), 0, 0, 0, 0),
+        min(start, _SMALL),
+    )
+    return fields + encoded + extra

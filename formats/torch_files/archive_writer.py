@@ -1,0 +1,146 @@
+"""Files of torch.save that are to be written: slots become storages, one for each, in their order."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.checkpoint import OutputFile
+from formats.disk.safetensors import DTYPES, Fragment, row_major
+from formats.errors import UnsupportedError, short
+from formats.layout.table import Placed, Slot
+from formats.torch_files.archive import STREAM, TorchFile, packed, plan_archive, read_small
+from formats.torch_files.pickle_values import STORAGE_OF, StorageRef, TensorRef, keeps
+
+NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+
+
+class Small(NamedTuple):
+    """A tensor of a few numbers, whole: element type, shape and bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    raw: bytes
+
+    @property
+    def number(self) -> Any:
+        """The one number that it holds."""
+        return struct.unpack(NUMBERS[self.dtype], self.raw)[0]
+
+
+Held = tuple[str, Slot | None, tuple[int, ...], str]
+"""Key, slot (None for a tensor of zeros), shape and element type of a tensor."""
+
+MOST_BYTES = 64
+"""Of a small tensor."""
+
+
+def archived(
+    path: Path,
+    held: Sequence[Held],
+    value: Callable[[Mapping[str, TensorRef]], Any],
+    folder: str = STREAM,
+    states: Mapping[str, Sequence[Held]] | None = None,
+) -> OutputFile:
+    """Lay out one file.
+
+    Args:
+        path: where it is written.
+        held: its tensors.
+        value: the object to pickle, given the reference of each tensor by key; it may hold small tensors.
+        folder: what the folder in the archive is called.
+        states: the tensors of an optimizer, by the name of the state.
+
+    Raises:
+        UnsupportedError: torch.save has no storage of an element type.
+    """
+    by_state = {"": held, **(states or {})}
+    refs: dict[str, TensorRef] = {}
+    storages: dict[str, int] = {}
+    for key, _, shape, dtype in (one for every in by_state.values() for one in every):
+        if dtype not in STORAGE_OF:
+            raise UnsupportedError(
+                f"{key} would be {dtype}, for which torch.save has no storage", "dequantize it with what made it"
+            )
+        refs[key] = _reference(dtype, shape, str(len(storages)))
+        storages[refs[key].storage.key] = prod(shape) * DTYPES[dtype]
+    small: dict[str, bytes] = {}
+    content = _settled(value(refs), small, len(storages))
+    archive = plan_archive(content, {**storages, **{key: len(raw) for key, raw in small.items()}}, folder)
+    extents = archive.storages()
+    constants = {f"{folder}/data/{key}": raw for key, raw in small.items()}
+
+    def placed(every: Iterable[Held]) -> tuple[Placed, ...]:
+        starts = {key: extents[f"{folder}/data/{ref.storage.key}"][0] for key, ref in refs.items()}
+        return tuple(
+            Placed(key, slot, Fragment(path, starts[key], dtype, shape, row_major(shape)))
+            for key, slot, shape, dtype in every
+            if slot is not None
+        )
+
+    def headers(checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        yield from archive.headers({**checksums, **{name: zlib.crc32(raw) for name, raw in constants.items()}})
+        yield from ((extents[name][0], raw) for name, raw in constants.items())
+
+    counted = {name: extent for name, extent in extents.items() if name not in constants}
+    tensors = {state: placed(every) for state, every in by_state.items()}
+    return OutputFile(path, archive.size, tensors.pop(""), counted, headers, tensors)
+
+
+def _reference(dtype: str, shape: tuple[int, ...], storage: str) -> TensorRef:
+    return TensorRef(StorageRef(dtype, storage, prod(shape)), 0, shape, row_major(shape), dtype)
+
+
+# --- what is small enough to travel as it is -------------------------------------------------------------------------
+
+
+def plain(file: TorchFile, value: Any, name: str, depth: int = 8) -> Any:
+    """A value of a file, with its small tensors read.
+
+    Args:
+        file: the file.
+        value: what it holds.
+        name: what to call the value in an error.
+        depth: how many maps and lists may lie inside each other.
+
+    Raises:
+        UnsupportedError: it holds more than plain data and small tensors.
+    """
+    match value:
+        case TensorRef():
+            fragment = file.fragment(value, name)
+            if fragment.nbytes > MOST_BYTES or not fragment.row_major:
+                raise UnsupportedError(f"{file.path}: {name} holds a tensor {list(value.shape)}, which is not known")
+            return Small(value.dtype, value.shape, read_small(fragment))
+        case dict() if depth and keeps([*value]):
+            return {key: plain(file, one, name, depth - 1) for key, one in value.items()}
+        case list() if depth:
+            return [plain(file, one, name, depth - 1) for one in value]
+        case _ if keeps(value):
+            return value
+    raise UnsupportedError(f"{file.path}: {name} holds {short(value)}, which is no plain data")
+
+
+def packed_plain(value: Any) -> bytes:
+    """A whole archive for plain data with small tensors."""
+    small: dict[str, bytes] = {}
+    content = _settled(value, small, 0)
+    return packed(content, small)
+
+
+def _settled(value: Any, small: dict[str, bytes], before: int) -> Any:
+    """A value with references to its small tensors, each of which gets a storage of its own, behind so many others."""
+    match value:
+        case Small():
+            key = str(before + len(small))
+            small[key] = value.raw
+            return _reference(value.dtype, value.shape, key)
+        case dict():
+            return type(value)((key, _settled(one, small, before)) for key, one in value.items())
+        case list():
+            return [_settled(one, small, before) for one in value]
+    return value

@@ -1,0 +1,92 @@
+"""CRC-32 of bytes whose parts are counted apart.
+
+A CRC without its initial and final inversion is linear: that of a whole is the sum (exclusive or) of those of its
+parts, each multiplied by x^(8n) for the n bytes after it. The arithmetic is that of polynomials over GF(2) modulo the
+CRC's, in the reflected form that zlib uses. Multiplication by x^(8·2^k) is four tables of 256 entries, made when they
+are first needed. zlib-ng's `crc32` gives zlib's numbers nine times as fast (53 and 6 GB/s, measured).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from zlib_ng.zlib_ng import crc32
+
+from formats.disk.safetensors import read_into
+
+POLYNOMIAL = 0xEDB88320
+ONES = 0xFFFFFFFF
+STEP = 1 << 20
+"""Bytes that are read at a time."""
+
+Tables = tuple[tuple[int, ...], ...]
+
+
+def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials; bit 31 is x^0."""
+    product = 0
+    while a:
+        if a & 0x80000000:
+            product ^= b
+        a = a << 1 & ONES
+        b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@lru_cache(maxsize=64)
+def _power(k: int) -> int:
+    """x^(8·2^k)."""
+    return 0x00800000 if not k else _multiply(_power(k - 1), _power(k - 1))
+
+
+@lru_cache(maxsize=64)
+def _operator(k: int) -> Tables:
+    """What a register becomes after 2^k zero bytes, for each value of each of its four bytes."""
+    tables = []
+    for shifted in range(0, 32, 8):
+        table = [0] * 256
+        for value in range(1, 256):
+            lowest = value & -value
+            table[value] = table[value ^ lowest] ^ (
+                table[lowest] if value != lowest else _multiply(lowest << shifted, _power(k))
+            )
+        tables.append(tuple(table))
+    return tuple(tables)
+
+
+def shift(register: int, nbytes: int) -> int:
+    """What a CRC register becomes after so many zero bytes."""
+    k = 0
+    while nbytes:
+        if nbytes & 1:
+            first, second, third, fourth = _operator(k)
+            register = (
+                first[register & 255]
+                ^ second[register >> 8 & 255]
+                ^ third[register >> 16 & 255]
+                ^ fourth[register >> 24]
+            )
+        nbytes >>= 1
+        k += 1
+    return register
+
+
+def part(piece: memoryview, after: int) -> int:
+    """What a piece adds to the register of a whole, given how many bytes of the whole follow it."""
+    return shift(crc32(piece, ONES) ^ ONES, after)
+
+
+def whole(register: int, nbytes: int) -> int:
+    """The CRC-32 of so many bytes, given the sum of what their pieces add."""
+    return register ^ shift(ONES, nbytes) ^ ONES
+
+
+def crc_of(fd: int, offset: int, nbytes: int, path: Path) -> int:
+    """The CRC-32 of a byte range of a file, read once."""
+    crc, buffer = 0, bytearray(min(STEP, nbytes))
+    for position in range(0, nbytes, STEP):
+        piece = memoryview(buffer)[: min(STEP, nbytes - position)]
+        read_into(fd, piece, offset + position, path)
+        crc = crc32(piece, crc)
+    return crc

@@ -1,0 +1,204 @@
+"""Writing checkpoints of torch.distributed.checkpoint: what `dcp.save` would leave.
+
+Facts: torch 2.13.0, distributed/checkpoint/metadata.py and filesystem.py; `dcp.load` reads it in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.checkpoint import OutputFile, slot_dtype
+from formats.disk.safetensors import DTYPES as SIZES
+from formats.disk.safetensors import Fragment, row_major
+from formats.errors import UnsupportedError
+from formats.layout.pieces import whole_part
+from formats.layout.table import Cut, Placed, Slot
+from formats.torch_files import dcp
+from formats.torch_files.archive import Archive, plan_archive
+from formats.torch_files.archive_writer import Small, packed_plain
+from formats.torch_files.pickle_values import DCP, DTYPES, STORAGE_OF, Dtype, Opaque, StorageRef, TensorRef, dumps
+
+VERSION = "1.0.0"
+CONTAINER = "model"
+Keys = tuple[str | int, ...]
+"""Where in the saved dictionary something was: keys, and numbers of list items."""
+TORCH_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
+
+
+class Stored(NamedTuple):
+    """A part of a slot that a rank's file is to hold: a box of the tensor `name` of a shape, which may be larger.
+
+    `state` is that of an optimizer, `dtype` its element type; that of a weight follows from the slot.
+    """
+
+    slot: Slot
+    part: Cut
+    name: str
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    state: str = ""
+    dtype: str = ""
+
+
+class _Item(NamedTuple):
+    """What is stored, as an archive of its own."""
+
+    stored: Stored
+    dtype: str
+    archive: Archive
+
+
+def by_rows(wanted: Iterable[Stored], ranks: int) -> list[list[Stored]]:
+    """Each tensor cut along its first dimension into chunks of ceil(n / ranks), as FSDP2 does; by rank."""
+    held: list[list[Stored]] = [[] for _ in range(ranks)]
+    for one in wanted:
+        for rank, box in _boxes(one.shape, ranks):
+            held[rank].append(one._replace(part=Cut(box), box=box))
+    return held
+
+
+def whole(slot: Slot, name: str, state: str = "", dtype: str = "") -> Stored:
+    """All of a slot, as the tensor `name`."""
+    part = whole_part(slot.shape)
+    return Stored(slot, part, name, slot.shape, part.ranges, state, dtype)
+
+
+def layout(
+    root: Path,
+    ranks: Sequence[Sequence[Stored]],
+    dtypes: Mapping[tuple[str, int | None], str],
+    paths: Mapping[str, Keys] | None = None,
+    objects: Mapping[str, bytes | Small] | None = None,
+) -> tuple[list[OutputFile], bytes]:
+    """Lay out the files of a checkpoint.
+
+    Args:
+        root: the folder.
+        ranks: what each rank's file holds.
+        dtypes: the element type of each logical tensor.
+        paths: where in the saved dictionary everything was; None where nobody asks.
+        objects: what is no tensor, pickled, and numbers, which are tensors; they lie behind the first rank's tensors.
+
+    Returns:
+        The files, and the `.metadata` that belongs to them.
+    """
+    items = [[_item(stored, stored.dtype or slot_dtype(stored.slot, dtypes)) for stored in held] for held in ranks]
+    more = {name: (one, packed_plain(one) if isinstance(one, Small) else one) for name, one in (objects or {}).items()}
+    tail = b"".join(content for _, content in more.values())
+    files = [
+        _file(root / f"__{rank}_0{dcp.SUFFIX}", held, b"" if rank else tail) for rank, held in enumerate(items) if held
+    ]
+    return files, dumps(_metadata(items, paths, more))
+
+
+def _item(stored: Stored, dtype: str) -> _Item:
+    if dtype not in STORAGE_OF:
+        raise UnsupportedError(f"{stored.name} is {dtype}, for which torch.save has no storage")
+    return _Item(stored, dtype, _archive(dtype, Cut(stored.box).shape))
+
+
+@lru_cache(maxsize=4096)
+def _archive(dtype: str, shape: tuple[int, ...]) -> Archive:
+    """The archive of one tensor: those of the pieces of one are alike."""
+    ref = TensorRef(StorageRef(dtype, "0", prod(shape)), 0, shape, row_major(shape), dtype)
+    return plan_archive(ref, {"0": prod(shape) * SIZES[dtype]})
+
+
+def _boxes(shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    """Which rank holds which box of a tensor."""
+    if not prod(shape) or not shape:
+        yield 0, tuple((0, n) for n in shape)
+        return
+    step = -(-shape[0] // ranks)
+    for rank, start in enumerate(range(0, shape[0], step)):
+        yield rank, ((start, min(start + step, shape[0])), *((0, n) for n in shape[1:]))
+
+
+def _starts(items: Iterable[_Item]) -> list[int]:
+    """Where each item of a file begins; behind them its size."""
+    return list(accumulate((item.archive.size for item in items), initial=0))
+
+
+def _file(path: Path, items: list[_Item], objects: bytes) -> OutputFile:
+    starts, extents = _starts(items), {}
+    placed: dict[str, list[Placed]] = {"": []}
+    for number, (item, start) in enumerate(zip(items, starts, strict=False)):
+        ((name, (offset, size)),) = item.archive.storages().items()
+        slot, part = item.stored.slot, item.stored.part
+        fragment = Fragment(path, start + offset, item.dtype, part.shape, row_major(part.shape))
+        placed.setdefault(item.stored.state, []).append(Placed(slot.keys[0], slot, fragment, part))
+        extents[f"{number} {name}"] = (start + offset, size)
+
+    def headers(checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        for number, (item, start) in enumerate(zip(items, starts, strict=False)):
+            (name,) = item.archive.storages()
+            for offset, content in item.archive.headers({name: checksums[f"{number} {name}"]}):
+                yield start + offset, content
+        yield starts[-1], objects
+
+    tensors = {state: tuple(every) for state, every in placed.items()}
+    return OutputFile(path, starts[-1] + len(objects), tensors.pop(""), extents, headers, tensors)
+
+
+# --- metadata --------------------------------------------------------------------------------------------------------
+
+
+def _object(module: str, name: str, **state: Any) -> Opaque:
+    return Opaque(module, name, state=state)
+
+
+def _size(sizes: Iterable[int]) -> Opaque:
+    return Opaque("torch", "Size", (tuple(sizes),))
+
+
+def _metadata(
+    items: Sequence[Sequence[_Item]],
+    paths: Mapping[str, Keys] | None,
+    objects: Mapping[str, tuple[bytes | Small, bytes]],
+) -> Opaque:
+    tensors: dict[str, Opaque] = {}
+    chunks: dict[str, list[Opaque]] = {}
+    stored: dict[Opaque, Opaque] = {}
+    for rank, held in enumerate(items):
+        for item, start in zip(held, _starts(held), strict=False):
+            name, shape, box = item.stored.name, item.stored.shape, item.stored.box
+            here = chunks.setdefault(name, [])
+            offsets = _size(low for low, _ in box)
+            index = _object(DCP, "MetadataIndex", fqn=name, offset=offsets, index=len(here))
+            stored[index] = _extent(rank, start, item.archive.size)
+            here.append(_object(DCP, "ChunkStorageMetadata", offsets=offsets, sizes=_size(Cut(box).shape)))
+            about = {"properties": _properties(item.dtype), "size": _size(shape), "chunks": here}
+            tensors[name] = _object(DCP, "TensorStorageMetadata", **about)
+    start = _starts(items[0])[-1]
+    for name, (one, content) in objects.items():
+        at: Opaque | None = None
+        tensors[name] = _object(DCP, "BytesStorageMetadata")
+        if isinstance(one, Small):
+            at = _size([0] * len(one.shape))
+            here = [_object(DCP, "ChunkStorageMetadata", offsets=at, sizes=_size(one.shape))]
+            about = {"properties": _properties(one.dtype), "size": _size(one.shape), "chunks": here}
+            tensors[name] = _object(DCP, "TensorStorageMetadata", **about)
+        stored[_object(DCP, "MetadataIndex", fqn=name, offset=at, index=None)] = _extent(0, start, len(content))
+        start += len(content)
+    return _object(
+        DCP, "Metadata", state_dict_metadata=tensors, planner_data=paths, storage_data=stored, storage_meta=None,
+        version=VERSION,
+    )  # fmt: skip
+
+
+def _extent(rank: int, start: int, length: int) -> Opaque:
+    module, name = "torch.distributed.checkpoint.filesystem", "_StorageInfo"
+    return _object(module, name, relative_path=f"__{rank}_0{dcp.SUFFIX}", offset=start, length=length)
+
+
+def _properties(dtype: str) -> Opaque:
+    """dtype, layout, requires_grad, memory format, pin_memory."""
+    strided = Opaque("torch.serialization", "_get_layout", ("torch.strided",))
+    contiguous = Opaque(DCP, "_MEM_FORMAT_ENCODING", (0,))
+    state = (Dtype(TORCH_NAMES[dtype]), strided, False, contiguous, False)
+    return Opaque(DCP, "TensorProperties", state=state)

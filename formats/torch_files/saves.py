@@ -1,0 +1,169 @@
+"""The record of a save: what ties the files of a checkpoint to each other.
+
+    STEP/.files    {"vitruvian": 1, "files": {"__0_0.distcp": {"size": 1234, "crc32": "0a1b2c3d"}, ...}}
+
+The CRC-32 of a file of torch.save is that of its zip directories, which hold the CRC-32 of every entry: a few KB are
+read of a file of any size. Of any other file, such as `.metadata`, it is that of all bytes. `train` writes the record
+last, into a folder that gets its name after that. Other programs write none; what ties their files is in `TIES`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from shlex import quote
+from typing import Any, NamedTuple
+
+from zlib_ng.zlib_ng import crc32
+
+from formats.disk.safetensors import file_size
+from formats.errors import SourceError, short, some
+from formats.torch_files.archive import directories
+from formats.torch_files.crc32 import crc_of
+
+RECORD = ".files"
+MOST = 1 << 28
+"""Bytes of a record: that of a million files has fewer."""
+THREADS = 8
+ZIP = b"PK\x03\x04"
+TIES: Mapping[str, tuple[str, ...]] = {
+    "megatron": ("iteration", "checkpoint_version", "consumed_train_samples", "consumed_valid_samples"),
+    "neox": ("iteration", "global_steps", "global_samples", "skipped_steps"),
+    "zero": ("global_steps", "global_samples", "skipped_steps"),
+    "fsdp": (),
+    "huggingface": (),
+    "megatron_dist": (),
+}
+"""Format: what each of its model files says of the save that it is of, alike in all of them; nothing where there is ().
+
+Facts: Megatron-LM, training/checkpointing.py `generate_state_dict` (0.16: `args`, whose samples are counted on every
+rank, `checkpoint_version`, `iteration`); deepspeed 0.19.8, runtime/engine.py `_get_checkpoint_state`, and the client
+state of GPT-NeoX (checkpointing.py: `iteration`). In the layer files of a GPT-NeoX pipeline, in `.distcp` files and in
+safetensors there is nothing but tensors. The partitions of ZeRO have Adam's step (`zero_partitions.py`).
+"""
+
+
+class Entry(NamedTuple):
+    """A file of a save: its size in bytes, and its CRC-32 as this module counts it."""
+
+    size: int
+    crc32: int
+
+
+def entry_of(path: Path) -> Entry:
+    """What the record of a save says of a file.
+
+    Raises:
+        SourceError: it begins as a file of torch.save does, and is none.
+    """
+    size = file_size(path)
+    with path.open("rb") as file:
+        fd, crc = file.fileno(), 0
+        if os.pread(fd, len(ZIP), 0) != ZIP:
+            return Entry(size, crc_of(fd, 0, size, path))
+        for directory in directories(fd, path):
+            crc = crc32(directory, crc)
+    return Entry(size, crc)
+
+
+def entries_of(paths: Iterable[Path]) -> dict[str, Entry]:
+    """The same of several files of a folder, by name."""
+    every = list(paths)
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip((path.name for path in every), pool.map(entry_of, every), strict=True))
+
+
+def packed(entries: Mapping[str, Entry]) -> bytes:
+    """A record."""
+    files = {name: {"size": one.size, "crc32": f"{one.crc32:08x}"} for name, one in sorted(entries.items())}
+    return (json.dumps({"vitruvian": 1, "files": files}, indent=1) + "\n").encode()
+
+
+def recorded(folder: Path) -> dict[str, Entry] | None:
+    """The record of a folder, None without one.
+
+    Raises:
+        SourceError: it is damaged.
+    """
+    path = folder / RECORD
+    try:
+        if not path.is_file():
+            return None
+        held: Any = json.loads(path.read_bytes()) if file_size(path) <= MOST else None
+        return {str(name): _entry(one) for name, one in held["files"].items()}
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise SourceError(
+            f"{path} is no record of the files of a checkpoint", f"copy the folder again: {folder}"
+        ) from None
+
+
+def _entry(said: Any) -> Entry:
+    """An entry of a record. Raises ValueError, TypeError or KeyError of what is none."""
+    if type(said["size"]) is not int or not re.fullmatch(r"[0-9a-f]{8}", said["crc32"]):
+        raise ValueError
+    return Entry(said["size"], int(said["crc32"], 16))
+
+
+def differing(record: Mapping[str, Entry], paths: Iterable[Path]) -> list[str]:
+    """The names of those files that are recorded otherwise. A record says nothing of others, nor of missing ones.
+
+    Raises:
+        SourceError: a file is damaged.
+    """
+    every = [path for path in paths if path.name in record]
+    found = [path.name for path in every if file_size(path) != record[path.name].size]
+    held = entries_of(path for path in every if path.name not in found)
+    return sorted([*found, *(name for name, one in held.items() if one != record[name])])
+
+
+def files_of(record: Mapping[str, Entry], folder: Path) -> list[Path]:
+    """The recorded files that are there."""
+    return [path for path in sorted(folder.iterdir()) if path.name in record and path.is_file()]
+
+
+def require_one_save(folder: Path) -> None:
+    """The files of a folder with a record are those that were saved together.
+
+    Raises:
+        SourceError: some are of another save.
+    """
+    record = recorded(folder) or {}
+    refuse_mixed(folder, differing(record, files_of(record, folder)))
+
+
+def refuse_mixed(folder: Path, names: Iterable[str]) -> None:
+    """Refuse a checkpoint with files of another save, given their names."""
+    mixed = list(names)
+    if mixed:
+        raise SourceError(
+            f"{folder} is a mixture of different saves: {some(mixed, 3)} {'is' if len(mixed) == 1 else 'are'} not of "
+            f"this step: {folder / RECORD} has another size or checksum",
+            f"copy it again, by checksums and not by sizes: rsync -rc SOURCE/{folder.name}/ {quote(str(folder))}/",
+        )
+
+
+def require_same(values: Mapping[Path, Callable[[str], Any]], format_: str) -> None:
+    """The model files of a checkpoint say the same of the save that they are of.
+
+    Args:
+        values: by file, what gives a value by its name in `TIES`, None where it has none.
+        format_: a key of `TIES`.
+
+    Raises:
+        SourceError: two do not.
+    """
+    (first, of_first), *others = values.items()
+    for name in TIES[format_]:
+        for path, of_other in others:
+            ours, theirs = short(of_other(name)), short(of_first(name))
+            if ours != theirs:
+                raise SourceError(
+                    f"{path} is of {name} {ours}, {first} of {theirs}: files of different saves",
+                    "copy the files of one save from all nodes",
+                )

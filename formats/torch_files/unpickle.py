@@ -1,0 +1,363 @@
+"""Pickles, parsed and never executed.
+
+A `torch.save` file is a pickle, and unpickling can run any code. The machine below builds plain data only: a global
+that a pickle names is one of the few plain values of `_PLAIN`, or an `Opaque` that remembers its name and arguments.
+Nothing is imported and nothing of the file is called. Lengths are checked before memory is spent on them, and what a
+few bytes could blow up (copies, nested keys) has a budget.
+
+Facts: Lib/pickletools.py of CPython 3.13 for the opcodes; torch/_utils.py, torch/serialization.py 2.13 for the globals.
+"""
+
+from __future__ import annotations
+
+import signal
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from formats.disk.safetensors import MAX_DIMENSIONS
+from formats.errors import SourceError
+from formats.torch_files.pickle_values import DTYPES, STORAGES, Dtype, Namespace, Opaque, StorageRef, TensorRef
+
+_EMPTY = {0x29: tuple, 0x5D: list, 0x7D: dict, 0x8F: set}
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
+_U8, _U16, _U32, _U64, _I32 = (struct.Struct(kind) for kind in ("<B", "<H", "<I", "<Q", "<i"))
+_NUMBERS = {0x4A: _I32, 0x4B: _U8, 0x4D: _U16, 0x47: struct.Struct(">d")}
+_COUNTS = {
+    0x58: (_U32, "utf-8"), 0x8C: (_U8, "utf-8"), 0x8D: (_U64, "utf-8"), 0x54: (_U32, "latin-1"), 0x55: (_U8, "latin-1"),
+    0x42: (_U32, ""), 0x43: (_U8, ""), 0x8E: (_U64, ""), 0x96: (_U64, ""),
+}  # fmt: skip
+"""Opcodes of texts (with their encoding) and of bytes: how their length is written."""
+
+
+class _Machine:
+    """Runs the opcodes of protocols 2 to 5 over plain data."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[Any] = []
+        self.budget = len(data)
+
+    def take(self, count: int) -> bytes:
+        """The next bytes of the pickle."""
+        if count > len(self.data) - self.at:
+            raise SourceError(f"the pickle is cut off after {len(self.data)} bytes")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, kind: struct.Struct) -> Any:
+        """The next number of the pickle."""
+        self.at += kind.size
+        return kind.unpack_from(self.data, self.at - kind.size)[0]
+
+    def line(self) -> str:
+        """The next line of the pickle."""
+        end = self.data.index(b"\n", self.at)
+        line = self.data[self.at : end].decode()
+        self.at = end + 1
+        return line
+
+    def since_mark(self) -> list[Any]:
+        """What was pushed since the last mark, which is taken off."""
+        start = self.marks.pop()
+        found = self.stack[start:]
+        del self.stack[start:]
+        return found
+
+    def remember(self, number: int) -> None:
+        """Put the top of the stack into the memo. Every pickler numbers from 0 on, one by one."""
+        if number > len(self.memo):
+            raise SourceError(f"the pickle gives an object the number {number} after {len(self.memo)} others")
+        self.memo[number : number + 1] = [self.stack[-1]]
+
+    def spend(self, count: int) -> None:
+        """Count elements that a pickle has copied: no honest one copies more than it holds."""
+        self.budget -= count
+        if self.budget < 0:
+            raise SourceError("the pickle copies more than it holds")
+
+    def run(self) -> Any:
+        """The object of the pickle. The opcodes that files are full of are handled here, the others by `_RARE`."""
+        data, stack, memo, at = self.data, self.stack, self.memo, 0
+        while True:
+            code = data[at]
+            at += 1
+            if code == 0x71:  # BINPUT
+                self.remember(data[at])
+                at += 1
+            elif code == 0x68:  # BINGET
+                stack.append(memo[data[at]])
+                at += 1
+            elif code == 0x72:  # LONG_BINPUT
+                self.remember(_U32.unpack_from(data, at)[0])
+                at += 4
+            elif code == 0x28:  # MARK
+                self.marks.append(len(stack))
+            elif code in _NUMBERS:
+                kind = _NUMBERS[code]
+                stack.append(kind.unpack_from(data, at)[0])
+                at += kind.size
+            elif code in _COUNTS:
+                kind, encoding = _COUNTS[code]
+                start = at + kind.size
+                at = start + kind.unpack_from(data, at)[0]
+                if at > len(data):
+                    raise SourceError(f"the pickle is cut off after {len(data)} bytes")
+                stack.append(data[start:at].decode(encoding) if encoding else data[start:at])
+            elif code == 0x94:  # MEMOIZE
+                memo.append(stack[-1])
+            elif code == 0x74:  # TUPLE
+                stack.append(tuple(self.since_mark()))
+            elif code in _EMPTY:
+                stack.append(_EMPTY[code]())
+            elif code in _CONSTANTS:
+                stack.append(_CONSTANTS[code])
+            elif 0x85 <= code <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
+                items = tuple(stack[0x84 - code :])
+                del stack[0x84 - code :]
+                stack.append(items)
+            elif code == 0x2E:  # STOP
+                if len(stack) != 1:
+                    raise SourceError("the pickle ends with an unfinished object")
+                return stack[0]
+            elif code in _RARE:
+                self.at = at
+                _RARE[code](self)
+                at = self.at
+            else:
+                raise SourceError(f"the pickle holds opcode 0x{code:02x}, which no checkpoint needs")
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> Any:
+        return self.stack.pop()
+
+    def global_(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise SourceError("the pickle names a global that is no text")
+        if module in ("torch", "torch.storage") and name in STORAGES:
+            self.push(STORAGES[name])
+        elif module == "torch" and name in DTYPES:
+            self.push(Dtype(name))
+        elif module == "signal" and name in signal.Signals.__members__:  # so Python up to 3.11.3, later ones by number
+            self.push(Opaque("signal", "Signals", (signal.Signals[name].value,)))
+        else:
+            self.push(Opaque(module, name))
+
+    def stack_global(self) -> None:
+        name = self.pop()
+        self.global_(self.pop(), name)
+
+    def call(self, kwargs: Any = None) -> None:
+        """REDUCE, NEWOBJ and NEWOBJ_EX: nothing is called but the functions of `_PLAIN`."""
+        args, function = self.pop(), self.pop()
+        if not isinstance(function, Opaque) or not isinstance(args, tuple) or function.args:
+            raise SourceError("the pickle calls something that is no global")
+        known = _PLAIN.get((function.module, function.name))
+        if known is None:
+            self.push(Opaque(function.module, function.name, args if kwargs is None else (*args, kwargs)))
+            return
+        if known is not _rebuild_tensor:  # which copies nothing
+            self.spend(sum(len(value) for value in args if isinstance(value, list | set | dict | str)))
+        self.push(known(*args))
+
+    def call_with_names(self) -> None:
+        self.call(self.pop())
+
+    def build(self) -> None:
+        """BUILD: a state only reaches a namespace or an opaque object."""
+        state, target = self.pop(), self.stack[-1]
+        if isinstance(target, Namespace):
+            if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+                raise SourceError("a namespace in the pickle has a state that is no map of names")
+            self.spend(len(state))
+            target.__dict__.update(state)
+        elif isinstance(target, Opaque):
+            target.state = state
+        elif not isinstance(target, OrderedDict):  # whose state, such as `_metadata`, is not needed
+            raise SourceError("the pickle sets the state of a plain value")
+
+    def extend(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, list | Opaque):
+            raise SourceError("the pickle appends to something that is no list")
+        if isinstance(target, Opaque):
+            target.filled = True
+        else:
+            target.extend(values)
+
+    def update(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        pairs = list(zip(values[::2], values[1::2], strict=True))
+        if isinstance(target, Opaque):
+            target.filled = True
+        elif isinstance(target, dict):
+            for key, value in pairs:
+                target[_key(key)] = value
+        else:
+            raise SourceError("the pickle sets entries of something that is no map")
+
+    def add(self, values: list[Any]) -> None:
+        if not isinstance(self.stack[-1], set):
+            raise SourceError("the pickle adds to something that is no set")
+        self.stack[-1].update(map(_key, values))
+
+    def persistent(self) -> None:
+        """A storage: ("storage", type, key, location, number of elements)."""
+        match self.pop():
+            case ("storage", str(dtype), str(key), _, int(numel), *_) if dtype in DTYPE_NAMES and 0 <= numel < 2**63:
+                self.push(StorageRef(dtype, key, numel))
+            case _:
+                raise SourceError("the pickle refers to a storage of an unknown kind")
+
+    def long(self, kind: struct.Struct) -> None:
+        count = self.number(kind)
+        if count > MAX_INT:
+            raise SourceError(f"the pickle holds an integer of {count} bytes")
+        self.push(int.from_bytes(self.take(count), "little", signed=True))
+
+
+def _two_values(machine: _Machine) -> list[Any]:
+    value = machine.pop()
+    return [machine.pop(), value]
+
+
+_RARE: dict[int, Callable[[_Machine], object]] = {
+    0x80: lambda m: m.take(1),  # PROTO
+    0x6A: lambda m: m.push(m.memo[m.number(_U32)]),  # LONG_BINGET
+    0x95: lambda m: m.take(8),  # FRAME
+    0x30: lambda m: m.stack.pop(),  # POP
+    0x31: lambda m: m.since_mark(),  # POP_MARK
+    0x32: lambda m: m.push(m.stack[-1]),  # DUP
+    0x6C: lambda m: m.push(m.since_mark()),  # LIST
+    0x91: lambda m: m.push(frozenset(map(_key, m.since_mark()))),  # FROZENSET
+    0x61: lambda m: m.extend([m.pop()]),  # APPEND
+    0x65: lambda m: m.extend(m.since_mark()),  # APPENDS
+    0x73: lambda m: m.update(_two_values(m)),  # SETITEM
+    0x75: lambda m: m.update(m.since_mark()),  # SETITEMS
+    0x90: lambda m: m.add(m.since_mark()),  # ADDITEMS
+    0x63: lambda m: m.global_(m.line(), m.line()),  # GLOBAL
+    0x93: lambda m: m.stack_global(),  # STACK_GLOBAL
+    0x52: lambda m: m.call(),  # REDUCE
+    0x81: lambda m: m.call(),  # NEWOBJ
+    0x92: lambda m: m.call_with_names(),  # NEWOBJ_EX
+    0x62: lambda m: m.build(),  # BUILD
+    0x51: lambda m: m.persistent(),  # BINPERSID
+    0x8A: lambda m: m.long(_U8),  # LONG1
+    0x8B: lambda m: m.long(_U32),  # LONG4
+}
+MAX_INT = 4096
+"""Bytes of the largest integer that is read."""
+DTYPE_NAMES = frozenset(STORAGES.values())
+
+
+def _key(value: Any) -> Any:
+    """A key of a map or set, if hashing it is cheap: nested tuples can be made to hash for ever."""
+    rest, nodes = [value], 0
+    while rest:
+        one = rest.pop()
+        nodes += 1
+        if nodes > 1000 or isinstance(one, list | dict | set | Namespace):
+            raise SourceError("the pickle uses a key that no map can have")
+        if isinstance(one, tuple | frozenset):
+            rest.extend(one)
+    return value
+
+
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorRef:
+    """`torch._utils._rebuild_tensor_v2`: the last argument marks views that are conjugated or negated."""
+    if not isinstance(storage, StorageRef) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
+        raise SourceError("a tensor in the pickle has no storage or no shape")
+    sound = len(shape) == len(strides) <= MAX_DIMENSIONS
+    if not sound or not all(type(n) is int and 0 <= n < 2**63 for n in (offset, *shape, *strides)):
+        raise SourceError("a tensor in the pickle has an impossible offset, shape or stride")
+    if len(rest) > 2 and rest[2]:
+        raise SourceError("a tensor in the pickle is a negated or conjugated view")
+    return TensorRef(storage, offset, shape, strides, storage.dtype)
+
+
+def _rebuild_tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorRef:
+    """`torch._utils._rebuild_tensor_v3`: an untyped storage, and the type apart."""
+    dtype = rest[2] if len(rest) > 2 else None
+    if not isinstance(dtype, Dtype):
+        raise SourceError("a tensor in the pickle has no element type")
+    ref = _rebuild_tensor(storage, offset, shape, strides, None, None, *rest[3:])
+    return replace(ref, dtype=DTYPES[dtype.name])
+
+
+def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """`torch._tensor._rebuild_from_type_v2`: a subclass, or a tensor with attributes, which are not needed."""
+    plain = isinstance(kind, Opaque) and (kind.module, kind.name) in _TENSORS
+    known = _PLAIN.get((function.module, function.name)) if isinstance(function, Opaque) and plain else None
+    if known in (_rebuild_tensor, _rebuild_tensor_v3) and isinstance(args, tuple):
+        return known(*args)
+    return Opaque("torch._tensor", "_rebuild_from_type_v2", (function, kind, args, state))
+
+
+_TENSORS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter")}
+
+
+_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): {
+        "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3,
+    },
+    ("megatron.core.enums", "ModelType"): {"encoder_or_decoder": 1},
+    ("megatron.core.transformer.enums", "AttnBackend"): {"flash": 1, "fused": 2, "unfused": 3, "local": 4, "auto": 5},
+    ("megatron.model.enums", "PositionEmbeddingType"): {"rotary": 1, "absolute": 2},
+}  # fmt: skip
+"""Enums by the names of their members: Python 3.11.0 to 3.11.3 pickles these, every other the numbers (Lib/enum.py)."""
+
+
+def _attribute(owner: Any, name: Any) -> Opaque:
+    """A member of an enum, or a name inside a class, `ShardedTensor.ProcessGroupState`: a global like any other."""
+    if not isinstance(owner, Opaque) or owner.args or not isinstance(name, str):
+        raise SourceError("the pickle takes an attribute of something that is no global")
+    number = _MEMBERS.get((owner.module, owner.name), {}).get(name)
+    if number is not None:
+        return Opaque(owner.module, owner.name, (number,))
+    return Opaque(owner.module, f"{owner.name}.{name}")
+
+
+_PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+    ("torch", "Size"): lambda sizes=(): sizes if isinstance(sizes, tuple) else tuple(sizes),
+    ("torch.serialization", "_get_layout"): lambda name: name,
+    ("collections", "OrderedDict"): lambda pairs=(): OrderedDict((_key(key), value) for key, value in pairs),
+    ("argparse", "Namespace"): lambda: Namespace({}),
+    ("builtins", "getattr"): _attribute,
+    ("__builtin__", "getattr"): _attribute,
+    ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
+    ("builtins", "set"): lambda values=(): set(map(_key, values)),
+    ("__builtin__", "set"): lambda values=(): set(map(_key, values)),
+}
+
+
+DAMAGE = (IndexError, KeyError, ValueError, TypeError, AttributeError, OverflowError, struct.error)
+"""What reading a value of another shape than expected raises."""
+
+
+def loads(data: bytes, name: str) -> Any:
+    """Unpickle inertly.
+
+    Args:
+        data: the pickle.
+        name: what to call it in an error.
+
+    Raises:
+        SourceError: the pickle is damaged, or is none.
+    """
+    try:
+        return _Machine(data).run()
+    except SourceError as error:
+        raise SourceError(f"{name}: {error}") from None
+    except DAMAGE as error:
+        raise SourceError(f"{name}: the pickle is damaged ({type(error).__name__})") from None

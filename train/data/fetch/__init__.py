@@ -1,0 +1,1 @@
+"""Public sets: recipes, sources, filters."""

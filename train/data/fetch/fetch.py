@@ -1,0 +1,350 @@
+"""From a source to one JSON line a record: filtered, made into turns, judged, counted, and published as a whole.
+
+The order is that of the source. What is dropped is counted under a reason; nothing is repaired.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from converters.common.atomic import lock, sync_folder
+from formats.errors import OutputError, SourceError, UsageError
+from train.data.fetch.recipe import Recipe, nearest
+from train.data.fetch.reservoir import Sample
+from train.data.fetch.sources import Source
+from train.data.fetch.tables import Row
+from train.data.tokens.records import REASONS, Malformed, Record, reader
+from train.data.tokens.shapes import MARKER
+from train.data.tokens.turn_flags import FLAGS
+
+OUR_REASONS: Mapping[str, str] = {
+    "filter": "the conditions of the recipe do not hold",
+    "duplicate": "an earlier record has the same prompt",
+    "columns": "the line of a table has more or fewer cells than its header",
+}
+CHOSEN = ("filter", "duplicate")
+"""Reasons that are the recipe's wish and no fault of the record."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Made(NamedTuple):
+    """What is written of a record.
+
+    Attributes:
+        line: as `json.dumps(…, ensure_ascii=False)` has it, and a line break.
+        prompt: the first turn of the user; the whole text, if there are no turns.
+    """
+
+    line: bytes
+    prompt: str
+
+
+@dataclass
+class Counts:
+    """What became of the records.
+
+    Attributes:
+        read: how many the source gave.
+        kept: how many of them are fit and wanted; a sample is drawn from these.
+        dropped: reason, and how many.
+        written: how many lines were written.
+        nbytes: their size.
+    """
+
+    read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    written: int = 0
+    nbytes: int = 0
+
+
+def fetch(
+    recipe: Recipe, source: Source, out: Path, force: bool, strict: bool, tell: Callable[[Counts], None]
+) -> Counts:
+    """Write the records that a recipe wants.
+
+    Args:
+        recipe: what is wanted.
+        source: where it comes from.
+        out: the file to write; it appears when it is complete.
+        force: replace the file that is there.
+        strict: stop at the first malformed record.
+        tell: called after every record.
+
+    Raises:
+        SourceError: the source is damaged, a record is malformed and strict is set, or nothing is left.
+        OutputError: the file exists, or there is no room for it.
+        UsageError: the file is what is read.
+        NetworkError: the Hub went away.
+    """
+    if out.exists() and any(Path(name).exists() and out.samefile(name) for name, _ in source.parts):
+        raise UsageError(f"{out} is what is read")
+    counts = Counts()
+    lines = (record.line for record in made(recipe, source, counts, strict, tell))
+    with published(out, force) as file:
+        for line in lines if recipe.sample is None else _drawn(lines, recipe.sample, recipe.seed, out.parent):
+            file.write(line)
+            counts.written += 1
+            counts.nbytes += len(line)
+        if not counts.written:
+            raise SourceError(f"nothing is left of {source.name}: {summary(counts)}")
+    return counts
+
+
+def made(
+    recipe: Recipe, source: Source, counts: Counts, strict: bool = False, tell: Callable[[Counts], None] | None = None
+) -> Iterator[Made]:
+    """The records that a recipe wants, in the order of the source. The arguments are those of `fetch`.
+
+    Raises:
+        SourceError: a record is malformed and strict is set.
+        UsageError: no record has a field that the recipe names.
+    """
+    make, seen = maker(recipe), set[bytes]()
+    unseen, known = set(recipe.fields), dict[str, None]()
+    for name, begin in source.parts:
+        for number, row in enumerate(begin(), 1):
+            counts.read += 1
+            if tell is not None:
+                tell(counts)
+            if unseen and not isinstance(row, str):
+                unseen.difference_update(row)
+                known.update(dict.fromkeys(row))
+            try:
+                record = _one(row, recipe, make)
+            except Malformed as error:
+                counts.dropped[error.reason] += 1
+                if strict:
+                    raise SourceError(f"record {number} of {name}: {error}", "without --strict it is dropped") from None
+                continue
+            reason = "filter" if record is None else _twice(record, seen) if recipe.dedup else ""
+            if reason or record is None:
+                counts.dropped[reason] += 1
+                continue
+            counts.kept += 1
+            yield record
+    if unseen and known:
+        missing = next(name for name in recipe.fields if name in unseen)
+        raise UsageError(
+            f"no record of {source.name} has the field {missing!r}{nearest(missing, known)}",
+            f"its fields: {', '.join(list(known)[:20])}",
+        )
+
+
+def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
+    """The function that makes what is written of a record, or raises Malformed."""
+    roles = dict(recipe.roles)
+    judge = reader(recipe.form, tuple({*roles.values(), *(role for role, _ in recipe.speakers)}))
+
+    def text(record: Mapping[str, Any]) -> tuple[dict[str, Any], None]:
+        assert recipe.text is not None
+        return {"text": recipe.text.fill(record)}, None
+
+    def spoken(record: Mapping[str, Any]) -> tuple[dict[str, Any], Record]:
+        turns = [
+            {"role": role, "content": one.fill(record)}
+            for role, one in recipe.speakers
+            if role != "system" or _said(one.fields, record)
+        ]
+        return _written(turns, recipe.form)
+
+    def conversation(record: Mapping[str, Any]) -> tuple[dict[str, Any], Record]:
+        assert recipe.conversations is not None
+        return _written(_turns(record.get(recipe.conversations), recipe.turns, roles), recipe.form)
+
+    shape = text if recipe.text else conversation if recipe.conversations else spoken
+
+    def make(record: Mapping[str, Any]) -> Made:
+        value, turns = shape(record)
+        found = judge(value)
+        if turns is not None and (list(found.roles), list(found.contents)) != (turns.roles, turns.contents):
+            raise Malformed("marker")  # read back, the text says something else
+        asked = found.contents[list(found.roles).index("user")] if "user" in found.roles else found.contents[0]
+        value.update({name: record[name] for name in recipe.keep if record.get(name) is not None})
+        return Made(_line(value), asked)
+
+    return make
+
+
+def summary(counts: Counts) -> str:
+    """The counts as a sentence."""
+    lost = ", ".join(f"{reason} {count:,}" for reason, count in counts.dropped.most_common())
+    return f"{counts.read:,} read, {counts.kept:,} kept, {counts.dropped.total():,} dropped" + (
+        f" ({lost})" if lost else ""
+    )
+
+
+def why(counts: Counts) -> list[str]:
+    """What the reasons mean under which records were dropped."""
+    meanings = {**REASONS, **OUR_REASONS}
+    return [f"{reason}: {meanings[reason]}" for reason in counts.dropped if reason not in CHOSEN]
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+class _Unfit(Malformed):
+    """A record whose reader names a reason of ours."""
+
+    def __init__(self, reason: str) -> None:
+        Exception.__init__(self, {**REASONS, **OUR_REASONS}[reason])
+        self.reason = reason
+
+
+def _one(row: Row, recipe: Recipe, make: Callable[[Mapping[str, Any]], Made]) -> Made | None:
+    """What is written of a record, None if it is not wanted."""
+    if isinstance(row, str):
+        raise _Unfit(row)
+    return make(row) if all(one.holds(row) for one in recipe.where) else None
+
+
+def _twice(record: Made, seen: set[bytes]) -> str:
+    """Whether a prompt was there before: `duplicate`. 16 bytes of hash stand for it, about 100 bytes in memory."""
+    digest = blake2b(record.prompt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    if digest in seen:
+        return "duplicate"
+    seen.add(digest)
+    return ""
+
+
+def _said(fields: tuple[str, ...], record: Mapping[str, Any]) -> bool:
+    """Whether there is a system prompt: a record may have none, which is no fault."""
+    values = [record.get(name) for name in fields]
+    return not all(value is None or (isinstance(value, str) and not value.strip()) for value in values)
+
+
+def _turns(value: Any, keys: tuple[str, str], roles: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Roles and contents of a field that holds turns, and what turns say of being trained."""
+    if value is None:
+        raise Malformed("field")
+    speaker, content = keys
+    if isinstance(value, dict) and isinstance(value.get(speaker), list) and isinstance(value.get(content), list):
+        columns = {name: value[name] for name in (*keys, *FLAGS) if isinstance(value.get(name), list)}
+        if len(set(map(len, columns.values()))) > 1:  # how the library gives a Sequence of dicts
+            raise Malformed("type")
+        value = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise Malformed("type")
+    if not value:
+        raise Malformed("empty")
+    found = []
+    for turn in value:
+        who, said = turn.get(speaker), turn.get(content)
+        if who is None or said is None:
+            raise Malformed("keys" if {"from", "value"} <= turn.keys() and speaker == "role" else "field")
+        if not isinstance(who, str) or not isinstance(said, str):
+            raise Malformed("type")
+        if who not in roles:
+            raise Malformed("role")
+        flags = {name: turn[name] for name in FLAGS if turn.get(name) is not None and name not in keys}
+        found.append({"role": roles[who], "content": said, **flags})
+    return found
+
+
+def _written(turns: list[dict[str, Any]], form: str) -> tuple[dict[str, Any], Record]:
+    """Turns in the form of the output."""
+    record = Record([turn["role"] for turn in turns], [turn["content"] for turn in turns])
+    if form == "conversations":
+        return {"conversations": turns}, record
+    if reader("conversations", ())({"conversations": turns}).left_out:
+        raise Malformed("bins")
+    if any(MARKER.search(said) for said in record.contents):
+        raise Malformed("marker")
+    marked = (f"<<<|{role}|>>>{said}<<<|{role}|>>>" for role, said in zip(record.roles, record.contents, strict=True))
+    return {"text": "".join(marked)}, record
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    """A record as a line; only fields that are kept as they are can be no JSON."""
+    try:
+        return (json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode()
+    except (ValueError, RecursionError):  # not a number, half of a surrogate pair, or lists in lists in lists
+        raise Malformed("type") from None
+
+
+def _plain(value: Any) -> Any:
+    """A kept field that JSON has no type for, such as a date."""
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+def _drawn(lines: Iterator[bytes], count: int, seed: int, folder: Path) -> Iterator[bytes]:
+    """A sample; its candidates lie in a file without a name, which a killed process leaves nothing of."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        sample = Sample(count, seed, file)
+        for line in lines:
+            sample.offer(line)
+        yield from sample.lines()
+
+
+@contextmanager
+def published(out: Path, force: bool) -> Iterator[IO[bytes]]:
+    """A file that appears when it is complete. Until then OUT.tmp is in its place, which only one process writes.
+
+    Raises:
+        OutputError: the file exists, another process writes it, or there is no room.
+    """
+    check_free(out, force)
+    target = Path(os.path.realpath(out))
+    staged = target.with_name(target.name + ".tmp")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(staged, out) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            check_free(out, force)
+            staged.rename(target)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise OutputError(f"there is no room for {out}: {error.strerror}; nothing is written") from None
+    sync_folder(target.parent)
+
+
+@contextmanager
+def _locked(staged: Path, out: Path) -> Iterator[IO[bytes]]:
+    """An empty file that only this process writes, and that is gone after an error."""
+    handle = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with open(handle, "wb") as file:  # noqa: PTH123  # it is open
+        lock(handle, staged)
+        if not staged.exists() or not os.path.samestat(os.fstat(handle), staged.stat()):
+            raise OutputError(f"another process has just written {out}")
+        try:
+            file.truncate(0)
+            yield file
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+
+
+def check_free(out: Path, force: bool) -> None:
+    """See that a file may be written.
+
+    Raises:
+        OutputError: it exists.
+        UsageError: it is no file.
+    """
+    try:
+        mode = out.stat().st_mode
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise UsageError(f"{out} lies in something that is no folder") from None
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"{out} is no file: OUT has to be one", f"{out / 'NAME.jsonl'}")
+    if not force:
+        raise OutputError(f"{out} exists", "--force replaces it")

@@ -1,0 +1,162 @@
+"""Which records of a set are wanted, and what is made of their fields: a closed set of tests, and templates.
+
+Nothing in a recipe is ever run: a test is a name of `TESTS`, a template is text with names of fields in braces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from datetime import date
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from formats.errors import UsageError, short
+from train.data.tokens.records import Malformed
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
+
+
+def _comparable(cell: Any, wanted: Any) -> Any:
+    """What a field holds, in the type of the recipe's value: text that is a number may be compared with a number.
+
+    Raises:
+        UsageError: the two can never be equal, which is a mistake in the recipe.
+    """
+    if isinstance(cell, date):  # datetime too
+        cell = cell.isoformat()
+    if isinstance(wanted, bool) or isinstance(cell, bool):
+        fits = isinstance(cell, bool) and isinstance(wanted, bool)
+    elif isinstance(wanted, str):
+        fits = isinstance(cell, str)
+    elif isinstance(cell, str):
+        return float(cell) if NUMBER.fullmatch(cell.strip()) else None
+    else:
+        fits = isinstance(cell, int | float)
+    if not fits:
+        raise UsageError(
+            f"it holds {short(cell)}, which can never be compared with {short(wanted)}",
+            "text has quotes in a recipe, numbers and true and false have none",
+        )
+    return cell
+
+
+def _is(cell: Any, wanted: Any) -> bool:
+    if cell is None or wanted is None:
+        return cell is wanted
+    return bool(_comparable(cell, wanted) == wanted)
+
+
+def _in(cell: Any, wanted: Any) -> bool:
+    return any(_is(cell, one) for one in wanted)
+
+
+def _like(cell: Any, wanted: Any) -> bool:
+    return cell is not None and fnmatchcase(_comparable(cell, wanted), wanted)
+
+
+def _min(cell: Any, wanted: Any) -> bool:
+    found = None if cell is None else _comparable(cell, wanted)
+    return found is not None and bool(found >= wanted)
+
+
+def _max(cell: Any, wanted: Any) -> bool:
+    found = None if cell is None else _comparable(cell, wanted)
+    return found is not None and bool(found <= wanted)
+
+
+TESTS: Mapping[str, tuple[Callable[[Any, Any], bool], bool, str]] = {
+    "is":       (_is, True, "value"),
+    "not":      (_is, False, "value"),
+    "in":       (_in, True, "list"),
+    "not_in":   (_in, False, "list"),
+    "like":     (_like, True, "pattern"),
+    "not_like": (_like, False, "pattern"),
+    "min":      (_min, True, "bound"),
+    "max":      (_max, True, "bound"),
+}  # fmt: skip
+"""Name: the test, what it has to answer, and what kind of value it takes. A pattern has *, ? and […], and sees case.
+
+A field that is null is in no list, like nothing and within no bounds; so `not`, `not_in` and `not_like` hold for it.
+"""
+
+
+class Condition(NamedTuple):
+    """A test of one field.
+
+    Attributes:
+        field: its name.
+        test: a key of `TESTS`.
+        value: what the field is compared with.
+    """
+
+    field: str
+    test: str
+    value: Any
+
+    def holds(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record passes.
+
+        Raises:
+            UsageError: the value in the recipe has another type than the field.
+        """
+        test, answer, _ = TESTS[self.test]
+        try:
+            return test(record.get(self.field), self.value) is answer
+        except UsageError as error:
+            raise UsageError(f"where {self.field}: {error}", error.hint) from None
+
+
+class Template(NamedTuple):
+    """Text with fields in it.
+
+    Attributes:
+        texts: what stands before, between and after the fields.
+        fields: their names, one less than texts.
+    """
+
+    texts: tuple[str, ...]
+    fields: tuple[str, ...]
+
+    def fill(self, record: Mapping[str, Any]) -> str:
+        """The text for a record.
+
+        Raises:
+            Malformed: a field is missing or null, or holds no text; or all of them are empty.
+        """
+        filled, empty = [self.texts[0]], True
+        for name, text in zip(self.fields, self.texts[1:], strict=True):
+            value = record.get(name)
+            if not isinstance(value, str):
+                raise Malformed("field" if value is None else "type")
+            filled += (value, text)
+            empty = empty and not value.strip()
+        if empty:
+            raise Malformed("empty turn")
+        return "".join(filled)
+
+
+def template(text: str) -> Template:
+    """Read a template: `{name}` stands for a field, `{{` and `}}` for braces; without any brace it is a field's name.
+
+    Raises:
+        UsageError: a brace has no partner, or no field is named.
+    """
+    if "{" not in text and "}" not in text:
+        return Template(("", ""), (text,))
+    texts, fields, last = [""], list[str](), 0
+    for match in FIELD.finditer(text):
+        texts[-1] += text[last : match.start()]
+        last = match.end()
+        if match[1] is not None:
+            fields.append(match[1])
+            texts.append("")
+        elif len(match[0]) == 2:
+            texts[-1] += match[0][0]
+        else:
+            raise UsageError(f"{short(text)} has a {match[0]} without a partner", "write {{ and }} for braces in text")
+    texts[-1] += text[last:]
+    if not fields:
+        raise UsageError(f"{short(text)} names no field", 'a template is such as "{prompt}{input}"')
+    return Template(tuple(texts), tuple(fields))

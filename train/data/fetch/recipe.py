@@ -1,0 +1,120 @@
+"""Recipes: which set is taken, which records of it, and what is made of each. A recipe is a small YAML file.
+
+about: Basque instructions of Aya             one line for `train fetch --list`
+source: CohereForAI/aya_dataset               a set of the Hub; or files: ./pairs.csv, data/*.jsonl; or ./folder
+config: default                               a subset of the set; several are read one after the other
+splits: [train, test]
+where: {language_code: eus}                   conditions, all of which have to hold
+user: inputs                                  a field, or a template such as "{prompt}{input}"
+assistant: targets
+as: conversations                             or control-text, or text
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from formats.errors import UsageError
+from train.data.fetch.filters import Condition, Template
+
+FORMS = ("conversations", "control-text", "text")
+ROLES = ("system", "user", "assistant")
+SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe says.
+
+    Attributes:
+        name: that of its file.
+        about: one line.
+        source: the set's name on the Hub, or files and folders.
+        config: subsets of the set, in the order in which they are read; empty for the usual one.
+        splits: such as train; empty if there is only one.
+        revision: branch, tag or commit on the Hub.
+        quotes: whether a field of a table may stand in quotes; None for .csv only.
+        where: what has to hold for a record.
+        speakers: role, and the text of its turn, in the order of the turns.
+        conversations: the field that holds turns.
+        turns: what `role` and `content` are called there.
+        roles: what the speakers there are called, and which role each is.
+        text: plain text, or text with markers.
+        keep: fields that are copied.
+        dedup: whether only the first record with the same prompt is kept.
+        sample: how many records are drawn; None for all.
+        seed: which of the possible samples.
+        form: one of `FORMS`.
+    """
+
+    name: str
+    source: tuple[str, ...]
+    about: str = ""
+    config: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ()
+    revision: str | None = None
+    quotes: bool | None = None
+    where: tuple[Condition, ...] = ()
+    speakers: tuple[tuple[str, Template], ...] = ()
+    conversations: str | None = None
+    turns: tuple[str, str] = ("role", "content")
+    roles: tuple[tuple[str, str], ...] = tuple((role, role) for role in ROLES)
+    text: Template | None = None
+    keep: tuple[str, ...] = ()
+    dedup: bool = False
+    sample: int | None = None
+    seed: int = 0
+    form: str = "conversations"
+
+    @property
+    def local(self) -> bool:
+        """Whether the source is files or folders, told by how it is written and never by what happens to exist."""
+        return is_local(self.source[0])
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Every field that is read, in the order of the recipe."""
+        templates = [one for _, one in self.speakers] + ([self.text] if self.text else [])
+        names = [one.field for one in self.where] + [name for one in templates for name in one.fields]
+        return tuple(dict.fromkeys([*names, *([self.conversations] if self.conversations else []), *self.keep]))
+
+
+def is_local(source: str) -> bool:
+    """Whether a source is a path: it begins with one of . / ~ $, or its suffix is that of a format."""
+    return source.startswith((".", "/", "~", "$")) or source.lower().removesuffix(".gz").endswith(SUFFIXES)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`: did you mean X?`, if anything is near."""
+    near = get_close_matches(word, list(known), 1, 0.5)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def expanded(source: str) -> Path:
+    """A path with ~ and variables such as $WORK put in."""
+    return Path(os.path.expandvars(source)).expanduser()
+
+
+def check_local(recipe: Recipe) -> None:
+    """What a source of files has no use for.
+
+    Raises:
+        UsageError: it is there.
+    """
+    if not recipe.local:
+        if recipe.quotes is not None:
+            raise UsageError(f"quotes is for local tables, and {recipe.source[0]} is on the Hub")
+        return
+    folder = len(recipe.source) == 1 and is_folder(recipe.source[0])
+    for key, value in (("config", recipe.config), ("splits", recipe.splits), ("revision", recipe.revision)):
+        if value and (not folder or key == "revision"):
+            raise UsageError(f"{key} has no meaning for {recipe.source[0]}", "a set of the Hub is written org/name")
+
+
+def is_folder(source: str) -> bool:
+    """Whether a path has no suffix of a format."""
+    return not source.lower().removesuffix(".gz").endswith(SUFFIXES)

@@ -1,0 +1,97 @@
+"""Documents as a person reads them: text, pieces and ids, with what is trained apart from what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import RefusedError
+from train.data.tokens.documents import Documents
+from train.data.tokens.loss_masks import Mask, fork_mask, megatron_llm_mask
+from train.data.tokens.tokenizers import Vocabulary
+
+TRAINED, MASKED = {"fg": "green", "bold": True}, {"fg": "bright_black"}
+
+
+def lines_of(
+    documents: Documents, number: int, vocabulary: Vocabulary | None, loss: str, compat: str | None, colour: bool
+) -> Iterator[str]:
+    """One document, a few lines.
+
+    Args:
+        documents: the token files.
+        number: of the document.
+        vocabulary: the tokenizer; without it ids are shown only.
+        loss: see `masks.label_mask`.
+        compat: whose mask is shown instead of ours, neox or megatron-llm.
+        colour: trained tokens in green; else they stand between » and «.
+    """
+    tokens, _, _ = documents.span(number, number + 1)
+    mask = documents.trained(number, number + 1, loss)
+    other = None if compat is None else _other(documents, number, compat)
+    shown = mask if other is None else other
+    told = f"{int(shown.sum())} trained"
+    if documents.silent and loss != "all":
+        wanted = "--loss all" if vocabulary is not None else "--control-tokens, or --tokenizer"
+        shown, told = np.zeros_like(mask), f"of which nothing tells which are trained: {wanted}"
+    yield f"document {number}, {len(tokens)} tokens, {told}"
+    if vocabulary is not None:
+        _require(tokens, vocabulary, documents)
+        yield "  text    " + _runs(shown, colour, lambda low, high: vocabulary.decode(tokens[low:high].tolist()))
+        pieces = vocabulary.pieces(tokens.tolist())
+        yield "  pieces  " + _runs(shown, colour, lambda low, high: " ".join(pieces[low:high]))
+    yield "  ids     " + _runs(shown, colour, lambda low, high: " ".join(map(str, tokens[low:high].tolist())))
+    if other is not None and not np.array_equal(mask, other):
+        places = np.flatnonzero(mask != other)
+        yield f"  differs from ours at {len(places)} tokens: {_listed(places)}"
+
+
+def _other(documents: Documents, number: int, compat: str) -> Mask:
+    tokens, _, place = documents.span(number, number + 1)
+    if compat == "megatron-llm":
+        if documents.roles is None:
+            raise RefusedError(
+                f"{documents.indexed.prefix} has no roles: the mask of Megatron-LLM needs P-text and P-role"
+            )
+        return megatron_llm_mask(documents.roles.tokens[place])
+    user, assistant = documents.control.get("user"), documents.control.get("assistant")
+    if user is None or assistant is None:
+        raise RefusedError(
+            f"{documents.indexed.prefix} has no control tokens for user and assistant",
+            "name them: --control-tokens user=7,assistant=8",
+        )
+    found: Mask = fork_mask(tokens[None, :], [user, user], [assistant])[0]
+    return found
+
+
+def _runs(mask: Mask, colour: bool, text: Any) -> str:
+    """Text of consecutive tokens that are trained, or not."""
+    parts, low = [], 0
+    for trained, group in groupby(mask.tolist()):
+        high = low + len(list(group))
+        part = text(low, high)
+        if colour:
+            parts.append(click.style(part, **(TRAINED if trained else MASKED)))
+        else:
+            parts.append(f"»{part}«" if trained else part)
+        low = high
+    return " ".join(parts)
+
+
+def _require(tokens: NDArray[Any], vocabulary: Vocabulary, documents: Documents) -> None:
+    if documents.roles is not None:
+        return  # their special tokens may lie behind the last piece of the tokenizer
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary.size:
+        raise RefusedError(
+            f"{documents.indexed.prefix} has the token {int(tokens.max())}, {vocabulary.path} has {vocabulary.size}: "
+            "it is not the tokenizer that made it"
+        )
+
+
+def _listed(places: Sequence[int] | NDArray[Any]) -> str:
+    return ", ".join(str(int(one)) for one in places[:10]) + (", …" if len(places) > 10 else "")

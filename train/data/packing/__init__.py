@@ -1,0 +1,1 @@
+"""Which documents share a row, and which labels are trained."""

@@ -1,0 +1,202 @@
+"""Role bins of Megatron-LLM: `P-text.bin` has the tokens of conversations, `P-role.bin` the role of each token.
+
+Both have an index, and the same sizes. Roles are 0 for the system, 1 for the user, 2 for the assistant; rows of several
+conversations have the token <s> between two of them, with the role 1000.
+
+The bytes are those of the users' own tool, also of the indexes: each has the one mark 0 for documents, because that
+tool ends none. The training that reads them counts sizes and never looks at marks (`InstructionDataset`); to programs
+that do, these files hold no document, as theirs do.
+
+On purpose different:
+* A content that spells a special token stays text; there it becomes the token, and a content can open a turn.
+* A malformed record is dropped and counted; there it ends the run, behind a short pair of files that looks whole. A
+  conversation without turns is malformed; there it becomes a <s> at the end of a row. A record needs no id.
+* There is no `P.jsonl`, which has nothing that the bins lack; there it may empty the input, if P is the input's name.
+* `P-text.json` tells which tokenizer made the files, and what was dropped.
+
+Facts: xingyaoww/Megatron-LLM 1b07577, tools/preprocess_instruct_data.py (`DatasetWriter`, `pack_docs`), megatron/data/
+instruction_dataset.py (`Role`), megatron/tokenizer/tokenizer.py (`_SentencePieceTokenizer._initalize`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from converters.common.atomic import synced
+from converters.common.progress import Progress
+from formats.errors import Interrupted, SourceError, UsageError
+from train.data.packing.packing import Rows, longest_first
+from train.data.tokens.encode import CHATML
+from train.data.tokens.indexed import Sizes, best_dtype, bin_path, idx_path, write_index
+from train.data.tokens.sidecar import Facts, facts_path
+from train.data.tokens.tokenize import Request, put_in_place, staged, write_facts
+from train.data.tokens.tokenizers import SentencePiece
+
+NEW = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
+"""Tokens that a vocabulary gets at its end, before those that the user names; unless `--no-new-tokens`."""
+ROLE = np.dtype("<u2")
+PACK_SEP = 1000
+MARKS = np.zeros(1, np.int64)
+"""What the indexes have for documents."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How conversations become rows.
+
+    Attributes:
+        length: tokens of a row.
+        separator: the token between two conversations.
+        name: its name.
+    """
+
+    length: int
+    separator: int
+    name: str
+
+
+def special_tokens(vocabulary: SentencePiece, extra: Sequence[str], new: bool) -> dict[str, int]:
+    """The special tokens that a vocabulary is used with; those that it lacks come behind its last piece.
+
+    Args:
+        vocabulary: the tokenizer, opened with `extra` and `NEW` as control tokens.
+        extra: tokens that the user names.
+        new: whether `NEW` are added too, and what the model has not of padding, begin and end.
+
+    Returns:
+        Name to id, in the order of their addition.
+
+    Raises:
+        UsageError: a turn could not be told from text.
+    """
+    missing = [token for token in CHATML if token not in extra]
+    if missing:
+        raise UsageError(
+            f"--vocab-extra-ids-list {','.join(extra)} lacks {' and '.join(missing)}, between which each turn stands",
+            f"--vocab-extra-ids-list '{','.join([*missing, *extra])}'",
+        )
+    model, size, found = vocabulary.model, vocabulary.size, dict[str, int]()
+    named = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
+    own = [model.id_to_piece(number) if number >= 0 else name for name, number in named.items()]
+    for token, wanted in (*((token, new) for token in (*NEW, *own)), *((token, True) for token in extra)):
+        held = model.piece_to_id(token)
+        if model.id_to_piece(held) == token:
+            if not (model.is_control(held) or model.is_unused(held)):
+                raise UsageError(f"{token} is an ordinary piece of {vocabulary.path}, id {held}: text could become it")
+            found[token] = held
+        elif wanted and token not in found:
+            found[token] = size
+            size += 1
+    return found
+
+
+def full_size(vocabulary: SentencePiece, special: Mapping[str, int]) -> int:
+    """How many tokens a vocabulary has, its special tokens included."""
+    return max(vocabulary.size, 1 + max(special.values()))
+
+
+def separator(vocabulary: SentencePiece, special: Mapping[str, int]) -> tuple[int, str]:
+    """The token between conversations of a row, and its name: what begins a text.
+
+    Raises:
+        UsageError: there is none.
+    """
+    number = vocabulary.model.bos_id()
+    name = vocabulary.model.id_to_piece(number) if number >= 0 else "<BOS>"
+    if name not in special:
+        raise UsageError(
+            f"{vocabulary.path} has no token that begins a text, which stands between packed conversations",
+            "leave out --no-new-tokens or --do-packing",
+        )
+    return special[name], name
+
+
+def write_role_bins(request: Request, packing: Packing | None = None) -> Facts:
+    """Make role bins.
+
+    Args:
+        request: what is asked for; the prefix is P, and the job has special tokens.
+        packing: how rows are made, None for one conversation in each.
+
+    Returns:
+        What is known of them; `counts` has documents, tokens, rows, what was cut, and dropped records by reason.
+
+    Raises:
+        OutputError: an output is there, or cannot be written.
+        RefusedError: too many records are malformed.
+        SourceError: no conversation is left.
+        Interrupted: a signal came; the same call goes on.
+    """
+    prefix, staging = request.prefix, request.staging
+    text, role = (prefix.with_name(f"{prefix.name}-{kind}") for kind in ("text", "role"))
+    streams = {"bin": bin_path(text), "mask": bin_path(role)}
+    others = {"json": facts_path(text), "role.idx": idx_path(role), "idx": idx_path(text)}
+    dtype = best_dtype(request.job.vocabulary)
+    with staged(request, streams | others) as (done, stopped):
+        sizes: Sizes = np.memmap(staging / "sizes", "<i4", "r")
+        counts = {"documents": len(sizes), "tokens": done.counts["tokens"]}
+        if packing is not None:
+            rows = longest_first(sizes, packing.length)
+            with Progress("packing", sum(done.lengths[name] for name in streams), request.quiet) as progress:
+                for name, mark in (("bin", dtype.type(packing.separator)), ("mask", ROLE.type(PACK_SEP))):
+                    pieces = _rows(staging / name, mark.tobytes(), sizes, rows)
+                    _write(staging / f"packed.{name}", pieces, stopped, progress)
+            counts |= _cut(sizes, packing.length)
+            sizes = _row_sizes(rows)
+            counts |= {"rows": len(sizes), "tokens": int(sizes.sum(dtype=np.int64))}
+            streams = {f"packed.{name}": path for name, path in streams.items()}
+        write_index(staging / "role.idx", ROLE, sizes, MARKS)
+        write_index(staging / "idx", dtype, sizes, MARKS)
+        facts = write_facts(request, done, counts)
+        put_in_place(staging, streams | others)
+    return facts
+
+
+def _cut(sizes: Sizes, length: int) -> dict[str, int]:
+    """How many conversations are longer than a row, and how many tokens that loses."""
+    over = sizes[sizes > length]
+    return {"cut": len(over), "cut_tokens": int((over - length).sum(dtype=np.int64))}
+
+
+def _row_sizes(rows: Rows) -> Sizes:
+    """Tokens of each row: of its conversations, and what stands between them."""
+    assert rows.lengths is not None
+    found: Sizes = (np.add.reduceat(rows.lengths, rows.offsets[:-1]) + np.diff(rows.offsets) - 1).astype(np.int32)
+    return found
+
+
+def _rows(source: Path, mark: bytes, sizes: Sizes, rows: Rows) -> Iterator[bytes]:
+    """The bytes of each row of a stream.
+
+    Args:
+        source: the stream, a conversation after the other.
+        mark: what stands between two of a row; as long as every number of the stream.
+        sizes: numbers of each conversation, int32[d].
+        rows: which conversations make a row.
+    """
+    assert rows.lengths is not None
+    width = len(mark)
+    begins = (np.cumsum(sizes, dtype=np.int64) - sizes) * width
+    with source.open("rb") as file:
+        for first, stop in zip(rows.offsets.tolist(), rows.offsets[1:].tolist(), strict=False):
+            places = begins[rows.documents[first:stop]].tolist()
+            lengths = (rows.lengths[first:stop].astype(np.int64) * width).tolist()
+            parts = [os.pread(file.fileno(), length, place) for place, length in zip(places, lengths, strict=True)]
+            if [len(part) for part in parts] != lengths:
+                raise SourceError(f"{source} became shorter while it was read", "run the same command again")
+            yield mark.join(parts)
+
+
+def _write(path: Path, pieces: Iterator[bytes], stopped: Callable[[], bool], progress: Progress) -> None:
+    """Write pieces and force them to disk."""
+    with synced(path) as file:
+        for piece in pieces:
+            if stopped():
+                raise Interrupted("stopped while conversations were packed", "run the same command again to go on")
+            file.write(piece)
+            progress.advance(len(piece))

@@ -1,0 +1,155 @@
+"""Documents of token files with what is trained of them, whoever wrote the files.
+
+* `PREFIX.bin` of ours, or of GPT-NeoX and Megatron: replies lie between control tokens, or `PREFIX.mask` tells them.
+* `P-text.bin` and `P-role.bin` of Megatron-LLM: a second pair of files has the role of each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import RefusedError, SourceError, UsageError
+from train.data.tokens.indexed import Indexed, chunks, open_indexed, prefix_of
+from train.data.tokens.loss_masks import ASSISTANT, Mask, label_mask
+from train.data.tokens.sidecar import Facts, mask_path, read_facts
+from train.data.tokens.tokenizers import Vocabulary, control_ids, made_with
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Token files and what tells replies apart in them.
+
+    Attributes:
+        indexed: the tokens.
+        facts: how they were made, None for files of other programs.
+        control: role to the id of its control token; empty if something else tells.
+        stored: `PREFIX.mask`, uint8[tokens], or None.
+        roles: role of each token, or None.
+    """
+
+    indexed: Indexed
+    facts: Facts | None
+    control: Mapping[str, int]
+    stored: NDArray[np.uint8] | None
+    roles: Indexed | None
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing tells which tokens are replies."""
+        return not self.control and self.stored is None and self.roles is None
+
+    def span(self, first: int, stop: int) -> tuple[NDArray[Any], NDArray[np.int32], slice]:
+        """Tokens and sizes of consecutive documents, and where they lie in the file, in tokens."""
+        sizes = np.array(self.indexed.sizes[first:stop])
+        begin = int(self.indexed.pointers[first]) // self.indexed.dtype.itemsize if first < stop else 0
+        place = slice(begin, begin + int(sizes.sum(dtype=np.int64)))
+        return self.indexed.tokens[place], sizes, place
+
+    def trained(self, first: int, stop: int, loss: str = "assistant") -> Mask:
+        """Which tokens of consecutive documents are trained, as labels.
+
+        Args:
+            first: number of the first document.
+            stop: behind the last one.
+            loss: see `masks.label_mask`.
+        """
+        tokens, sizes, place = self.span(first, stop)
+        sizes = sizes[sizes > 0]
+        stored = None if self.stored is None else self.stored[place]
+        if self.roles is not None:
+            stored = _from_roles(self.roles.tokens[place], sizes)
+        return label_mask(tokens, sizes, self.control, stored, loss)
+
+
+def _from_roles(roles: NDArray[Any], sizes: NDArray[Any]) -> NDArray[np.uint8]:
+    """Bits of a mask: replies, and the last reply of each document."""
+    replies = roles == ASSISTANT
+    starts = np.cumsum(sizes, dtype=np.int64) - sizes
+    begins = replies & ~np.concatenate([[False], replies[:-1]])
+    begins[starts] = replies[starts]
+    places = np.where(begins, np.arange(len(roles)), -1)
+    last = np.arange(len(roles)) >= np.repeat(np.maximum.reduceat(places, starts), sizes)
+    bits: NDArray[np.uint8] = (replies + 2 * (replies & last)).astype(np.uint8)
+    return bits
+
+
+def open_documents(
+    path: Path, vocabulary: Vocabulary | None = None, control: Mapping[str, int] | None = None
+) -> Documents:
+    """Open token files.
+
+    Args:
+        path: the prefix, with or without `.bin`, `.idx`.
+        vocabulary: the tokenizer, checked against what the files tell.
+        control: ids of control tokens, for files that do not tell them and without a tokenizer.
+
+    Raises:
+        SourceError: a file is missing or does not fit.
+        RefusedError: the files were made with another tokenizer, or have no control token of those told.
+    """
+    prefix = prefix_of(path)
+    indexed, facts = open_indexed(prefix), read_facts(prefix)
+    roles = _roles(indexed)
+    stored = None
+    if mask_path(prefix).is_file():
+        stored = np.memmap(mask_path(prefix), np.uint8, "r")
+        if len(stored) != indexed.total:
+            raise SourceError(f"{mask_path(prefix)} has {len(stored)} bytes for {indexed.total} tokens")
+    elif facts is not None and (facts.template is not None or facts.masked):
+        raise SourceError(
+            f"{mask_path(prefix)} is not there: it tells which tokens of {prefix} are trained", "tokenize again"
+        )
+    if vocabulary is not None:
+        _check_vocabulary(indexed, facts, vocabulary)
+    told = dict(control or {})
+    if facts is not None:
+        if told and told != {role: facts.control.get(role) for role in told}:
+            raise UsageError(f"{prefix} has the control tokens {dict(facts.control)}, not {told}", "leave them out")
+        told = dict(facts.control)
+    elif vocabulary is not None:
+        told = control_ids(vocabulary, told)
+    if facts is None and control:
+        _check_control(indexed, told)
+    return Documents(indexed, facts, told, stored, roles)
+
+
+def _check_control(indexed: Indexed, told: Mapping[str, int]) -> None:
+    """Control tokens of dialogues stand in the files; without them all would pass for plain text, and be trained."""
+    lacking = {role: number for role, number in told.items() if role in ("user", "assistant")}
+    for _, tokens in chunks(indexed.tokens):
+        lacking = {role: number for role, number in lacking.items() if not (tokens == number).any()}
+        if not lacking:
+            return
+    for role, number in lacking.items():
+        raise RefusedError(
+            f"no token of {indexed.prefix} is {number}, which is said to open what the {role} says",
+            f"`train show {indexed.prefix} --tokenizer FILE` shows ids",
+        )
+
+
+def _roles(indexed: Indexed) -> Indexed | None:
+    """The role file of Megatron-LLM beside `P-text`."""
+    name = indexed.prefix.name
+    if not name.endswith("-text"):
+        return None
+    other = indexed.prefix.with_name(name.removesuffix("-text") + "-role")
+    if not other.with_name(other.name + ".idx").is_file():
+        return None
+    roles = open_indexed(other)
+    if not np.array_equal(roles.sizes, indexed.sizes):
+        raise SourceError(f"{other} and {indexed.prefix} have documents of different lengths")
+    return roles
+
+
+def _check_vocabulary(indexed: Indexed, facts: Facts | None, vocabulary: Vocabulary) -> None:
+    if facts is not None and not made_with(facts, vocabulary):
+        raise RefusedError(
+            f"{indexed.prefix} was made with another tokenizer than {vocabulary.path}: "
+            f"{facts.vocabulary} tokens, BLAKE3 {facts.tokenizer[:12]}, not {vocabulary.size}, {vocabulary.digest[:12]}"
+        )

@@ -1,0 +1,406 @@
+"""Input files in ranges, each of which is read by itself: a range is what a worker does and what a resumed run skips.
+
+JSON lines and plain text (a line is a document) are cut at bytes: a range has the lines that begin in it. Parquet is
+cut at row groups; a compressed file is one range.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import isinf
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+from formats.errors import SourceError, UnsupportedError, UsageError, short
+from train.data.tokens.records import Malformed
+from train.data.tokens.shapes import FIELDS, NAMES
+from train.data.tokens.turn_flags import ALLOWED, MORE, SYSTEM
+
+RANGE = 1 << 20
+"""Bytes of a range."""
+PACKED = (".gz", ".zst")
+LONGEST = 16 << 20
+"""Bytes of the longest line that is read; a longer one is a file of another kind."""
+BOM = b"\xef\xbb\xbf"
+WIDE = {"UTF-32": (b"\xff\xfe\0\0", b"\0\0\xfe\xff"), "UTF-16": (b"\xff\xfe", b"\xfe\xff")}
+"""Encodings that are not read, and the marks that files of them begin with."""
+KEY = re.compile(rb'(?<!\\)"[ \t\r]*:')
+"""What follows each key of an object."""
+BEGINS = {
+    ".gz": (b"\x1f\x8b",),
+    ".zst": (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + i]) + b"\x2a\x4d\x18" for i in range(16))),
+}
+"""First bytes of a compressed file. One of zstd may begin with a frame that is skipped."""
+STEP = {".gz": 1 << 16, ".zst": 1 << 12}
+"""Bytes that are decompressed at a time. Four KiB of zstd become 128 MiB at the very most."""
+
+
+class Range(NamedTuple):
+    """A part of an input file: bytes, or row groups; `stop` is -1 for a whole compressed file."""
+
+    path: Path
+    begin: int
+    stop: int
+
+
+class Ranges(Sequence[Range]):
+    """All ranges of some files, made when they are asked for: a terabyte is a million of them.
+
+    Attributes:
+        files: path to how many ranges it has.
+    """
+
+    def __init__(self, files: Mapping[Path, int]) -> None:
+        self.files = files
+        self.ends = list(accumulate(files.values()))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    @overload
+    def __getitem__(self, place: int) -> Range: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Range]: ...
+    def __getitem__(self, place: int | slice) -> Range | list[Range]:
+        """A range, or several."""
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        if not 0 <= place < len(self):
+            raise IndexError(place)
+        file = bisect_right(self.ends, place)
+        path = list(self.files)[file]
+        number = place - (self.ends[file] - self.files[path])
+        return Range(path, number, number + 1) if _kind(path) == "parquet" else _cut(path, number)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def size(self, part: Range) -> int:
+        """Bytes of a range; those of a row group are taken for equal."""
+        whole = part.path.stat().st_size
+        if part.stop < 0:
+            return whole
+        return whole // self.files[part.path] if _kind(part.path) == "parquet" else part.stop - part.begin
+
+
+def _cut(path: Path, number: int) -> Range:
+    if path.suffix in PACKED:
+        return Range(path, 0, -1)
+    return Range(path, number * RANGE, min((number + 1) * RANGE, path.stat().st_size))
+
+
+def ranges(paths: Iterable[Path]) -> Ranges:
+    """Cut input files.
+
+    Raises:
+        SourceError: a file is missing, empty, or one JSON value instead of lines.
+        UsageError: nobody knows how to read it, it was named twice, or there is none.
+    """
+    found: dict[Path, int] = {}
+    places: dict[Path, Path] = {}
+    for path in paths:
+        first = places.setdefault(_resolved(path), path)
+        if path in found or first != path:
+            raise UsageError(f"{path} is named twice" + (f", first as {first}" if first != path else ""))
+        if not path.is_file():
+            raise SourceError(f"{path} is no file" if path.exists() else f"{path} is not there")
+        nbytes = path.stat().st_size
+        if not nbytes:
+            raise SourceError(f"{path} is empty")
+        kind = _kind(path)
+        if kind == "parquet":
+            found[path] = _parquet(path).num_row_groups
+        elif path.suffix in PACKED:
+            _require_packed(path)
+            found[path] = 1
+        else:
+            with path.open("rb") as file:
+                head = file.read(4096)
+            _require_utf8(path, head)
+            if kind == "json":
+                _require_lines(path, head)
+            found[path] = -(-nbytes // RANGE)
+    if not sum(found.values()):
+        raise UsageError("there is nothing to read: no input was named, or only parquet files without rows")
+    return Ranges(found)
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # links that lead to each other
+        return path
+
+
+def _require_packed(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(4)
+    if not head.startswith(BEGINS[path.suffix]):
+        name = "gzip" if path.suffix == ".gz" else "zstd"
+        raise SourceError(f"{path} is not compressed with {name}: it begins with {head!r}", "rename it if it is not")
+
+
+def _kind(path: Path) -> str:
+    suffixes = [one for one in path.suffixes if one not in PACKED]
+    last = suffixes[-1] if suffixes else ""
+    if last == ".parquet":
+        return "parquet"
+    if last in (".txt", ".text"):
+        return "text"
+    if last in (".csv", ".tsv"):
+        raise UsageError(f"{path} is a table", "make records of it: train fetch, with a recipe that names its columns")
+    return "json"
+
+
+def _require_utf8(path: Path, head: bytes) -> None:
+    """Refuse a text whose characters have two or four bytes, by its mark or by its zeros."""
+    found = next((name for name, marks in WIDE.items() if head.startswith(marks)), "")
+    if not found and len(head) > 3 and any(head[:64:2]) != any(head[1:64:2]):
+        found = "UTF-16"
+    if found:
+        raise SourceError(f"{path} is {found}, not UTF-8", f"iconv -f {found} -t UTF-8 {path} > utf8{path.suffix}")
+
+
+def _require_lines(path: Path, head: bytes) -> None:
+    head = head.removeprefix(BOM).lstrip()
+    if head.startswith(b"["):
+        raise SourceError(f"{path} is one JSON array, not a record on each line", f"jq -c '.[]' {path} > lines.jsonl")
+    if head.startswith((b"{\n", b"{\r\n")):
+        raise SourceError(f"{path} is one JSON object over several lines", f"jq -c . {path} > lines.jsonl")
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UnsupportedError(f"{path} is parquet, which needs pyarrow", "pip install '.[data]'") from None
+    try:
+        return ParquetFile(path)
+    except (ArrowException, OSError) as error:
+        raise SourceError(f"{path} is no parquet file: {error}") from None
+
+
+def values(part: Range, key: str) -> Iterator[Any]:
+    """The JSON value of each line or row of a range, in order: None for a blank one, Malformed for what is none."""
+    kind = _kind(part.path)
+    if kind == "parquet":
+        yield from _rows(part, dict.fromkeys((key, *FIELDS, *sorted(NAMES), *MORE, *ALLOWED, *SYSTEM, "label")))
+        return
+    load = _loader(kind, key)
+    for line in _lines(part):
+        if len(line) > LONGEST:
+            yield Malformed("long")
+        else:
+            yield load(line) if line and not line.isspace() else None
+
+
+def _rows(part: Range, wanted: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows of a row group, with no more columns than those that records are made of."""
+    from pyarrow import ArrowException
+
+    file = _parquet(part.path)
+    try:
+        table = file.read_row_group(part.begin, columns=list(wanted))
+        if not table.num_columns:
+            return [{} for _ in range(file.metadata.row_group(part.begin).num_rows)]
+        rows: list[dict[str, Any]] = table.to_pylist()
+    except (ArrowException, OSError, ValueError, OverflowError) as error:
+        reason = short(" ".join(str(error).split()), 200)
+        raise SourceError(f"{part.path} is damaged in row group {part.begin}: {reason}") from None
+    return rows
+
+
+def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
+    from orjson import JSONDecodeError, loads
+
+    def value(line: bytes) -> Any:
+        try:
+            found = loads(line)
+        except JSONDecodeError:
+            return Malformed(unreadable(line))
+        if found is None:  # None is a blank line
+            return Malformed("object")
+        try:
+            twice = _key_twice(line, found)
+        except RecursionError:  # orjson goes deeper
+            return Malformed("json")
+        return found if twice is None else Malformed("key", repr(twice))
+
+    def text(line: bytes) -> Any:
+        try:
+            return {key: line.rstrip(b"\r").decode()}
+        except UnicodeDecodeError:
+            return Malformed("json")
+
+    return value if kind == "json" else text
+
+
+def unreadable(line: bytes) -> str:
+    """Why orjson does not read a line: `number` where all else of it is JSON."""
+    beyond: list[str] = []
+
+    def number(text: str) -> float:
+        if isinf(value := float(text)):
+            beyond.append(text)
+        return value
+
+    try:
+        json.loads(line, parse_int=number, parse_float=number)
+    except (ValueError, RecursionError):
+        return "json"
+    return "number" if beyond else "json"
+
+
+def _key_twice(line: bytes, found: Any) -> str | None:
+    """A key that is given twice in an object of a line; orjson silently takes the last one.
+
+    Keys are counted first, where that tells: quotation marks in texts have a backslash before them, those of keys have
+    none but after a key that ends in backslashes.
+    """
+    if len(KEY.findall(line)) == _keys(found) and b'\\\\"' not in line:
+        return None
+    seen: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        counted = Counter(name for name, _ in items)
+        seen.extend(name for name, number in counted.items() if number > 1)
+        return dict(items)
+
+    json.loads(line, object_pairs_hook=pairs, parse_int=str)
+    return seen[0] if seen else None
+
+
+def _keys(value: Any) -> int:
+    """How many keys a JSON value has, those of all its objects."""
+    if isinstance(value, dict):
+        return len(value) + sum(map(_keys, value.values()))
+    return sum(map(_keys, value)) if isinstance(value, list) else 0
+
+
+def _lines(part: Range) -> Iterator[bytes]:
+    """The lines that begin in a range, without their ends. One that is too long comes cut."""
+    if part.stop < 0:
+        with _decompressed(part.path) as file:
+            _require_utf8(part.path, file.peek(64)[:64])
+            yield from _streamed(file)
+        return
+    with part.path.open("rb") as file:
+        file.seek(max(0, part.begin - 1))
+        block = file.read(part.stop - max(0, part.begin - 1))
+        if not part.begin:
+            block = block.removeprefix(BOM)
+        else:
+            cut = block.find(b"\n")
+            if cut < 0:
+                return
+            block = block[cut + 1 :]
+        if not block:
+            return
+        lines = block.split(b"\n")
+        last = lines.pop()
+        yield from lines
+        if last:
+            yield last + file.readline(LONGEST + 1 - len(last)).rstrip(b"\n")
+
+
+def _streamed(file: io.BufferedReader) -> Iterator[bytes]:
+    first = True
+    while line := file.readline(LONGEST + 2):
+        if first:
+            line, first = line.removeprefix(BOM), False
+        yield line.rstrip(b"\n")
+        while len(line) > LONGEST and not line.endswith(b"\n"):  # the rest of a line that is too long
+            line = file.readline(LONGEST + 2)
+            if not line:
+                return
+
+
+def _decompressed(path: Path) -> io.BufferedReader:
+    return io.BufferedReader(_Unpacked(path), 1 << 16)
+
+
+class _Unpacked(io.RawIOBase):
+    """What a compressed file holds.
+
+    A file that is cut short is an error: zstandard's own reader ends without one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.done, self.left = path, 0, memoryview(b"")
+        self.pieces = _gunzipped(path) if path.suffix == ".gz" else _unzstd(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill a buffer, or a part of it."""
+        if not self.left:
+            try:
+                self.left = memoryview(next(self.pieces, b""))
+            except EOFError:
+                raise SourceError(
+                    f"{self.path} is cut short: it ends after {self.done} decompressed bytes",
+                    "copy or download it again",
+                ) from None
+            except (zlib.error, gzip.BadGzipFile, _Damaged) as error:
+                raise SourceError(
+                    f"{self.path} is damaged after {self.done} decompressed bytes: {error}", "copy or download it again"
+                ) from None
+            self.done += len(self.left)
+        many = min(len(buffer), len(self.left))
+        buffer[:many], self.left = self.left[:many], self.left[many:]
+        return many
+
+    def close(self) -> None:
+        """Close the file."""
+        self.pieces.close()
+        super().close()
+
+
+class _Damaged(Exception):
+    """What zstd says of a damaged file."""
+
+
+def _gunzipped(path: Path) -> Generator[bytes, None, None]:
+    with gzip.GzipFile(path) as file:
+        while piece := file.read(STEP[".gz"]):
+            yield piece
+
+
+def _unzstd(path: Path) -> Generator[bytes, None, None]:
+    """Every frame, to its end."""
+    try:
+        from zstandard import ZstdDecompressor, ZstdError
+    except ImportError:
+        raise UnsupportedError(f"{path} is compressed with zstd", "pip install '.[zstd]'") from None
+    frame = None
+    with path.open("rb") as file:
+        while block := file.read(STEP[".zst"]):
+            while block:
+                frame = frame or ZstdDecompressor().decompressobj()
+                try:
+                    piece = frame.decompress(block)
+                except ZstdError as error:
+                    raise _Damaged(error) from None
+                if piece:
+                    yield piece
+                block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError
+
+
+def first_value(parts: Sequence[Range], key: str) -> Any:
+    """The first value that is one, None if the first range has none."""
+    found = (value for value in values(parts[0], key) if value is not None and not isinstance(value, Malformed))
+    return next(found, None)

@@ -1,0 +1,142 @@
+"""Which labels are trained. All masks here are booleans at the place of the token that is the label.
+
+A label is trained iff, counted within its document:
+* with control tokens: it lies in no turn of another role than the assistant, markers included, and opens no turn. The
+  marker that closes a reply, the end of the document and plain text are trained.
+* with a chat template: it belongs to a generation block, as `PREFIX.mask` tells.
+The first token of a document is nobody's next token. Padding is no document, and never trained.
+
+`fork_mask` and `megatron_llm_mask` are what two other programs do, for those who continue a run of theirs.
+
+Facts: tilde-nlp/llm-gpt-neox 374a5c6 megatron/utils.py, `get_ltor_masks_and_position_ids`; xingyaoww/Megatron-LLM
+megatron/data/instruction_dataset.py, `instruction_collator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.data.tokens.encode import LAST_REPLY, REPLY, ROLE_NUMBERS
+
+Tokens = NDArray[Any]
+Mask = NDArray[np.bool_]
+
+
+def label_mask(
+    tokens: Tokens,
+    sizes: NDArray[Any],
+    control: Mapping[str, int],
+    stored: NDArray[np.uint8] | None = None,
+    loss: str = "assistant",
+) -> Mask:
+    """The labels of whole documents that are trained.
+
+    Args:
+        tokens: documents one after another, int[n].
+        sizes: tokens of each, none of them 0, int[d].
+        control: role to the id of its control token; not looked at if there is a stored mask.
+        stored: bits of `PREFIX.mask`, uint8[n].
+        loss: what is trained: every reply (`assistant`), the last one (`last_turn`), or `all` labels.
+
+    Returns:
+        bool[n]: whether each token, as a label, is trained.
+    """
+    starts = np.cumsum(sizes, dtype=np.int64) - sizes
+    if loss == "all":
+        mask = np.ones(len(tokens), bool)
+    elif stored is not None:
+        mask = (stored & (LAST_REPLY if loss == "last_turn" else REPLY)) != 0
+    else:
+        mask = _control_mask(tokens, sizes, starts, control, loss == "last_turn")
+    mask[starts] = False
+    return mask
+
+
+def _control_mask(
+    tokens: Tokens, sizes: NDArray[Any], starts: NDArray[np.int64], control: Mapping[str, int], last: bool
+) -> Mask:
+    mask = np.ones(len(tokens), bool)
+    for role, number in control.items():
+        marks = tokens == number
+        odd = _counts(marks, sizes, starts) & 1 == 1
+        if role != "assistant":
+            mask &= ~(odd | marks)
+            continue
+        opens = marks & odd
+        mask &= ~opens
+        if last:
+            places = np.where(opens, np.arange(len(tokens)), -1)
+            mask &= np.arange(len(tokens)) > np.repeat(np.maximum.reduceat(places, starts), sizes)
+    return mask
+
+
+def _counts(marks: Mask, sizes: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many marks there are in each document up to and with each token."""
+    counted = np.cumsum(marks, dtype=np.int64)
+    return counted - np.repeat(counted[starts] - marks[starts], sizes)
+
+
+def fork_mask(
+    rows: Tokens,
+    pairs: Sequence[int] = (),
+    alternating: Sequence[int] = (),
+    individual: Sequence[int] = (),
+    after_eod: int | None = None,
+) -> Mask:
+    """The mask of the users' GPT-NeoX: marks are counted along the row, and padding is trained.
+
+    Args:
+        rows: packed rows, int[b, t].
+        pairs: `loss_mask_pairs`: opener and closer in turn; equal ones alternate.
+        alternating: `loss_mask_alternating_individual`: every odd occurrence is masked.
+        individual: `loss_mask_individual`: masked wherever they stand.
+        after_eod: the end of a document, if `eod_mask_loss`: the label behind it is masked.
+
+    Returns:
+        bool[b, t]; the first column, which is no label, is False.
+    """
+    blocked = np.zeros(rows.shape, bool)
+    for opener, closer in zip(pairs[::2], pairs[1::2], strict=True):
+        inside = _odd(rows == opener) if opener == closer else _open(rows, opener, closer)
+        blocked |= inside
+        blocked[:, 1:] |= inside[:, :-1]
+    for number in alternating:
+        marks = rows == number
+        blocked |= marks & _odd(marks)
+    for number in individual:
+        blocked |= rows == number
+    if after_eod is not None:
+        blocked[:, 1:] |= rows[:, :-1] == after_eod
+    blocked[:, 0] = True
+    return ~blocked
+
+
+def _odd(marks: Mask) -> Mask:
+    found: Mask = np.cumsum(marks, axis=1) & 1 == 1
+    return found
+
+
+def _open(rows: Tokens, opener: int, closer: int) -> Mask:
+    found: Mask = np.cumsum(rows == opener, axis=1) > np.cumsum(rows == closer, axis=1)
+    return found
+
+
+def megatron_llm_mask(roles: Tokens) -> Mask:
+    """The mask of Megatron-LLM: taken at the input token, so that it comes one label late.
+
+    Args:
+        roles: a row of role ids, int[t], 2 for the assistant.
+
+    Returns:
+        bool[t]: whether each token, as a label, is trained there.
+    """
+    mask = np.zeros(len(roles), bool)
+    mask[1:] = roles[:-1] == ASSISTANT
+    return mask
+
+
+ASSISTANT = ROLE_NUMBERS["assistant"]

@@ -1,0 +1,99 @@
+"""Shapes: the fields in which a record may keep what is trained, and the format that reads them.
+
+`--format auto` decides from this table. A record with fields of two rows has two readings; `auto` refuses it, because
+whichever it took, the other would be lost without a word. A format that is named chooses.
+
+Facts: the fields of sets on the Hub: tatsu-lab/alpaca (`instruction`, `output`, and `text`), CohereLabs/aya_dataset
+(`inputs`, `targets`), HuggingFaceH4/ultrafeedback_binarized (`chosen`, `rejected`, and `messages`); TRL's dataset
+formats (`prompt`, `completion`); ms-swift 3 custom datasets (`query`, `response`). A `prompt` alone is no row:
+ultrachat_200k and no_robots repeat the first message in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from train.data.tokens.turn_flags import is_empty
+
+MARKER = re.compile(r"<<<\|([^|<>]*)\|>>>")
+FIELDS = ("conversations", "messages")
+SPELLED = ("from", "value")
+FORMS = ("control-text", "conversations", "sharegpt", "text", "mixed")
+"""conversations takes plain text rows too; mixed also takes dialogues with markers."""
+
+
+class Shape(NamedTuple):
+    """The fields that a record of a shape has, all of them, and whether a format reads them."""
+
+    fields: tuple[str, ...]
+    is_read: bool = False
+
+
+TEXT = "text"
+"""Stands for the field that holds text, whatever --jsonl-keys calls it."""
+SHAPES: tuple[Shape, ...] = (
+    *(Shape((name,), is_read=True) for name in FIELDS),
+    Shape((TEXT,), is_read=True),
+    Shape(("prompt", "completion")),
+    Shape(("prompt", "response")),
+    Shape(("instruction", "output")),
+    Shape(("instruction", "response")),
+    Shape(("question", "answer")),
+    Shape(("query", "response")),
+    Shape(("inputs", "targets")),
+    Shape(("input", "output")),
+    Shape(("chosen", "rejected")),
+)
+NAMES = frozenset(name for shape in SHAPES for name in shape.fields) - {TEXT}
+
+
+def shapes_of(record: Mapping[str, Any], key: str = TEXT) -> list[Shape]:
+    """The shapes that a record has; conversations and messages are one, for their reader compares them.
+
+    Args:
+        record: with all its keys. An empty field counts as absent, for tables have every field in every row.
+        key: the field that holds text.
+    """
+    if len(record) == 1:  # the usual record, and the fast way
+        return [shape for shape in SHAPES if len(shape.fields) == 1 and _named(shape.fields[0], key) in record]
+    found: list[Shape] = []
+    for shape in SHAPES:
+        if all(not is_empty(record.get(_named(name, key))) for name in shape.fields) and not (
+            shape.fields[0] in FIELDS and found
+        ):
+            found.append(shape)
+    return found
+
+
+def told(shapes: list[Shape], key: str = TEXT) -> str:
+    """Shapes as words of an error."""
+    return " beside ".join(" and ".join(_named(name, key) for name in shape.fields) for shape in shapes)
+
+
+def _named(name: str, key: str) -> str:
+    return key if name == TEXT else name
+
+
+def turns_field(record: Mapping[str, Any]) -> str | None:
+    """The field that holds turns, one with turns before one without; null counts as absent."""
+    present = [name for name in FIELDS if record.get(name) is not None]
+    return next((name for name in present if not is_empty(record[name])), next(iter(present), None))
+
+
+def form_of(value: Any, key: str = TEXT) -> str:
+    """The format that a record has: what `--format auto` makes of the first one."""
+    if not isinstance(value, dict):
+        return "text"
+    found = shapes_of(value, key)
+    name = found[0].fields[0] if found else turns_field(value)
+    if name in FIELDS:
+        return "sharegpt" if _is_spelled(value[name]) else "conversations"
+    text = value.get(key)
+    return "control-text" if isinstance(text, str) and MARKER.search(text) else "text"
+
+
+def _is_spelled(turns: Any) -> bool:
+    """Whether turns say their speaker and text as ShareGPT does."""
+    return bool(isinstance(turns, list) and turns and isinstance(turns[0], dict) and {*SPELLED} <= turns[0].keys())

@@ -1,0 +1,359 @@
+"""Text to token files, on all cores, in constant memory, and resumable.
+
+Workers take ranges of the input and leave the tokens of each as small files. One writer, this process, appends them in
+the order of the input to `PREFIX_KEY_document.partial/` and notes how far it is. A killed run goes on from the last
+note: what lies behind it is cut off, so that the final bytes are those of a run that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Waited
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import mkdtemp
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from converters.common.atomic import lock, named, stoppable, sync_folder, write_file
+from converters.common.progress import Progress
+from formats.errors import Interrupted, OutputError, RefusedError, SourceError
+from train.data.tokens.indexed import best_dtype, bin_path, idx_path, write_index
+from train.data.tokens.input_ranges import Ranges
+from train.data.tokens.records import GRAVE, REASONS
+from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
+from train.data.tokens.workers import EXAMPLES, UNTRAINED, Job, Part, Workers
+
+STREAMS = ("bin", "sizes", "mask")
+"""What is appended to: tokens, int32 sizes of documents, and the loss mask of a chat template, or the roles of bins."""
+PARTS = "parts-"
+"""Where workers leave ranges: a folder of this run alone, as a worker may outlive the one that was killed."""
+EVERY = 5.0
+"""Seconds between two notes of how far the work is."""
+AHEAD = 4
+"""Ranges that each worker may be ahead of the writer."""
+
+HINT = (
+    "train lint names each record; a key that says nothing of the training can go: jq -c '.messages |= map(del(.KEY))'"
+)
+HINTS = {
+    "both": "train lint names each record; leave one of the two out: jq -c 'del(.conversations)'",
+    "shapes": "name what is to be trained: --format conversations, or text, control-text, sharegpt",
+}
+"""What to do about a reason that ends the work, where it is not what to do about the others."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        job: how records become tokens.
+        parts: the input.
+        prefix: path of the output without `.bin`.
+        workers: processes.
+        force: replace an output that is there.
+        most_dropped: share of records that may be dropped.
+        strict: whether one dropped record is an error.
+        quiet: no progress.
+    """
+
+    job: Job
+    parts: Ranges
+    prefix: Path
+    workers: int
+    force: bool = False
+    most_dropped: float = 0.1
+    strict: bool = False
+    quiet: bool = False
+
+    @property
+    def staging(self) -> Path:
+        """Where the work is done."""
+        return self.prefix.with_name(self.prefix.name + ".partial")
+
+    @property
+    def fingerprint(self) -> str:
+        """What makes it the same work: inputs, their sizes and times, the tokenizer's content, and every setting."""
+        stats = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns, number)
+            for path, number in self.parts.files.items()
+        ]
+        facts = [stats, self.job.identity]
+        return blake3(json.dumps(facts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Done:
+    """How far the work is.
+
+    Attributes:
+        fingerprint: of the request.
+        ranges: how many are appended.
+        lengths: bytes of each stream that belong to them.
+        lines: lines of the file that the last range was of.
+        counts: documents, tokens, kinds and dropped records by reason.
+        examples: reason to some places, `FILE:LINE`.
+    """
+
+    fingerprint: str
+    ranges: int
+    lengths: dict[str, int]
+    lines: int
+    counts: dict[str, int]
+    examples: dict[str, list[str]]
+
+
+def tokenize(request: Request) -> Facts:
+    """Make token files.
+
+    Returns:
+        What is known of them; `counts` has documents, tokens, and dropped records by reason.
+
+    Raises:
+        OutputError: the output is there, or cannot be written.
+        RefusedError: too many records are malformed.
+        SourceError: no document is left.
+        Interrupted: a signal came; the same call goes on.
+    """
+    prefix = request.prefix
+    finals = {"bin": bin_path(prefix), "mask": mask_path(prefix), "json": facts_path(prefix), "idx": idx_path(prefix)}
+    with staged(request, finals) as (done, _):
+        return _publish(request, done, finals)
+
+
+@contextmanager
+def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done, Callable[[], bool]]]:
+    """Turn the whole input into the streams of the staging folder, for whoever publishes them.
+
+    Args:
+        request: what is asked for.
+        finals: the files that will be published; one that is there already must be meant to be replaced.
+
+    Yields:
+        The account, and a function that says whether a signal came.
+    """
+    staging = request.staging
+    taken = [path for path in finals.values() if path.exists()]
+    half = staging.is_dir() and not any(path.suffix == ".idx" for path in taken)  # killed while it published
+    if taken and not (request.force or half):
+        raise OutputError(f"{taken[0]} exists", "choose another --output-prefix, or replace it with --force")
+    staging.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        handle = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        stack.callback(os.close, handle)
+        lock(handle, staging)
+        stack.enter_context(named(staging))
+        done = _resumed(request)
+        stopped = stack.enter_context(stoppable())
+        done = _append_all(request, done, stopped)
+        _require_clear(request, done)
+        if request.fingerprint != done.fingerprint:
+            shutil.rmtree(staging)
+            raise SourceError("an input file changed while it was read", "run again when nothing writes to it")
+        _judge(request, done)
+        yield done, stopped
+
+
+def _resumed(request: Request) -> Done:
+    """How far an earlier run came, with everything behind that cut off."""
+    path, fresh = request.staging / "done.json", Done(request.fingerprint, 0, dict.fromkeys(STREAMS, 0), 0, {}, {})
+    done = fresh
+    if path.is_file():
+        done = _read_done(path)
+        if done.fingerprint != request.fingerprint:
+            if not request.force:
+                raise OutputError(
+                    f"{request.staging} holds the beginnings of other work (or the input has changed since)",
+                    f"remove {request.staging}, or start over with --force",
+                )
+            done = fresh
+    if any(_length(request.staging / stream) < length for stream, length in done.lengths.items()):
+        done = fresh  # a run was killed while it published: what it has renamed is no longer here
+    if done is fresh:
+        path.unlink(missing_ok=True)
+    for stream in STREAMS:
+        with (request.staging / stream).open("ab") as file:
+            file.truncate(done.lengths[stream])
+    for left in request.staging.glob(f"{PARTS}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return done
+
+
+def _read_done(path: Path) -> Done:
+    try:
+        return Done(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise OutputError(f"{path} is damaged: {error}", f"remove {path.parent}, or start over with --force") from None
+
+
+def _length(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Done:
+    """Let workers encode the ranges that are left, and append them in order."""
+    parts, staging = request.parts, request.staging
+    folder = Path(mkdtemp(prefix=PARTS, dir=staging))
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress("tokenizing", parts.nbytes, request.quiet))
+        progress.advance(sum(parts.size(parts[number]) for number in range(done.ranges)))
+        workers = stack.enter_context(Workers(request.job, min(request.workers, len(parts) - done.ranges)))
+        files = {stream: stack.enter_context((staging / stream).open("ab")) for stream in STREAMS}
+        waiting: deque[Future[Part]] = deque()
+        asked, noted = done.ranges, monotonic()
+        while done.ranges < len(parts) and _grave(done) is None:
+            while asked < len(parts) and len(waiting) < AHEAD * request.workers:
+                waiting.append(workers.submit(parts[asked], folder / str(asked)))
+                asked += 1
+            part = _first_of(waiting, stopped)
+            if part is None:
+                workers.kill()
+                _note(request, done, files)
+                raise Interrupted(
+                    f"stopped behind {done.ranges} of {len(parts)} ranges", "run the same command again to go on"
+                )
+            for stream in STREAMS:
+                _move(folder / f"{done.ranges}.{stream}", files[stream])
+            done = _counted(done, part, parts)
+            progress.advance(parts.size(parts[done.ranges - 1]))
+            if monotonic() - noted > EVERY:
+                _note(request, done, files)
+                noted = monotonic()
+        _note(request, done, files)
+    return done
+
+
+def _first_of(waiting: deque[Future[Part]], stopped: Callable[[], bool]) -> Part | None:
+    """The result that is next, None if a signal comes first: a compressed file is one range, and a long one."""
+    while not stopped():
+        try:
+            part = waiting[0].result(timeout=0.2)
+        except Waited:
+            continue
+        waiting.popleft()
+        return part
+    return None
+
+
+def _move(path: Path, file: Any) -> None:
+    """Append a small file to a stream, and remove it."""
+    if path.exists():
+        with path.open("rb") as part:
+            shutil.copyfileobj(part, file, 1 << 20)
+        path.unlink()
+
+
+def _counted(done: Done, part: Part, parts: Ranges) -> Done:
+    """The account with one more range in it."""
+    place = parts[done.ranges]
+    lines = 0 if done.ranges and parts[done.ranges - 1].path != place.path else done.lines
+    counts = Counter(done.counts) + Counter(part.counts)
+    examples = {reason: list(found) for reason, found in done.examples.items()}
+    for number, reason, detail in part.examples:
+        shown = examples.setdefault(reason, [])
+        if len(shown) < EXAMPLES:
+            shown.append(f"{place.path}:{lines + number + 1}" + (f", {detail}" if detail else ""))
+    lengths = {stream: done.lengths[stream] + part.lengths[stream] for stream in STREAMS}
+    return replace(
+        done, ranges=done.ranges + 1, lengths=lengths, lines=lines + part.lines, counts=dict(counts), examples=examples
+    )
+
+
+def _grave(done: Done) -> str | None:
+    """The reason that ends the work, if there is one."""
+    return next((reason for reason in GRAVE if done.counts.get(reason)), None)
+
+
+def _require_clear(request: Request, done: Done) -> None:
+    """Refuse data that says something of the training that is not understood, however few records do.
+
+    Raises:
+        RefusedError: a record does.
+    """
+    grave = _grave(done)
+    if grave is not None:
+        shutil.rmtree(request.staging)
+        raise RefusedError(
+            f"{done.examples[grave][0]}: {REASONS[grave]}",
+            HINTS.get(grave, HINT),
+        )
+
+
+def _note(request: Request, done: Done, files: dict[str, Any]) -> None:
+    """Force to disk what is appended, then the note that says so."""
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+    write_file(request.staging / "done.json", json.dumps(asdict(done)).encode())
+
+
+def _judge(request: Request, done: Done) -> None:
+    """Refuse a result that nobody wants: nothing, or with too much dropped."""
+    kept = done.counts.get("documents", 0)
+    dropped = {reason: number for reason, number in done.counts.items() if reason in REASONS}
+    lost = sum(dropped.values())
+    worst = max(dropped, key=lambda reason: dropped[reason], default="")
+    shown = f", most of them because of {REASONS[worst]} ({done.examples[worst][0]})" if worst else ""
+    hint = f"train lint names each of them; what is tokenized stays in {request.staging.name} for the same input"
+    if not kept:
+        shutil.rmtree(request.staging)
+        hint = "train lint names each of them; --format tells what the records are"
+        raise SourceError(f"none of {lost} records became a document{shown}", hint if lost else "")
+    if lost and request.strict:
+        raise RefusedError(f"{lost} of {kept + lost} records are malformed{shown}", f"{hint}; --strict refuses them")
+    if lost > request.most_dropped * (kept + lost):
+        raise RefusedError(
+            f"{lost} of {kept + lost} records are malformed, a larger share than {request.most_dropped:g}{shown}",
+            f"{hint}; --max-drop-rate is the share that may be dropped",
+        )
+
+
+def _publish(request: Request, done: Done, finals: dict[str, Path]) -> Facts:
+    """Write the index and the facts, and put all files in their places, the index last."""
+    job, staging = request.job, request.staging
+    sizes = np.memmap(staging / "sizes", "<i4", "r")
+    write_index(staging / "idx", best_dtype(job.vocabulary), sizes)
+    facts = write_facts(request, done, {"documents": len(sizes), "tokens": done.counts["tokens"]})
+    old_mask = finals.pop("mask") if job.template is None and not facts.masked else None
+    put_in_place(staging, finals, [old_mask] if old_mask else [])
+    return facts
+
+
+def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Facts:
+    """Leave the facts in the staging folder, with these counts and those of dropped records."""
+    job = request.job
+    told = (UNTRAINED, *REASONS)
+    counts = dict(counts) | {name: number for name, number in done.counts.items() if name in told}
+    masked = job.template is None and UNTRAINED in counts
+    facts = Facts(
+        job.digest, job.vocabulary, dict(job.control), job.eod, job.template_digest, counts, job.names, masked
+    )
+    write_file(request.staging / "json", facts_text(facts).encode())
+    return facts
+
+
+def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path] = ()) -> None:
+    """Publish files of the staging folder, and remove it.
+
+    Args:
+        staging: the folder.
+        finals: name in the folder to path; indexes come last, and the last of them makes the others count.
+        stale: files of an earlier run that go with its index.
+    """
+    indexes = [path for path in finals.values() if path.suffix == ".idx"]
+    for path in (*reversed(indexes), *stale):
+        path.unlink(missing_ok=True)  # an old index never speaks of new tokens
+    for name, path in finals.items():
+        (staging / name).rename(path)
+    sync_folder(next(iter(finals.values())).parent)
+    shutil.rmtree(staging)

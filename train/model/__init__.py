@@ -1,0 +1,1 @@
+"""The model on packed rows, in torch."""

@@ -1,0 +1,209 @@
+"""Two layers of a model, run before the first step: do documents of a row stay apart, and are logits the model's own?
+
+It runs on the real device, in the type of the computation, with the attention and the kernels of the training.
+"""
+
+from __future__ import annotations
+
+import copy
+from math import inf
+from typing import Any
+
+import torch
+
+from formats.errors import UnsupportedError, UsageError, VerificationError
+from formats.huggingface.config import ORIGINAL
+from train.data.rows import Flat
+from train.model import kernels
+from train.model.attention import BACKENDS, forward_words, keep_apart, named
+from train.model.parts import decoder_of
+from train.model.trainee import adjusted
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Largest difference of hidden states, relative to their largest, between a packed and an unpacked document.
+
+In bf16 sdpa and eager on CPUs have 0.003 to 0.010 (llama, qwen3, mistral, gpt_neox, 256 to 4096 wide).
+"""
+TRIES = 3
+"""Draws of weights and tokens: where documents see each other they do in all, but in bf16 a token may fall to another
+expert by rounding alone (0.035 with OLMoE's sizes, once in three draws)."""
+LENGTHS = (5, 1, 17, 32, 2)
+CHOSEN = ("index_topk", "keep_window_size")
+"""Of how many tokens of a row a layer makes its choice, in a config: those of the check are fewer."""
+LOUD = 100.0
+"""The largest logit in the check of what a model does with its logits: a cap of 30 or 50 bends it."""
+
+
+def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dtype, kernel: str = "torch") -> float:
+    """Run two layers of the model on documents of a row and on each by itself.
+
+    Args:
+        config: the model's configuration, of transformers.
+        device: where it will run.
+        backend: a key of `attention.BACKENDS`.
+        dtype: of the computation.
+        kernel: torch or liger.
+
+    Returns:
+        The largest difference of hidden states, relative to the largest of them.
+
+    Raises:
+        UnsupportedError: the attention does not run, or the model's logits are others than ours.
+        VerificationError: documents see each other.
+    """
+    try:
+        with torch.no_grad():
+            for seed in range(TRIES):
+                apart = _apart(config, device, backend, dtype, kernel, seed)
+                if apart <= TOLERANCE[dtype]:
+                    break
+    except (RuntimeError, ImportError, ValueError) as error:  # of kernels, their libraries, and transformers
+        raise UnsupportedError(
+            f"{config.model_type} cannot be computed with the attention {backend} in {str(dtype)[6:]} on "
+            f"{device.type}: {' '.join(str(error).split())[:200]}",
+            "choose another one: --model.attention eager",
+        ) from error
+    if not apart <= TOLERANCE[dtype]:
+        raise VerificationError(
+            f"documents of a row see each other with the attention {backend} on {device.type}: hidden states differ by "
+            f"{apart:.2g} of the largest, {TOLERANCE[dtype]:g} is allowed",
+            f"choose another one: --model.attention {'|'.join(BACKENDS)}",
+        )
+    return apart
+
+
+def _apart(config: Any, device: torch.device, backend: str, dtype: torch.dtype, kernel: str, seed: int) -> float:
+    model, words = _small(config, device, backend, dtype, seed)
+    if kernel == "liger":
+        kernels.replace(model)
+    decoder = decoder_of(model)
+    if decoder is model or decoder is model.get_output_embeddings():  # ModernBERT of transformers 5.23.0
+        raise UnsupportedError(f"{type(model).__name__} does not tell its decoder from its head: it cannot be trained")
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    flat = Flat(words.numpy(), words.numpy(), positions.numpy(), ends.numpy(), max(LENGTHS), 0)
+    keep_apart(model)
+    given = forward_words(flat, device, backend)
+    packed = decoder(**given).last_hidden_state[0]
+    _require_logits(model, packed, given)
+    alone = [
+        decoder(**forward_words(_one(words[low:high]), device, backend)).last_hidden_state[0]
+        for low, high in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+    ]
+    return float((packed.float() - torch.cat(alone).float()).abs().max() / packed.float().abs().max())
+
+
+def _small(config: Any, device: torch.device, backend: str, dtype: torch.dtype, seed: int) -> tuple[Any, torch.Tensor]:
+    """The first two layers of a model with weights of its own beginning, and tokens for them."""
+    from transformers import AutoModelForCausalLM
+
+    small = copy.deepcopy(config)
+    small.num_hidden_layers, small.use_cache = min(2, config.num_hidden_layers), False
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[: small.num_hidden_layers]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        words = torch.randint(0, min(1000, config.vocab_size), (sum(LENGTHS),))
+        with torch.device(device):
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                small, dtype=dtype, attn_implementation=named(backend)
+            )
+    return model.eval(), words
+
+
+def _one(words: torch.Tensor) -> Flat:
+    """A document by itself."""
+    ends = torch.tensor([0, len(words)], dtype=torch.int32)
+    return Flat(words.numpy(), words.numpy(), torch.arange(len(words)).numpy(), ends.numpy(), len(words), 0)
+
+
+def _require_logits(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> None:
+    """Compare the model's own logits with ours, large ones, for the same hidden states.
+
+    Args:
+        model: two layers.
+        hidden: what they give, [n, hidden].
+        given: the arguments of its forward.
+
+    Raises:
+        UnsupportedError: they are others.
+    """
+    head = model.get_output_embeddings()
+    loud = hidden * (LOUD / head(hidden).abs().max())
+
+    def louder(_: Any, __: Any, out: Any) -> Any:
+        out.last_hidden_state = loud[None]
+        return out
+
+    hook = decoder_of(model).register_forward_hook(louder)
+    theirs = model(**given).logits[0].float()
+    hook.remove()
+    ours = adjusted(head(loud).float(), model.config)
+    apart = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not apart <= TOLERANCE[hidden.dtype]:
+        raise UnsupportedError(
+            f"{model.config.model_type} does something with its logits that is not known here: they differ by "
+            f"{apart:.2g} of the largest from those of its head",
+            "its loss would be wrong: it cannot be trained here",
+        )
+
+
+def require_masks(config: Any, length: int, rows: int = 1) -> None:
+    """Refuse models whose layers see more of a row than a document.
+
+    Args:
+        config: of transformers.
+        length: the most tokens of a row.
+        rows: that are computed as one sequence.
+
+    Raises:
+        UsageError: layers carry a state over a row, which positions do not reset; or they count or choose among its
+            tokens, not those of a document (transformers 5.23.0 models/llama4/modeling_llama4.py and
+            doge/modeling_doge.py), and a row has more than they forgive; or its longest document decides how all are
+            turned (modeling_rope_utils.py).
+        UnsupportedError: it is a model of more than text, whose text model is another one.
+    """
+    if config.get_text_config() is not config:
+        raise UnsupportedError(
+            f"{config.model_type} is a model of more than text ({config.get_text_config().model_type} in it)",
+            "only a model of text can be trained here",
+        )
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    strange = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if strange or any(hasattr(config, name) for name in ("mamba_d_state", "ssm_state_size", "state_size")):
+        what = ", ".join(strange) or "state space"
+        raise UsageError(
+            f"{config.model_type} has layers that carry a state from token to token ({what})",
+            "documents of a row would see each other: such a model cannot be trained packed",
+        )
+    if getattr(config, "alibi", False):
+        raise UsageError(
+            f"{config.model_type} with alibi counts the tokens of a row, not of a document",
+            "documents of a row would see each other's length: such a model cannot be trained packed",
+        )
+    most = _turned_alike(config)
+    if length > most:
+        raise UsageError(
+            f"{config.model_type} turns all documents of a row by the longest, if that has more than {most:.0f} tokens",
+            f"--data.seq_length {most:.0f}",
+        )
+    limits = [int(getattr(config, name)) for name in CHOSEN if getattr(config, name, None)]
+    if "chunked_attention" in kinds:
+        limits += [config.attention_chunk_size, *([config.floor_scale - 1] if hasattr(config, "floor_scale") else [])]
+    if limits and length * rows > min(limits):
+        raise UsageError(
+            f"{config.model_type} counts the tokens of a row, not of a document: those behind {min(limits)} differ",
+            f"--data.seq_length {min(limits)} --batch.micro 1",
+        )
+
+
+def _turned_alike(config: Any) -> float:
+    """The tokens of a document up to which a model turns each by the same frequencies; without end for most."""
+    held = getattr(config, "rope_parameters", None) or {}
+    parts = [held, *(part for part in held.values() if isinstance(part, dict))]
+    found = [
+        float(part[ORIGINAL] if part["rope_type"] == "longrope" else config.max_position_embeddings)
+        for part in parts
+        if part.get("rope_type") in ("longrope", "dynamic")
+    ]
+    return min(found, default=inf)

@@ -1,0 +1,1 @@
+"""The training around the engine: loop, checkpoints, evaluation, log, export."""

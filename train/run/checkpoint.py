@@ -1,0 +1,340 @@
+"""Checkpoints of a training: what its engine writes, in the background where it can, complete or absent.
+
+    SAVE/latest                      name of the newest complete one
+    SAVE/global_step1500/            fsdp: .metadata and *.distcp, model.*, optim.*; deepspeed: *_states.pt
+        .progress                    steps done, and what the order of rows depends on
+<<<<<<< HEAD
+        .start                       digests of the weights that the run began with, see `identity.py`
+=======
+        .files                       what ties the files to this save: see `formats/torch_files/saves.py`
+>>>>>>> steps
+        adapter_config.json          if adapters are all that is trained and all that is in it: of which model they are
+        config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that it asks for nothing
+
+Weights are float32 and have their Hugging Face names. A folder gets its name when all ranks have written their part,
+and `latest` is changed after that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import MISSING, asdict, dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from converters.common.atomic import sync_folder, write_file
+from converters.prove.archive_crc import archives, check
+from formats.detect.rivals import shards, weights
+from formats.errors import OutputError, RefusedError, SourceError, short, some
+from formats.torch_files import saves
+from train.distributed import World
+from train.engines import ENGINES, Engine
+from train.engines.errors import reason
+from train.run.identity import BESIDE
+from train.settings.config import Save
+from train.start.run_folder import LATEST, NOTE, PREFIX, is_ours
+
+PARTIAL = ".partial"
+THREADS = 2
+"""Files of a checkpoint that a rank checks at a time."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is.
+
+    Attributes:
+        step: steps that this run has done.
+        offset: global step that it began at.
+        size: rows of a step.
+        seed: of the order of rows.
+        rows: digest of the rows.
+        tokens: labels trained so far.
+        samples: rows that the settings asked for, over all epochs; a step that goes beyond them is short.
+        engine: whose checkpoints it has, see `engines.ENGINES`.
+    """
+
+    step: int
+    offset: int
+    size: int
+    seed: int
+    rows: str
+    tokens: int
+    samples: int
+    engine: str = "fsdp"
+
+    @property
+    def name(self) -> str:
+        """Name of its folder: the global step, as the users of GPT-NeoX count."""
+        return f"{PREFIX}{self.offset + self.step}"
+
+
+def newest(save: Path) -> Path | None:
+    """The checkpoint of this trainer that `latest` names, None if there is none.
+
+    Raises:
+        SourceError: `latest` names one that is not there, or none although there are some.
+    """
+    name = (save / LATEST).read_text().strip() if (save / LATEST).is_file() else ""
+    path = save / name
+    if name and not path.is_dir():
+        raise SourceError(f"{save / LATEST} names {path.name}, which is not there", f"ls {save}")
+    if name and is_ours(path):
+        return path
+    held = ours(save)
+    if held:
+        raise SourceError(
+            f"{save} has checkpoints, the last is {held[-1].name}, and {LATEST} names {name or 'none'}, which is none "
+            "of this trainer's",
+            f"echo {held[-1].name} > {quote(str(save / LATEST))}",
+        )
+    return None
+
+
+def ours(save: Path) -> list[Path]:
+    """The complete checkpoints of this trainer in a folder, links apart, the oldest first."""
+    found = [path for path in save.glob(f"{PREFIX}*") if is_ours(path) and not path.is_symlink()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def require_places(save: Path, progress: Progress, total: int) -> None:
+    """See that no checkpoint that is to come would replace what this run has not made, or make two models of a folder.
+
+    Raises:
+        OutputError: one would.
+    """
+    found = weights(save) or shards(save)
+    if found is not None and not progress.step:  # what a run of before has begun there may come to its end
+        raise OutputError(
+            f"save.path {save} holds the weights of a model, {found.name}: with checkpoints in it, one folder would be "
+            "two models",
+            f"--save.path {save}-run",
+        )
+    for path in save.glob(f"{PREFIX}*"):
+        number = re.fullmatch(rf"{PREFIX}(\d+)", path.name)
+        taken = number and progress.step < int(number[1]) - progress.offset <= total
+        if taken and (path.is_symlink() or not is_ours(path) or read_progress(path).offset != progress.offset):
+            raise OutputError(
+                f"{path} is no checkpoint of this run, and one of this run would take its place",
+                "take another save.path, or the steps.iteration_offset of the checkpoint to start from",
+            )
+
+
+def read_progress(path: Path) -> Progress:
+    """How far a checkpoint is.
+
+    Raises:
+        SourceError: the note is damaged.
+    """
+    try:
+        held = json.loads((path / NOTE).read_bytes())
+    except OSError as error:
+        raise SourceError(f"{path / NOTE}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise _unclear(path, "it is no JSON") from None
+    if not isinstance(held, dict):
+        raise _unclear(path, "it is no object")
+    for name, info in Progress.__dataclass_fields__.items():
+        value, kind = held.get(name, info.default), str if info.type == "str" else int
+        if value is MISSING:
+            raise _unclear(path, f"{name} is missing")
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
+            raise _unclear(path, f"{name} is {short(value)}")
+    strange = sorted(held.keys() - Progress.__dataclass_fields__.keys())
+    if strange:
+        raise _unclear(path, f"{strange[0]} is not known to this version")
+    found = Progress(**held)
+    if found.engine not in {kind for _, _, kind in ENGINES.values()}:
+        raise _unclear(path, f"engine is {short(found.engine)}")
+    if found.name != path.resolve().name:
+        raise _unclear(path, f"step {found.step} after {found.offset} is not {path.name}")
+    return found
+
+
+def _unclear(path: Path, why: str) -> SourceError:
+    """The error of a note that does not tell how far a training was."""
+    return SourceError(
+        f"{path / NOTE} does not tell how far the training was: {why}",
+        f"take an earlier checkpoint: echo global_stepN > {quote(str(path.parent / LATEST))}",
+    )
+
+
+def check_same(held: Progress, now: Progress, path: Path) -> None:
+    """Refuse to go on with anything that changes which rows come next.
+
+    Raises:
+        RefusedError: something changed.
+    """
+    names = {"offset": "steps.iteration_offset", "size": "batch.size", "seed": "seed", "rows": "the rows of data.train"}
+    if held.step * held.size > held.samples:
+        names["samples"] = "rows of steps.epochs, the last step of which was short"
+    changed = [name for name in names if getattr(held, name) != getattr(now, name)]
+    if changed:
+        told = "; ".join(f"{names[name]}: {getattr(held, name)}, now {getattr(now, name)}" for name in changed)
+        raise RefusedError(
+            f"{path} is of another run ({told})",
+            "a new run begins with init finetune, in another save.path or with another steps.iteration_offset",
+        )
+
+
+def require_sound(folder: Path, world: World) -> None:
+    """Compare the files of a checkpoint with the CRC-32 inside them, and with its record. All ranks have to come here.
+
+    Each file is read by one rank.
+
+    Raises:
+        SourceError: a file is not what was written; the first rank says so, the others end with its exit code.
+    """
+    record = world.told(lambda: saves.recorded(folder)) or {}
+    found = world.told(lambda: {*archives(folder), *saves.files_of(record, folder)})
+    paths = sorted(found, key=lambda path: (-path.stat().st_size, path))
+    loads = [0] * world.ranks
+    mine = list[Path]()
+    for path in paths:
+        rank = loads.index(min(loads))
+        loads[rank] += path.stat().st_size
+        mine += [path] if rank == world.rank else []
+    mixed = list[str]()
+    try:
+        damaged = check(mine, THREADS, lambda _: None).damaged
+        mixed = [] if damaged else saves.differing(record, mine)
+    except (OSError, SourceError) as error:
+        damaged = (reason(error),)
+    every = world.gathered((damaged, mixed))
+    world.told(lambda: refuse_damaged(folder, [part for parts, _ in every for part in parts]))
+    world.told(lambda: saves.refuse_mixed(folder, sorted(name for _, names in every for name in names)))
+
+
+def refuse_damaged(folder: Path, damaged: Sequence[str]) -> None:
+    """Refuse a checkpoint with damaged parts, and name another one."""
+    if not damaged:
+        return
+    others = [path.name for path in ours(folder.parent) if path.name != folder.name]
+    instead = f", or resume from another: echo {others[-1]} > {quote(str(folder.parent / LATEST))}" if others else ""
+    raise SourceError(
+        f"{folder} is damaged: {len(damaged)} parts are not what was written: {some(damaged, 3)}",
+        f"copy it again{instead}",
+    )
+
+
+class Saver:
+    """Writes checkpoints in the background, one at a time.
+
+    Beside weights and moments each has small files: those of the start as they were when its model was made.
+    """
+
+    def __init__(self, settings: Save, beside: Mapping[str, bytes], world: World) -> None:
+        self.save, self.keep, self.minutes = settings.path, settings.keep, settings.every_minutes
+        self.beside, self.world, self.last = beside, world, time.monotonic()
+        self.running: tuple[Progress, Future[Any] | None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether this rank has written its part, or nothing is being written."""
+        return self.running is None or self.running[1] is None or self.running[1].done()
+
+    @property
+    def due(self) -> bool:
+        """Whether this rank's clock says that it is time for a checkpoint."""
+        return self.minutes is not None and time.monotonic() - self.last > 60 * self.minutes
+
+    def start(self, engine: Engine, progress: Progress) -> None:
+        """Begin to write what an engine holds; training may go on."""
+        self.finish()
+        self.last = time.monotonic()
+        staging = self.save / (progress.name + PARTIAL)
+        self.world.told(lambda: self._clear(staging))
+        self.running = progress, engine.write(staging)
+
+    def finish(self) -> None:
+        """Wait until all ranks have written, and give the folder its name. Every rank has to come here."""
+        if self.running is None:
+            return
+        progress, held = self.running
+        if held is not None:
+            try:
+                held.result()
+            except (OSError, RuntimeError, CheckpointException) as error:
+                raise OutputError(
+                    f"{self.save / progress.name} could not be written: {reason(error)}", "is the disk full? df"
+                ) from error
+        self.running = None
+        self.world.wait()
+        record = self._record(self.save / (progress.name + PARTIAL))
+        self.world.told(lambda: self._publish(progress, record))
+
+    def _record(self, staging: Path) -> dict[str, saves.Entry]:
+        """What ties the files of all ranks to this save; each is looked at by one rank.
+
+        Raises:
+            OutputError: one cannot be read; the first rank says so, the others end with its exit code.
+        """
+        paths = self.world.told(
+            lambda: sorted(path for path in staging.iterdir() if path.is_file() and path.suffix not in BESIDE)
+        )
+        found, failure = dict[str, saves.Entry](), ""
+        try:
+            found = saves.entries_of(paths[self.world.rank :: self.world.ranks])
+        except (OSError, SourceError) as error:
+            failure = reason(error)
+        every = self.world.gathered((found, failure))
+        failures = [told for _, told in every if told]
+
+        def refuse() -> None:
+            if failures:
+                raise OutputError(f"{staging} cannot be read: {some(failures, 1)}", "is the disk full? df")
+
+        self.world.told(refuse)
+        return {name: one for entries, _ in every for name, one in entries.items()}
+
+    def _clear(self, staging: Path) -> None:
+        """Make an empty folder, and delete what kills have left behind of others."""
+        for path in self.save.glob(f"{PREFIX}*{PARTIAL}"):
+            shutil.rmtree(path)
+        staging.mkdir(parents=True)
+
+    def _publish(self, progress: Progress, record: dict[str, saves.Entry]) -> None:
+        staging, place = self.save / (progress.name + PARTIAL), self.save / progress.name
+        for name, content in self.beside.items():
+            write_file(staging / name, content)
+        write_file(staging / NOTE, (json.dumps(asdict(progress), indent=1) + "\n").encode())
+        write_file(staging / saves.RECORD, saves.packed(record | saves.entries_of([staging / NOTE])))
+        sync_folder(staging)
+        if place.exists():
+            _delete(place)
+        staging.rename(place)
+        write_file(self.save / LATEST, place.name.encode())
+        sync_folder(self.save)
+        self._forget(place, progress)
+
+    def _forget(self, latest: Path, progress: Progress) -> None:
+        """Delete the oldest checkpoints of this run that are too many: no link, nobody else's, no other phase's."""
+        if self.keep is None:
+            return
+        held = [path for path in ours(self.save) if _offset(path) == progress.offset]
+        for path in held[: -self.keep]:
+            if path != latest:
+                _delete(path)
+
+
+def _offset(path: Path) -> int | None:
+    """Where the run of a checkpoint began; None of one with a damaged note, which is not this run's to delete."""
+    try:
+        return read_progress(path).offset
+    except SourceError:
+        return None
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint; one that is deleted in part has no name of a checkpoint any more."""
+    gone = path.with_name(f"{path.name}.old{PARTIAL}")
+    path.rename(gone)
+    shutil.rmtree(gone)

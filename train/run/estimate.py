@@ -1,0 +1,141 @@
+"""What a training will take, from its settings and the headers of its files: no GPU, no torch.
+
+Memory is that of one rank: float32 weights, gradients and two moments of its shard (with adapters of them alone, beside
+the shard of the frozen weights in the computation's type); the gathered weights of two layers and of the root in that
+type; the inputs of every layer, which activation checkpointing keeps; and the logits of a chunk. ZeRO-1 shards no
+gradients, and neither ZeRO-1 nor ZeRO-2 the weights that are computed with. It is an estimate: kernels, the allocator
+and DeepSpeed's buckets add their own, and what it offloads is counted all the same.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from formats.errors import UnsupportedError, UsageError
+from formats.huggingface.folder import model_slots
+from formats.model.spec import ModelSpec
+from formats.model.vocab_rows import EMBEDDING, HEAD
+from train.data.rows import CHUNK, Rows, check_tokenizer, lengths, open_rows
+from train.settings.batching import Sizes, batch_sizes, make_order
+from train.settings.config import Config, Lora
+from train.settings.effects import check_effect
+from train.settings.schedule import check_schedule
+from train.start.run_folder import started
+
+MASTERS, GRADIENT = 3 * 4, 4
+"""Bytes of a parameter in its shard: weight and two moments, gradient."""
+WIDTH = {"bf16": 2, "fp32": 4}
+PEAK = {
+    "A100": 312e12,  # NVIDIA A100 datasheet, dense bf16
+    "H100": 989e12,  # NVIDIA H100 SXM datasheet
+    "H200": 989e12,  # NVIDIA H200 datasheet
+    "MI250X": 191.5e12,  # AMD MI250X datasheet: 383e12 of the card, whose two dies are a device each
+    "MI300X": 1307e12,  # AMD MI300X datasheet
+}
+"""Part of a device's name: bf16 floating point operations a second."""
+
+
+class Estimate(NamedTuple):
+    """What a training will take.
+
+    Attributes:
+        sizes: the batch equation.
+        steps: how many there are.
+        rows: of the data, and how full they are.
+        parameters: of the model, adapters included.
+        trained: how many of them are.
+        memory: bytes of a rank, by what they are for.
+        flops: floating point operations of all steps that the model's mathematics needs, see `speed.flops_of`.
+    """
+
+    sizes: Sizes
+    steps: int
+    rows: Rows
+    parameters: int
+    trained: int
+    memory: dict[str, int]
+    flops: float
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the rows."""
+        return self.steps * self.sizes.size / len(self.rows)
+
+    def seconds(self, device: str, mfu: float) -> float:
+        """Time of all steps on devices of `PEAK` that reach a share of their speed."""
+        return self.flops / (PEAK[device] * mfu * self.sizes.ranks)
+
+
+def estimate(config: Config, ranks: int) -> Estimate:
+    """Look at the settings, the data's indexes and the model's headers.
+
+    Raises:
+        UsageError: the settings contradict each other, or the ranks cannot be divided.
+        RefusedError: a token file was made with another tokenizer than the model's.
+    """
+    from formats.registry import open_checkpoint
+    from train.start.start_weights import settings_of
+
+    if ranks % config.parallel.replicas:
+        raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
+    sizes = batch_sizes(config.batch, ranks)
+    rows = open_rows(config.data, config.data.train, config.seed)
+    order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
+    check_schedule(config, steps)
+    check_effect(config, steps)
+    check_tokenizer(rows.documents, started(config.model.path))
+    spec = open_checkpoint(started(config.model.path), settings_of(config)).spec
+    counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
+    if not isinstance(spec, ModelSpec):
+        raise UnsupportedError(f"{config.model.path} is of no known family: its sizes are not known either")
+    rows = rows.within(spec.max_positions, any(tensor == "positions" for tensor, _, _ in spec.boxes(None)))
+    hidden, layers, vocabulary = spec.hidden, spec.layers, spec.vocab or 0
+    width, tokens = WIDTH[config.model.dtype], sizes.micro * config.data.seq_length
+    shards = ranks // config.parallel.replicas
+    kept = 1 if config.model.activation_checkpointing else 16
+    stage = config.parallel.zero_stage if config.engine == "deepspeed" else None
+    graded = 1 if stage == 1 else shards
+    gathered = width * (2 * (counted - 2 * vocabulary * hidden) // layers + 2 * vocabulary * hidden)
+    trained = _adapters(config.lora, spec) if config.lora else counted
+    memory = {
+        **({"frozen weights": width * counted // shards} if config.lora else {}),
+        "weights, gradients, moments": MASTERS * trained // shards + GRADIENT * trained // graded,
+        "gathered weights": {None: gathered, 3: gathered + width * counted // shards}.get(stage, width * counted),
+        "activations": kept * layers * tokens * hidden * width + 40 * tokens * hidden * width,
+        "logits": 3 * 4 * min(CHUNK, tokens) * vocabulary,
+    }
+    inputs = np.concatenate([lengths(*pair) for pair in zip(rows.documents, rows.plans, strict=True)]).astype(float) - 1
+    pairs = np.square(inputs).sum() / 2
+    multiplied = counted - _idle(spec) - (0 if spec.tied else vocabulary * hidden)
+    factor = 6.0 * multiplied if config.lora is None else 4.0 * multiplied + 6.0 * trained
+    head = ((spec.nope_dim or 0) + spec.rope_dim + spec.head_dim) / 2 if spec.rope_dim else spec.head_dim
+    once = factor * inputs.sum() + 12.0 * layers * spec.heads * head * pairs
+    parameters = counted + trained if config.lora else counted
+    return Estimate(sizes, steps, rows, parameters, trained, memory, float(once) * order.samples / len(rows))
+
+
+def _idle(spec: ModelSpec) -> int:
+    """Parameters of the experts that a token does not go to."""
+    if not spec.experts or not spec.top_k:
+        return 0
+    held = sum(prod(shape) for tensor, _, shape in spec.boxes(None) if tensor.startswith("expert_"))
+    return held // spec.experts * (spec.experts - spec.top_k)
+
+
+def _adapters(lora: Lora, spec: ModelSpec) -> int:
+    """Parameters of adapters: rank x (rows + columns) of each matrix that has one.
+
+    Raises:
+        UsageError: a target is no matrix of the model.
+    """
+    held = {slot.keys[0]: slot.shape for slot in model_slots(spec, memory=True) if len(slot.shape) == 2}
+    if lora.everywhere:
+        return sum(lora.rank * sum(held[key]) for key in held if not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)))
+    found = {target: {key for key in held if f".{key}".endswith(f".{target}.weight")} for target in lora.targets}
+    wrong = [target for target, keys in found.items() if not keys]
+    if wrong:
+        raise UsageError(f"lora.targets: {wrong[0]} is no matrix of {spec.family}")
+    return sum(lora.rank * sum(held[key]) for key in set().union(*found.values()))

@@ -1,0 +1,161 @@
+"""Perplexity, ROUGE and BLEU of named sets: exact, and the same on any number of ranks.
+
+The loss of a set is the sum over all its labels divided by their number, summed over ranks before the division; so is
+what `metrics.py` adds up. No row is counted twice: a rank that has none left computes an empty one, because all ranks
+take every forward pass.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from converters.common.atomic import write_file
+from train.data.rows import Rows, check_tokenizer, open_rows
+from train.distributed import World
+from train.model.trainee import Trainee, fitted
+from train.run.checkpoint import Progress
+from train.run.metrics import Judge
+from train.settings.config import Config
+from train.start.run_folder import EVALUATIONS
+
+CSV = "perplexity"
+"""Folder in that of a run, with a file for each step that was evaluated."""
+
+
+class Score(NamedTuple):
+    """What a set got.
+
+    Attributes:
+        total: sum of the losses of its labels.
+        tokens: labels.
+        texts: ROUGE and BLEU, where they were asked for.
+    """
+
+    total: float
+    tokens: int
+    texts: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def loss(self) -> float:
+        """Mean over labels."""
+        return self.total / max(1, self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """E to the loss; infinite where that is too large for a number."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def open_sets(config: Config, world: World) -> dict[str, Rows]:
+    """The rows of each validation set; `model.path` is a Hugging Face folder by now.
+
+    Raises:
+        RefusedError: a set was made with another tokenizer.
+    """
+    sets = {
+        name: fitted(open_rows(config.data, [path], config.seed, name), config.model.path)
+        for name, path in config.data.validation.items()
+    }
+    world.told(lambda: check_tokenizer([one for rows in sets.values() for one in rows.documents], config.model.path))
+    return sets
+
+
+def evaluate(
+    trainee: Trainee,
+    sets: Mapping[str, Rows],
+    world: World,
+    judge: Judge | None = None,
+    most: int | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> dict[str, Score]:
+    """Score every set with the weights as they are. Every rank has to come here.
+
+    Args:
+        trainee: the model.
+        sets: rows by name.
+        world: the ranks.
+        judge: compares texts; None for perplexity alone.
+        most: rows of a set that are taken, None for all.
+        alive: called for each row.
+    """
+    trainee.eval()
+    found = {}
+    with torch.no_grad():
+        for name, rows in sets.items():
+            sums = np.zeros(2 if judge is None else 2 + len(judge.nothing))
+            chosen = _spread(len(rows), most)
+            for first in range(0, len(chosen), world.ranks):
+                alive()
+                flat = rows.flat(chosen[first + world.rank : first + world.rank + 1])
+                if judge is None:
+                    loss = trainee(flat, world.device)
+                else:
+                    predicted = torch.zeros(len(flat.labels), dtype=torch.int64, device=world.device)
+                    loss = trainee(flat, world.device, predicted=predicted)
+                    sums[2:] += judge.sums(flat, predicted.cpu().numpy())
+                sums[:2] += float(loss), flat.trained
+            total, tokens, *texts = world.sums(*sums.tolist())
+            found[name] = Score(total, int(tokens), {} if judge is None else judge.scores(texts))
+    trainee.train()
+    return found
+
+
+def _spread(rows: int, most: int | None) -> Sequence[int]:
+    """Rows to take, evenly: those of a packed set are in the order of their longest document."""
+    return range(rows) if most is None or most >= rows else [place * rows // most for place in range(most)]
+
+
+def line_of(step: int | None, scores: Mapping[str, Score]) -> str:
+    """One line for people, with the names that the users' logs have; without a global step where there is none."""
+    parts = []
+    for name, one in scores.items():
+        named = {"ppl": one.perplexity, "epoch_loss": one.loss} | dict(one.texts)
+        parts.append(f"{name}: " + " ".join(f"eval_{key}={value:.6g}" for key, value in named.items()))
+    return ("" if step is None else f"global_step={step} ") + ", ".join(parts)
+
+
+def record_of(scores: Mapping[str, Score]) -> dict[str, float]:
+    """What a line of `evaluations.jsonl` tells of the sets."""
+    return {
+        f"{name}_{key}": value for name, one in scores.items() for key, value in {"loss": one.loss, **one.texts}.items()
+    }
+
+
+def write_scores(save: Path, progress: Progress, scores: Mapping[str, Score]) -> None:
+    """Leave the evaluation of a checkpoint in its run's folder, as the training itself does."""
+    step = progress.offset + progress.step
+    path = save / EVALUATIONS
+    held = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    kept = [line for line in held if json.loads(line)["global_step"] != step]
+    line = json.dumps({"step": progress.step, "global_step": step} | record_of(scores)) + "\n"
+    write_file(path, "".join([*kept, line]).encode())
+    write_csv(save / CSV, step, scores)
+
+
+def write_csv(folder: Path, step: int, scores: Mapping[str, Score]) -> None:
+    """`STEP.csv`, with the columns of the users' perplexity tester: total, mean, and perplexity of each set.
+
+    Behind those of a set lie its ROUGE and BLEU, where they were asked for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {
+        f"{name}_{column}": value
+        for name, one in scores.items()
+        for column, value in {"TotalCE": one.total, "CE": one.loss, "PPL": one.perplexity, **one.texts}.items()
+    }
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(["time", "step", *named])
+    writer.writerow([datetime.now().isoformat(timespec="seconds"), step, *named.values()])
+    write_file(folder / f"{step}.csv", text.getvalue().encode())

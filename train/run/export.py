@@ -1,0 +1,189 @@
+"""The end of a training: its last checkpoint as a Hugging Face folder, made by `convert fsdp2hf` as a user would.
+
+Adapters are merged into the model that they belong to, one matrix at a time, in float32, without a GPU. What was
+merged lies beside OUT until the converter has taken it over, with everything else of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from converters.assets.chat_template import load_template
+from converters.assets.files import files, has_tokenizer
+from converters.assets.token_files import held_template
+from converters.convert import check_paths, run
+from converters.plan.request import Request
+from converters.plan.targets import SHARD_SIZE, plan_huggingface
+from converters.prove.archive_crc import archives, check
+from formats.checkpoint import Checkpoint
+from formats.disk.safetensors import read_safetensors
+from formats.errors import RefusedError, SourceError, UsageError
+from formats.layout.table import Placed
+from formats.registry import open_checkpoint
+from formats.torch_files.saves import require_one_save
+from train.data.tokens.documents import Documents
+from train.settings.config import Config
+
+ADAPTER = "adapter"
+"""Folder in OUT with the adapters by themselves, as peft loads them."""
+WEIGHTS = "adapter_model.safetensors"
+
+
+def export(checkpoint: Path, out: Path, template: str | None = None) -> str:
+    """Convert a checkpoint; in bf16, without a process group, in constant memory, read back and compared.
+
+    Of one with adapters OUT is the merged model, and `OUT/adapter` what peft loads. Memory is that of the adapters and
+    of the largest matrix in float32; while it runs, the disk holds merged matrices twice.
+
+    Args:
+        checkpoint: of this trainer.
+        out: the new folder.
+        template: name or file of a chat template; None keeps that of the model, if it has one.
+
+    Returns:
+        A note, if nobody knows whether the adapters belong to the weights that they are merged into.
+
+    Raises:
+        VitruvianError: as the converter says; or they do not.
+    """
+    from train.model.lora import NOTE
+    from train.run.identity import require_same_base
+
+    request = Request(out, cast="bf16", quiet=True)
+    if not (checkpoint / NOTE).is_file():
+        run(plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE, template), request)
+        return ""
+    said = json.loads((checkpoint / NOTE).read_bytes())
+    base = open_checkpoint(Path(said["base_model_name_or_path"]))
+    check_paths(base, request)
+    note = require_same_base(checkpoint, base)
+    scratch = request.place.with_name(request.place.name + ".merged")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        plan = plan_huggingface(_merged(base, checkpoint, said, scratch), request, SHARD_SIZE, template)
+        assert plan.target is not None
+        own = {f"{ADAPTER}/{NOTE}": checkpoint / NOTE, f"{ADAPTER}/{WEIGHTS}": scratch / WEIGHTS}
+        run(replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own})), request)
+    finally:
+        shutil.rmtree(scratch)
+    return note
+
+
+def check_export(config: Config, start: Path, trained: Iterable[Documents]) -> str:
+    """See that a model can be exported before it is trained.
+
+    Args:
+        config: `export`, `chat_template` and `model`.
+        start: the Hugging Face folder that the training begins with.
+        trained: the token files.
+
+    Returns:
+        A note, if one of them was made with another chat template than the model will have; both may write the same.
+
+    Raises:
+        VitruvianError: it lacks a tokenizer, or the chat template is not for it.
+    """
+    if config.export is None:
+        if config.chat_template is not None:
+            raise UsageError("chat_template is that of the exported folder, and nothing is exported", "--export OUT")
+        return ""
+    if not has_tokenizer(start):
+        later = "train without export, and then: convert tokenizer FILE FOLDER, convert assets OUT --from FOLDER"
+        raise RefusedError(
+            f"{config.export} would have no tokenizer: {config.model.path} has none",
+            f"--model.tokenizer FILE of SentencePiece or tokenizer.json; or {later}"
+            if start != config.model.path
+            else later,
+        )
+    plan_huggingface(open_checkpoint(start), Request(config.export, cast="bf16"), SHARD_SIZE, config.chat_template)
+    held = held_template(dict(files(start))) if config.chat_template is None else load_template(config.chat_template)
+    told = None if held is None else blake3(held.encode()).hexdigest()
+    other = [one.indexed.prefix for one in trained if one.facts is not None and one.facts.template not in (None, told)]
+    if not other:
+        return ""
+    return (
+        f"{other[0]} was made with another chat template than {config.export} will have: is what they write the same? "
+        "else --chat_template FILE"
+    )
+
+
+def _merged(base: Checkpoint, checkpoint: Path, said: dict[str, Any], scratch: Path) -> Checkpoint:
+    """The model with adapters in it: what they change lies in a folder of its own, all else where it was.
+
+    Raises:
+        SourceError: an adapter belongs to no tensor of the model.
+    """
+    from safetensors.torch import save_file
+
+    from formats.disk.json_file import read_json
+    from train.model.fused_experts import keys_of
+    from train.model.lora import ROOT
+    from train.model.trainee import filed
+
+    found = read_adapters(checkpoint)
+    save_file(found, scratch / WEIGHTS, {"format": "pt"})
+    config, scale = read_json(base.root / "config.json"), said["lora_alpha"] / said["r"]
+    tensors = {placed.key: placed for placed in base.tensors}
+    for name in [name for name in found if ".lora_A." in name]:
+        key = filed(name.removeprefix(ROOT).replace(".lora_A.", "."), config["model_type"])
+        if key not in tensors:
+            key = next((one for (one,) in keys_of(key, config, 1)), key)
+        if key not in tensors:
+            raise SourceError(f"{checkpoint} has an adapter of {key}, which {base.root} has not")
+        lower, upper = found[name], found[name.replace(".lora_A.", ".lora_B.")]
+        tensors[key] = _merge(tensors[key], lower, upper, scale, scratch / f"{key}.safetensors")
+    files = tuple(sorted({placed.fragment.path for placed in tensors.values()}))
+    return replace(base, root=scratch, home=scratch, tensors=tuple(tensors.values()), files=files)
+
+
+def _merge(placed: Placed, lower: Any, upper: Any, scale: float, path: Path) -> Placed:
+    """Write weight + scale x upper lower, rounded once to bf16.
+
+    Args:
+        placed: the weight, [rows, columns].
+        lower: float32[rank, columns].
+        upper: float32[rows, rank].
+        scale: of their product.
+        path: the file to write.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(placed.fragment.path, "pt") as file:
+        weight = file.get_tensor(placed.key).float()
+    weight += (upper @ lower) * scale
+    save_file({placed.key: weight.to(torch.bfloat16)}, path)
+    return placed._replace(fragment=read_safetensors(path)[0][placed.key])
+
+
+def read_adapters(checkpoint: Path) -> dict[str, Any]:
+    """The adapters of a checkpoint by their names in peft's files, float32.
+
+    Raises:
+        SourceError: a file has another CRC-32 than it says, or is of another save.
+    """
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from train.run.checkpoint import THREADS, refuse_damaged
+
+    refuse_damaged(checkpoint, check(archives(checkpoint), THREADS, lambda _: None).damaged)
+    require_one_save(checkpoint)
+    reader, inside = FileSystemReader(checkpoint), "model."
+    listed: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    found = {name: torch.empty(listed[name].size) for name in sorted(listed) if name.startswith(inside)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+        load(found, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(inside): tensor for name, tensor in found.items()}

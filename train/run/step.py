@@ -1,0 +1,116 @@
+"""One step of a training: its losses, its clock, its end."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from formats.errors import VerificationError
+from train import BEGAN
+from train.data.rows import Flat, Rows
+from train.distributed import World
+from train.engines import Engine
+from train.model.neftune import noise_for
+from train.run.checkpoint import Progress, Saver
+from train.run.evaluate import evaluate
+from train.run.log import Log, Say, Step
+from train.run.metrics import Judge
+from train.run.prepare import Prepared
+from train.run.throughput import flops_of
+from train.settings.config import Config
+
+
+class Run(NamedTuple):
+    """Everything that a step needs."""
+
+    made: Prepared
+    world: World
+    engine: Engine
+    saver: Saver
+    sets: dict[str, Rows]
+    judge: Judge | None
+    parameters: float
+    watch: Watch
+
+
+def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: float, say: Say) -> bool:
+    """What follows a step: its line, a checkpoint, an evaluation. Whether to leave before the end."""
+    config, done, total = run.made.config, progress.step, run.made.total
+    if log:
+        log.line(progress, total, step, seconds, say)
+    if not math.isfinite(step.loss + step.norm):
+        run.saver.finish()
+        raise VerificationError(
+            f"behind step {done} the loss is {step.loss} and the gradient's norm {step.norm}; nothing of it was saved",
+            "a lower optim.lr, or a look at the rows: the next run goes on from the last checkpoint",
+        )
+    if step.written:
+        run.saver.finish()
+    leaving = (step.stop or _interval(config, done)) and done < total
+    if done % config.save.every == 0 or done == total or leaving or step.due:
+        run.saver.start(run.engine, progress)
+    if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
+        run.saver.finish()  # whatever ends a long evaluation leaves the checkpoint before it
+        most = config.evaluate.max_rows
+        scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, most, run.watch.again)
+        if log:
+            log.scores(progress, scores, say)
+    return leaving
+
+
+class Watch:
+    """Ends a rank that has done nothing for too long, behind a print of what each of its threads waits for."""
+
+    def __init__(self, config: Config) -> None:
+        self.seconds = 60 * config.parallel.timeout_minutes
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def again(self) -> None:
+        """A step begins, or a row of an evaluation."""
+        faulthandler.dump_traceback_later(self.seconds, exit=True)
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _interval(config: Config, done: int) -> bool:
+    return config.steps.exit_interval is not None and done % config.steps.exit_interval == 0
+
+
+def late(config: Config) -> bool:
+    """Whether this rank's clock says that time is up. Clocks differ: a step sums what ranks think, and all leave."""
+    minutes = config.steps.exit_minutes
+    return minutes is not None and time.monotonic() - BEGAN > 60 * minutes
+
+
+def ahead(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
+    """A step before it is computed, of all ranks: what it has to compute, and what they want. The rest is to come."""
+    ready = run.saver.ready and run.saver.running is not None
+    flops = flops_of(batches, run.engine.model.config, run.parameters)
+    mine = sum(flat.trained for flat in batches), sum(flat.tokens for flat in batches)
+    due = run.world.first and run.saver.due
+    trained, tokens, flops, stops, written, saves = run.world.sums(*mine, flops, stopped, ready, due)
+    return Step(0.0, 0.0, int(trained), int(tokens), flops, 0, 0.0, stops > 0, written == run.world.ranks, saves > 0)
+
+
+def loss_of(run: Run, trainee: Any, flat: Flat, seed: tuple[int, ...]) -> torch.Tensor:
+    """The sum of the losses of a micro-batch.
+
+    Args:
+        run: the settings.
+        trainee: the model, wrapped by whatever shards it.
+        flat: rows.
+        seed: of the noise on embeddings, if there is any: of the training, and the step, rank and micro-batch.
+    """
+    noise, device = None, run.world.device
+    if run.made.config.neftune_alpha:
+        noise = noise_for(run.engine.model, flat, run.made.config.neftune_alpha, seed).to(device)
+    loss: torch.Tensor = trainee(flat, device, noise)
+    return loss

@@ -1,0 +1,1 @@
+"""The settings of a training, its schedule and its batches."""

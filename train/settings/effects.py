@@ -1,0 +1,35 @@
+"""Settings that would do nothing because others say so: refused before the first step."""
+
+from __future__ import annotations
+
+from formats.errors import UsageError
+from train.settings.config import Config
+
+OF_SETS = ("every", "metrics", "max_rows", "tokenizer")
+"""Settings of `evaluate` that are of the validation sets."""
+
+
+def check_effect(config: Config, total: int) -> None:
+    """See that settings have an effect.
+
+    Args:
+        config: the settings.
+        total: steps of the run.
+
+    Raises:
+        UsageError: one has none.
+    """
+    for name in OF_SETS:
+        value = getattr(config.evaluate, name)
+        if value and not config.data.validation:
+            raise UsageError(
+                f"evaluate.{name} is {value!s}, and data.validation names no set to evaluate",
+                f"--data.validation.NAME PREFIX; or without evaluate.{name}",
+            )
+    profile = config.profile
+    if profile.kind is not None and profile.after + profile.steps > total:
+        raise UsageError(
+            f"profile.after {profile.after} and profile.steps {profile.steps} take "
+            f"{profile.after + profile.steps} steps, the run has {total}: nothing would be profiled",
+            f"--profile.after {max(0, total - profile.steps)}",
+        )

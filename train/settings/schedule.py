@@ -1,0 +1,81 @@
+"""The learning rate as a function of the step: nothing to store, nothing to restore."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from formats.errors import UsageError
+from train.settings.config import Config
+
+SHAPES: Mapping[str, Callable[[float, float, float], float]] = {
+    "constant": lambda high, _, __: high,
+    "linear": lambda high, low, share: high - (high - low) * share,
+    "cosine": lambda high, low, share: low + (high - low) * (1 + math.cos(math.pi * share)) / 2,
+    "exponential": lambda high, low, share: high * (low / high) ** share,
+    "sqrt": lambda high, low, share: high - (high - low) * math.sqrt(share),
+}
+"""Style: the rate where a share of the decay is done."""
+
+
+def learning_rate(config: Config, step: int, total: int) -> float:
+    """The rate of a step.
+
+    Args:
+        config: `schedule` and `optim.lr`; warm-up counts steps of this run, the decay global steps.
+        step: of this run, from 0.
+        total: steps of this run.
+    """
+    schedule, high, offset = config.schedule, config.optim.lr, config.steps.iteration_offset
+    warmup = _warmup(config, total)
+    if step < warmup:
+        return high * (step + 1) / warmup
+    start, end = _decay(config, total)
+    share = min(1.0, max(0.0, (offset + step - start) / max(1, end - start)))
+    return max(schedule.floor, SHAPES[schedule.style](high, schedule.min_lr, share))
+
+
+def _warmup(config: Config, total: int) -> int:
+    """Steps of it."""
+    warmup = config.schedule.warmup
+    if warmup == "all":
+        return total
+    return math.ceil(warmup if warmup >= 1 else warmup * total)
+
+
+def _decay(config: Config, total: int) -> tuple[int, int]:
+    """The global steps between which the rate falls."""
+    schedule, offset = config.schedule, config.steps.iteration_offset
+    start = schedule.start if schedule.start is not None else offset + _warmup(config, total)
+    return start, schedule.end if schedule.end is not None else offset + total
+
+
+def check_schedule(config: Config, total: int) -> None:
+    """See that the settings make sense together.
+
+    Args:
+        config: `schedule`, `optim.lr` and `steps.iteration_offset`.
+        total: steps of the run.
+
+    Raises:
+        UsageError: they do not.
+    """
+    schedule = config.schedule
+    for name, low in {"min_lr": schedule.min_lr, "floor": schedule.floor}.items():
+        if low > config.optim.lr:
+            lowest, highest = config.called(f"schedule.{name}"), config.called("optim.lr")
+            hint = f"no learning rate would be as low as {highest}; --schedule.{name} 0 leaves that out"
+            raise UsageError(f"{lowest} {low:g} is above {highest} {config.optim.lr:g}", hint)
+    if schedule.warmup != "all" and _warmup(config, total) > total:
+        raise UsageError(
+            f"{config.called('schedule.warmup')} takes {_warmup(config, total)} steps, the run has {total}: "
+            f"{config.called('optim.lr')} would never be reached",
+            "--schedule.warmup all, or fewer steps",
+        )
+    if schedule.style == "exponential" and not schedule.min_lr:
+        raise UsageError("an exponential decay never reaches schedule.min_lr 0", "such as --schedule.min_lr 1e-6")
+    start, end = _decay(config, total)
+    if schedule.style != "constant" and schedule.end is not None and end <= start:
+        raise UsageError(
+            f"{config.called('schedule.end')} {end} does not come after global step {start}, where the decay begins"
+        )

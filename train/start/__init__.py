@@ -1,0 +1,1 @@
+"""Where a training begins: its weights and its run folder."""

@@ -1,0 +1,107 @@
+"""Where the weights come from: a Hugging Face folder as it is, or any other checkpoint, converted once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from blake3 import blake3
+
+from formats.checkpoint import Checkpoint, Settings
+from formats.disk.json_file import read_json
+from formats.errors import SourceError, UnsupportedError, UsageError
+from formats.huggingface.folder import INDEX, SINGLE
+from formats.model.spec import Verbatim
+from train.data.tokens.tokenizers import open_vocabulary
+from train.settings.config import Config
+from train.start.run_folder import started
+
+TO_FOLDER = {
+    "fsdp": "fsdp2hf", "megatron": "megatron2hf", "megatron_dist": "megatron2hf", "neox": "neox2hf", "zero": "zero2hf",
+}  # fmt: skip
+"""Format of a checkpoint: the command that makes a Hugging Face folder of it."""
+MAKE = f"make one of a checkpoint: convert {', '.join(dict.fromkeys(TO_FOLDER.values()))} CHECKPOINT FOLDER"
+"""A hint where a Hugging Face folder is wanted."""
+CONVERTED = "start"
+"""Folder in `save.path` that holds the start of a training as a Hugging Face folder."""
+
+
+def settings_of(config: Config) -> Settings:
+    """What a checkpoint to start from is opened with."""
+    return Settings(config=config.model.config, gqa_layout=config.model.gqa_layout)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ranks can read their pieces from a folder as it is: they lie in safetensors, and are not quantized."""
+    held = any((path / name).is_file() for name in (SINGLE, INDEX))
+    return held and (path / "config.json").is_file() and not _is_quantized(path)
+
+
+def _is_quantized(path: Path) -> bool:
+    file = path / "config.json"
+    return file.is_file() and bool(read_json(file).get("quantization_config"))
+
+
+def folder_of(config: Config, resumed: bool = False) -> Path:
+    """The Hugging Face folder to start from. Any other checkpoint is converted to `SAVE/start`, if that is not its.
+
+    Args:
+        config: `model`, and `save.path`.
+        resumed: the weights come from a checkpoint of this run. Where `model.path` is `save.path`, as in files of
+            GPT-NeoX, its `latest` is this run's by then, and `SAVE/start` stays what the run began with.
+
+    Raises:
+        VitruvianError: it cannot be converted; or the Hugging Face folder or tokenizer that it needs is not given.
+    """
+    if config.model.tokenizer is not None and config.model.tokenizer.exists():
+        open_vocabulary(config.model.tokenizer)  # also where the start has one: what is named has to be one
+    if resumed and is_folder(config.model.path):
+        return config.model.path  # a run of before that saves into its start: its own checkpoint has the weights
+    path, out = started(config.model.path), config.save.path / CONVERTED
+    if is_folder(path):
+        return path
+    if resumed and is_folder(out) and config.model.path.resolve() == config.save.path.resolve():
+        return out
+    from converters.common.atomic import write_file
+    from converters.convert import run
+    from converters.move.journal import fingerprint
+    from converters.plan.request import Request
+    from converters.plan.targets import SHARD_SIZE, plan_huggingface
+
+    note = out.with_name(f".{CONVERTED}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    request = Request(out, quiet=True, force=True)
+    with TemporaryDirectory(prefix="vitruvian-") as scratch:
+        source, tokenizer = _opened(path, config, Path(scratch))
+        if isinstance(source.spec, Verbatim) and _is_quantized(path):
+            raise UnsupportedError(f"{path} cannot be trained: {source.spec.why}")
+        plan = plan_huggingface(source, request, SHARD_SIZE)
+        made_of = (fingerprint(plan, request.limits.replicas) + tokenizer).encode()
+        if is_folder(out) and note.is_file() and note.read_bytes() == made_of:
+            return out
+        run(plan, request)
+    write_file(note, made_of)
+    if not is_folder(out):
+        raise UsageError(f"{path} was converted to {out}, which has no config.json", "--model.config HF_FOLDER")
+    return out
+
+
+def _opened(path: Path, config: Config, scratch: Path) -> tuple[Checkpoint, str]:
+    """A checkpoint with the tokenizer that it lacks, if that is given or named by its yml; and the tokenizer's hash."""
+    from converters.assets.files import has_tokenizer
+    from converters.assets.found_tokenizer import attached, load, named
+    from formats.registry import open_checkpoint
+
+    given, settings = config.model.tokenizer, settings_of(config)
+    source = open_checkpoint(path, settings)
+    if source.assets is not None and has_tokenizer(source.assets):
+        return source, ""
+    if given is not None and not given.exists():
+        hint = "--model.tokenizer FILE; or null, where none is wanted"
+        raise SourceError(f"{given}, the tokenizer of {path}, is not there", hint)
+    found = load(given) if given is not None else named(path, None, config.model.config)
+    if found is None:
+        return source, ""
+    source = open_checkpoint(path, replace(settings, vocab_size=found.size))
+    return attached(source, found, scratch), " " + blake3(repr(sorted(found.files.items())).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Programs beside the training: chat, evaluation of a checkpoint, plots, preflight, jobs."""

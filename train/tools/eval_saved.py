@@ -1,0 +1,273 @@
+"""Evaluations of checkpoints that lie on disk. The training that made them is left alone.
+
+Weights come from a checkpoint of this trainer's FSDP2, without its optimizer, or from a Hugging Face folder, on any
+number of ranks. Any other checkpoint is made such a folder for as long as it is needed. Results are `STEP.csv` in a
+folder, as the users' perplexity tester leaves them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from shlex import quote
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+
+from formats.deepspeed import folders as deepspeed
+from formats.errors import RefusedError, SourceError, UsageError, some
+from formats.megatron import shards
+from train.data.rows import Rows, open_rows
+from train.distributed import World
+from train.engines.fsdp import read_weights, sharded
+from train.model import lora
+from train.model.trainee import fill
+from train.run.checkpoint import Progress, newest, read_progress, require_sound
+from train.run.evaluate import Score, evaluate, open_sets
+from train.run.identity import differing, read_settings
+from train.run.metrics import Judge, open_judge
+from train.run.prepare import choose_attention
+from train.settings.config import Config
+from train.start.run_folder import PREFIX, is_ours, started
+from train.start.start_weights import folder_of, is_folder
+
+METADATA = ".metadata"
+"""What DCP leaves. A folder that was converted from a checkpoint has its note, but not this."""
+STEP = re.compile(r"(?:global_step|iter_)(\d+)")
+"""Names of checkpoints, of this trainer, GPT-NeoX and Megatron."""
+
+
+class Place(NamedTuple):
+    """A checkpoint: its folder, and how far the training was, if it was one of this trainer."""
+
+    path: Path
+    progress: Progress | None
+
+    @property
+    def step(self) -> int | None:
+        """The global step: of this trainer, or by the folder's name."""
+        if self.progress is not None:
+            return self.progress.offset + self.progress.step
+        named = STEP.fullmatch(self.path.name)
+        return int(named[1]) if named else None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 wrote it here: ranks read their pieces of it as it is."""
+        return self.progress is not None and (self.path / METADATA).is_file()
+
+
+def find(save: Path, wanted: str) -> Place:
+    """A checkpoint by its number or name in a run, `latest`, or the path of any.
+
+    Raises:
+        UsageError: there is none, or it is another run's.
+        SourceError: what tells of the latest one is wrong.
+    """
+    inside = save / (f"{PREFIX}{wanted}" if wanted.isdecimal() else wanted)
+    if wanted == "latest":
+        path = _latest(save)
+    else:
+        numbered = [place.path for place in every(save) if wanted.isdecimal() and place.step == int(wanted)]
+        path = next(iter(numbered), inside if inside.is_dir() else Path(wanted))
+    if path is None:
+        raise UsageError(f"{save} has no checkpoint", "name one: --checkpoint FOLDER")
+    if not path.is_dir():
+        held = ", ".join(place.path.name for place in every(save)) or "none"
+        raise UsageError(f"{inside} is not there", f"checkpoints of {save}: {held}")
+    place = _place(started(path))
+    if place.progress is not None and not inside_of(save, place):
+        raise UsageError(f"{path} is a checkpoint of another run than {save}", f"train eval {path.resolve().parent}")
+    return place
+
+
+def every(save: Path) -> list[Place]:
+    """All checkpoints of a run by the names of this trainer, GPT-NeoX and Megatron, links apart, the oldest first."""
+    found = [path for path in save.glob("*") if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return sorted(map(_place, found), key=lambda place: (place.step, place.path.name))
+
+
+def inside_of(save: Path, place: Place) -> bool:
+    """Whether a checkpoint lies in the folder of a run."""
+    return place.path.resolve().parent == save.resolve()
+
+
+def _place(path: Path) -> Place:
+    return Place(path, read_progress(path) if is_ours(path) and not is_folder(path) else None)
+
+
+def _latest(save: Path) -> Path | None:
+    """The newest checkpoint, of this trainer; else the one that GPT-NeoX or Megatron names."""
+    if (path := newest(save)) is not None or not save.is_dir():
+        return path
+    if deepspeed.detect(save):
+        return deepspeed.locate(save, None)[1]
+    return shards.locate(save)[1] if (save / shards.TRACKER).is_file() else None
+
+
+@contextmanager
+def readable(place: Place, config: Config, world: World) -> Iterator[Place]:
+    """A checkpoint as ranks read it: as it is, or a Hugging Face folder made of it, in the run's for as long as needed.
+
+    Raises:
+        VitruvianError: it cannot be converted.
+    """
+    if place.sharded or is_folder(place.path):
+        yield place
+        return
+    with ExitStack() as stack:
+
+        def made() -> Path:
+            config.save.path.mkdir(parents=True, exist_ok=True)
+            scratch = stack.enter_context(TemporaryDirectory(prefix="folder.", dir=config.save.path.absolute()))
+            sections = {
+                "model": config.model.model_copy(update={"path": place.path}),
+                "save": config.save.model_copy(update={"path": Path(scratch)}),
+            }
+            return folder_of(config.model_copy(update=sections))
+
+        yield Place(world.told(made), None)
+        world.wait()
+
+
+def load_weights(place: Place, model: Any, world: World) -> None:
+    """Fill a model, each rank its own pieces.
+
+    Raises:
+        SourceError: the checkpoint holds adapters alone.
+    """
+    if (place.path / lora.NOTE).is_file():
+        raise SourceError(
+            f"{place.path} holds adapters alone",
+            "train run CONFIG --export OUT merges them into --checkpoint OUT",
+        )
+    with torch.no_grad():
+        if place.sharded:
+            require_sound(place.path, world)
+            read_weights(model, place.path, world)
+        else:
+            fill(model, place.path)
+
+
+@contextmanager
+def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Path) -> Iterator[Mapping[str, Rows]]:
+    """The sets to score: the validation sets, or the files of a folder, tokenized for as long as they are needed.
+
+    Args:
+        config: `data` and `model`.
+        texts: a folder of `*.jsonl`, records with `text`; each file is a set. All tokens but the first are labels, and
+            nothing is put before or behind a text.
+        world: the ranks, which all see `save.path`.
+        tokenizer: its file or folder.
+
+    Raises:
+        UsageError: there are no sets.
+    """
+    if texts is None:
+        if not config.data.validation:
+            raise UsageError("data.validation names no set", "--data.validation.NAME PREFIX, or --ppl FOLDER")
+        yield open_sets(config, world)
+        return
+    files = sorted(texts.glob("*.jsonl"))
+    if not files:
+        raise UsageError(f"{texts} has no *.jsonl")
+    with ExitStack() as stack:
+
+        def made() -> Path:
+            config.save.path.mkdir(parents=True, exist_ok=True)
+            scratch = TemporaryDirectory(prefix="texts.", dir=config.save.path.absolute())
+            return _tokenize(files, Path(stack.enter_context(scratch)), tokenizer)
+
+        folder = world.told(made)
+        data = config.data.model_copy(update={"loss": "all", "control_tokens": {}})
+        yield {file.stem: open_rows(data, [folder / file.stem], config.seed) for file in files}
+        world.wait()
+
+
+def _tokenize(files: list[Path], folder: Path, tokenizer: Path) -> Path:
+    """Write token files, named as the texts are, into a folder, and give it."""
+    from train.data.tokens.input_ranges import ranges
+    from train.data.tokens.tokenize import Request, tokenize
+    from train.data.tokens.tokenizers import names_digest, open_vocabulary
+    from train.data.tokens.workers import Job
+
+    known = open_vocabulary(tokenizer)
+    names = names_digest(known, known.size)
+    job = Job(known.path, known.digest, known.size, names, "text", "text", {}, None, None, None)
+    for file in files:
+        tokenize(Request(job, ranges([file]), folder / file.stem, workers=1, strict=True, quiet=True))
+    return folder
+
+
+def score(
+    config: Config, places: Sequence[Place], texts: Path | None, world: World, tell: Callable[[str], None]
+) -> Iterator[tuple[Place, Mapping[str, Score]]]:
+    """Evaluate checkpoints of one model.
+
+    Args:
+        config: `model`, `data.validation` and `evaluate`.
+        places: the checkpoints, at least one.
+        texts: see `opened_sets`.
+        world: the ranks.
+        tell: hears of documents that are left out, on the first rank.
+
+    Yields:
+        Each checkpoint and what it got.
+
+    Raises:
+        VitruvianError: a set or a checkpoint is not what it should be.
+    """
+    with ExitStack() as stack:
+        made: _Made | None = None
+        first: Mapping[str, Any] = {}
+        for place in places:
+            with readable(place, config, world) as held:
+                settings = world.told(partial(read_settings, held.path))
+                if made is not None and (other := differing(first, settings)):
+                    raise RefusedError(
+                        f"{place.path} is not of the model that {places[0].path} is of: {some(other, 4)}",
+                        f"evaluate it by itself: --checkpoint {quote(str(place.path))}",
+                    )
+                first = settings
+                if made is None:
+                    made = stack.enter_context(_made(config, held.path, texts, world, tell))
+                load_weights(held, made.trainee.model, world)
+                scores = evaluate(made.trainee, made.sets, world, made.judge, config.evaluate.max_rows)
+                made.trainee.reshard()  # FSDP2 leaves the outermost tensors whole, and the next one is read in pieces
+                yield place, scores
+
+
+class _Made(NamedTuple):
+    sets: Mapping[str, Rows]
+    judge: Judge | None
+    trainee: Any
+
+
+@contextmanager
+def _made(config: Config, path: Path, texts: Path | None, world: World, tell: Callable[[str], None]) -> Iterator[_Made]:
+    """What all checkpoints have in common, by the first of them: sets, and a model to fill."""
+    tokenizer = config.evaluate.tokenizer or path
+    start = config.model.model_copy(update={"path": path})
+    config = config.model_copy(update={"model": start, "lora": None})
+    with opened_sets(config, texts, world, tokenizer) as sets:
+        if world.first:
+            for name, rows in sets.items():
+                if rows.overlong:
+                    tell(f"{name}: {rows.overlong}")
+        judge = open_judge(config.evaluate.metrics, tokenizer, sets)
+        made, backend, _ = choose_attention(config, world)
+        yield _Made(sets, judge, sharded(config, made, world, backend))
+
+
+def facts_of(place: Place, scores: Mapping[str, Score]) -> str:
+    """A line for programs."""
+    sets = {
+        name: {"tokens": one.tokens, "loss": one.loss, "ppl": one.perplexity, **one.texts}
+        for name, one in scores.items()
+    }
+    return json.dumps({"checkpoint": str(place.path), "global_step": place.step, "sets": sets})

@@ -1,0 +1,243 @@
+"""A run folder: settings with every key explained, the start linked, and where checkpoints will lie.
+
+DIR/config.yml
+DIR/start -> the checkpoint              or, for a checkpoint of a run, global_stepN,
+DIR/checkpoints/global_stepN -> it       beside those that are to come, as the users of GPT-NeoX lay it out
+DIR/checkpoints/latest
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from converters.common.atomic import write_file
+from formats.detect.rivals import require_one
+from formats.errors import OutputError, SourceError, UsageError
+from train.data.packing.pack_plan import is_plan
+from train.data.rows import open_rows
+from train.data.tokens.indexed import idx_path, prefix_of
+from train.settings.batching import make_order, one_pass
+from train.settings.config import Config, load_config
+from train.start.run_folder import LATEST, PREFIX
+
+SEQ_LENGTH = 8192
+"""Tokens of a row, unless the model has fewer positions."""
+
+
+class Start(NamedTuple):
+    """What a run begins with.
+
+    Attributes:
+        path: the checkpoint, as it will be called from the settings.
+        offset: its global step, 0 if its name tells none.
+        seq_length: tokens of a row.
+    """
+
+    path: Path
+    offset: int
+    seq_length: int
+
+
+def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = None, gqa_layout: str = "auto") -> Path:
+    """Make a run folder.
+
+    Args:
+        folder: new, or empty.
+        start: checkpoint of any format.
+        data: token files.
+        base: Hugging Face folder with settings and tokenizer, for a checkpoint that has none.
+        gqa_layout: see `Settings`.
+
+    Returns:
+        The settings.
+
+    Raises:
+        OutputError: the folder has something in it.
+        SourceError: the checkpoint or the data cannot be read.
+    """
+    from formats.checkpoint import Settings
+    from formats.model.spec import ModelSpec
+    from formats.registry import open_checkpoint
+
+    _require_empty(folder)
+    start = _tag(start)
+    spec = open_checkpoint(start, Settings(config=base, gqa_layout=gqa_layout)).spec
+    for prefix in data:
+        if not is_plan(prefix) and not idx_path(prefix_of(prefix)).is_file():
+            raise SourceError(f"{idx_path(prefix_of(prefix))} is not there", "train tokenize makes it")
+    longest = spec.max_positions if isinstance(spec, ModelSpec) else None
+    begun = _link(folder, start, min(SEQ_LENGTH, longest or SEQ_LENGTH))
+    values: dict[str, Any] = {
+        "model.path": begun.path, "data.train": list(data), "data.seq_length": begun.seq_length, "batch.size": 64,
+        "batch.micro": 1, "optim.lr": 1e-5, "steps.epochs": 1, "steps.iteration_offset": begun.offset,
+        "save.path": folder / "checkpoints",
+    }  # fmt: skip
+    more = {"model.config": base} if base else {}
+    return _write(folder, values | more | ({"model.gqa_layout": gqa_layout} if gqa_layout != "auto" else {}))
+
+
+def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
+    """Make the run folder of the phase that follows another one, with its settings and in its save folder.
+
+    It warms up as that did where the rate does not go on, and is exported to no folder.
+
+    Args:
+        folder: new, or empty.
+        before: the settings of the phase before.
+        data: token files or plans of the new phase. Where that before says `train_iters`, this one gets those of
+            one pass.
+
+    Returns:
+        The settings.
+
+    Raises:
+        OutputError: the folder has something in it.
+        UsageError: nobody knows how many rows a step has.
+        SourceError: the data cannot be read.
+    """
+    _require_empty(folder)
+    config, _ = load_config(before)
+    if config.batch.size is None:
+        raise UsageError(f"{before} has no batch.size, so nobody knows how many steps a phase has")
+    total = config.steps.train_iters
+    if total is None:
+        rows = len(open_rows(config.data, config.data.train, config.seed))
+        _, total = make_order(rows, config.seed, config.steps, config.batch.size)
+    values = dict(_given(config))
+    values |= {"data.train": list(data), "steps.iteration_offset": config.steps.iteration_offset + total}
+    if config.steps.train_iters is not None:
+        values["steps.train_iters"] = one_pass(len(open_rows(config.data, data, config.seed)), config.batch.size)
+    values |= {"init": "auto"}
+    end, over = config.schedule.end, {"export"}
+    if end is not None and end <= values["steps.iteration_offset"]:
+        end, over = None, {"export", "schedule.start", "schedule.end"}
+    if config.schedule.style == "constant" or end is not None:  # else it begins anew, far above where it ended
+        values["schedule.warmup"] = 0.0
+    return _write(folder, {name: value for name, value in values.items() if name not in over})
+
+
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{folder} has something in it", "name a new folder")
+
+
+def _tag(start: Path) -> Path:
+    """The checkpoint that `latest` in a folder names, so that its step is known; the path itself without that.
+
+    Raises:
+        RefusedError: the folder holds a model of Hugging Face too.
+    """
+    require_one(start, Path.is_dir)
+    name = (start / LATEST).read_text().strip() if (start / LATEST).is_file() else ""
+    return start / name if name and Path(name).name == name and (start / name).is_dir() else start
+
+
+def _link(folder: Path, start: Path, seq_length: int) -> Start:
+    """Link the checkpoint, by a relative path, so that the folders can be moved together."""
+    target = start.parent.resolve() / start.name if start.name else start.resolve()
+    step = re.fullmatch(rf"_?{PREFIX}_?(\d+).*|iter_(\d+)", target.name)
+    place = folder / "start"
+    if step and target.name == f"{PREFIX}{step[1]}":
+        place = folder / "checkpoints" / target.name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(os.path.relpath(target, place.parent.resolve()))
+    if place.parent.name == "checkpoints":
+        write_file(place.parent / LATEST, place.name.encode())
+    return Start(place, int(step[1] or step[2]) if step else 0, seq_length)
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def _given(config: Config) -> Iterator[tuple[str, Any]]:
+    """What a file of settings says, by dotted names."""
+
+    def walk(part: BaseModel, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name in sorted(part.model_fields_set):
+            value = getattr(part, name)
+            if isinstance(value, BaseModel):
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name, value
+
+    return walk(config, "")
+
+
+def _write(folder: Path, values: Mapping[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yml"
+    write_file(path, "\n".join(text_of(values)).encode())
+    load_config(path)
+    return path
+
+
+def text_of(values: Mapping[str, Any]) -> Iterator[str]:
+    """A file of settings: what is given, and what is not as a comment with its default; each with its explanation.
+
+    Args:
+        values: by dotted names.
+    """
+    yield "# Every setting can be given on the command line too: train run config.yml --optim.lr 1e-5"
+    yield "# What is commented out has the value that stands there. Paths begin where the command is run.\n"
+    plain = {name: info for name, info in Config.model_fields.items() if not _section(info)}
+    yield from _lines(plain, "", "", values)
+    for name, info in Config.model_fields.items():
+        part = _section(info)
+        if part:
+            absent = info.default is None and not any(given.startswith(f"{name}.") for given in values)
+            yield f"\n{'# ' if absent else ''}{name}:  # {(part.__doc__ or '').splitlines()[0]}"
+            yield from _lines(part.model_fields, f"{name}.", "  ", values)
+    yield ""
+
+
+def _section(info: FieldInfo) -> type[BaseModel] | None:
+    """The section that a setting is, if it is one; it may be absent."""
+    kinds = [info.annotation, *get_args(info.annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type(BaseModel))), None)
+
+
+def _lines(fields: Mapping[str, FieldInfo], prefix: str, indent: str, values: Mapping[str, Any]) -> Iterator[str]:
+    for name, info in fields.items():
+        given = prefix + name in values
+        value = values[prefix + name] if given else info.get_default(call_default_factory=True)
+        shown = "" if value is PydanticUndefined else _flow(value)
+        line = f"{indent}{'' if given else '# '}{name}: {shown}"
+        told = " ".join(filter(None, [info.description, _choices(info.annotation)]))
+        yield f"{line:<50}  # {told}" if told else line
+
+
+def _flow(value: Any) -> str:
+    """A value on one line, as YAML."""
+    match value:
+        case Path():
+            return _flow(str(value))
+        case list() | tuple():
+            return "[" + ", ".join(_flow(one) for one in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{_flow(name)}: {_flow(held)}" for name, held in value.items()) + "}"
+        case float():
+            digits, sign, power = repr(value).partition("e")
+            return digits + (".0" if sign and "." not in digits else "") + sign + power  # YAML knows no 1e-05
+        case _:
+            return (
+                str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("\n").removesuffix("\n...")
+            )
+
+
+def _choices(kind: Any) -> str:
+    """The words that a setting takes."""
+    if get_origin(kind) is Literal:
+        return "(" + " | ".join(map(str, get_args(kind))) + ")"
+    if get_origin(kind) in (Union, UnionType, list):
+        return next((found for one in get_args(kind) if (found := _choices(one))), "")
+    return ""

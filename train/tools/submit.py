@@ -1,0 +1,127 @@
+"""Trainings, evaluations, data work and preflights as jobs for Slurm; see `converters/common/slurm.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from converters.common.slurm import (
+    Job,
+    Site,
+    Wishes,
+    array,
+    chain,
+    cpu_job,
+    gpu_header,
+    launching,
+    load_site,
+    quoted,
+    seconds_of,
+)
+from formats.errors import UsageError
+from train.settings.batching import batch_sizes
+from train.settings.config import load_config
+
+RETRIES = 2
+"""Failures in a row without a new checkpoint, after which a chain ends."""
+DATA_SECONDS, DATA_MB = 4 * 3600, 28_000
+"""Of a data command, unless told otherwise: what fits the serial partition of Leonardo, and a long preparation."""
+EACH = 240
+"""Seconds for a node, for all together, and twice for neighbours: less than the 20 minutes of a preflight."""
+RENDEZVOUS = (
+    "OMP_NUM_THREADS={cpus} exec python -m torch.distributed.run "
+    "--nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID --nproc_per_node={tasks} "
+    '--master_addr=$MASTER_ADDR --master_port=$MASTER_PORT -m "$@"'
+)
+
+
+def training(
+    config: Path,
+    overrides: Sequence[str],
+    wishes: Wishes,
+    links: int,
+    bench: Path | None,
+    launcher: str,
+    save_seconds: int,
+) -> Job:
+    """A training, as a chain of jobs until it is done.
+
+    Args:
+        config: its settings.
+        overrides: dotted words.
+        wishes: about the job.
+        links: jobs at the most.
+        bench: batch script that is submitted for each link's last checkpoint.
+        launcher: srun or torchrun.
+        save_seconds: how long before the end of a job it is told to save.
+
+    Raises:
+        UsageError: the settings contradict themselves, or the job.
+    """
+    settings, _ = load_config(config, overrides)
+    site = load_site(wishes.site)
+    header, srun, words = _with_gpus(site, wishes, launcher, ["run", config.absolute(), *overrides])
+    batch_sizes(settings.batch, int(header["nodes"]) * _tasks(site, wishes))
+    if seconds_of(header["time"]) < save_seconds + 60:
+        raise UsageError(f"--time {header['time']} leaves nothing before the last {save_seconds} s", "--save-seconds")
+    if bench is not None and not bench.is_file():
+        raise UsageError(f"--bench {bench} is not there")
+    header |= {"requeue": "", "signal": f"B:USR1@{save_seconds}"}
+    folder = config.absolute().parent / "slurm"
+    found = chain(words, srun=srun, save=settings.save.path, links=links, retries=RETRIES, bench=bench)
+    return Job(config.absolute().parent.name, header, launching(site, wishes, folder) | found, "chain", folder)
+
+
+def evaluation(words: Sequence[str], wishes: Wishes, launcher: str) -> Job:
+    """`train eval …` on all GPUs of its nodes."""
+    site = load_site(wishes.site)
+    header, srun, command = _with_gpus(site, wishes, launcher, words)
+    folder = Path.cwd() / "slurm"
+    return Job("eval", header, launching(site, wishes, folder) | chain(command, srun=srun, links=1), "chain", folder)
+
+
+def data(words: Sequence[str], wishes: Wishes) -> Job:
+    """A data command, as a job without GPUs that goes on in another one when its time is up."""
+    return cpu_job(words[0], ["train", *words], wishes, DATA_SECONDS, DATA_MB)
+
+
+def preflight(wishes: Wishes) -> Job:
+    """`train doctor` on each node, and on all of them together."""
+    site = load_site(wishes.site)
+    header = gpu_header(site, Wishes(wishes.site, {"time": "00:20:00", **wishes.sbatch}, wishes.image))
+    header["no-requeue"] = ""  # a node that dies is what it looks for
+    folder = Path.cwd() / "slurm"
+    settings = launching(site, wishes, folder) | {
+        "LOGS": quoted(folder / "preflight") + "-$SLURM_JOB_ID",
+        "TASKS": str(_tasks(site, wishes)),
+        "NETWORK": quoted(site.network),
+        "SRUN": array(_srun(site, header)),
+        "SECONDS_EACH": str(EACH),
+    }
+    return Job("preflight", header, settings, "preflight", folder)
+
+
+def _tasks(site: Site, wishes: Wishes) -> int:
+    """Ranks of a node."""
+    return int(wishes.sbatch.get("ntasks-per-node", site.tasks))
+
+
+def _srun(site: Site, header: dict[str, str]) -> list[str]:
+    """Options of a step with a task for each GPU: masks fit whole nodes."""
+    return list(site.srun) if int(header["ntasks-per-node"]) == site.tasks else []
+
+
+def _with_gpus(
+    site: Site, wishes: Wishes, launcher: str, words: Iterable[object]
+) -> tuple[dict[str, str], list[str], list[object]]:
+    """Header, options of srun, and command of `train …` on all GPUs.
+
+    With torchrun a task is a node. The shell in each task fills in its number, so the line is quoted once more.
+    """
+    header = gpu_header(site, wishes) | {"chdir": str(Path.cwd())}
+    if launcher == "srun":
+        return header, _srun(site, header), ["train", *words]
+    tasks, cpus = int(header["ntasks-per-node"]), int(header["cpus-per-task"])
+    header |= {"ntasks-per-node": "1", "cpus-per-task": str(tasks * cpus)}
+    command = ["sh", "-c", RENDEZVOUS.format(tasks=tasks, cpus=cpus), "sh", "train", *words]
+    return header, [], command

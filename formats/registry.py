@@ -27,10 +27,20 @@ FORMATS = {
     "zero": "DeepSpeed ZeRO stages 0 to 3 (DeepSpeed, HF Trainer, accelerate); written as universal checkpoints",
     "megatron": "mp_rank_XX[_YYY]/model_optim_rng.pt: Megatron-LM's --ckpt-format torch, and Megatron-LLM",
 }
-"""Module in this package: what a folder of the format holds. Each module has NAME, `detect` and `read`.
+"""Name of a format: what a folder of it holds.
 
 They are tried in this order. What Megatron saves as torch_dist would pass for FSDP, and its run for a classic one.
 """
+
+MODULES = {
+    "huggingface": "formats.huggingface.folder",
+    "megatron_dist": "formats.megatron.torch_dist",
+    "fsdp": "formats.fsdp.checkpoint",
+    "neox": "formats.deepspeed.neox.checkpoint",
+    "zero": "formats.deepspeed.zero",
+    "megatron": "formats.megatron.classic",
+}
+"""The module of a format. Each has NAME, `detect` and `read`."""
 
 FOREIGN = {
     "adapter_config.json": ("a PEFT adapter", "merge it into its model with merge_and_unload() of peft"),
@@ -49,7 +59,7 @@ MOST_FOLDERS = 64
 
 def module(name: str) -> ModuleType:
     """The module of a format."""
-    return import_module(f"formats.{name}")
+    return import_module(MODULES[name])
 
 
 def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[str, ...] = ()) -> Checkpoint:

@@ -1,1 +1,1 @@
-"""The commands of `convert`, with the options that they share and how they are carried out."""
+"""The commands of `convert`, their common options, and how they are carried out."""

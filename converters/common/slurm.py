@@ -20,7 +20,7 @@ import yaml
 
 from formats.errors import RefusedError, UsageError
 
-CONTAINERS = Path(__file__).parents[1] / "containers"
+CONTAINERS = Path(__file__).parents[2] / "containers"
 OTHER_LIMITS = frozenset({"qos", "reservation"})
 """Options with limits of time of their own, such as four days by boost_qos_lprod of Leonardo: Slurm knows them."""
 FACT = re.compile(r"^(SITE_(?:GPU|CPU_\d+|SRUN|NET))=(?:'([^']*)')?", re.MULTILINE)

@@ -1,1 +1,1 @@
-"""Join two layouts, prove coverage: every kind of plan."""
+"""Join two layouts, prove coverage: the plan into each format; whether a config and its weights are of one model."""

@@ -1,1 +1,1 @@
-"""Show that nothing was lost: digests, differences, checksums of archives, config against weights."""
+"""Show that nothing was lost: digests, differences, checksums of archives."""

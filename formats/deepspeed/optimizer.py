@@ -1,6 +1,6 @@
 """What DeepSpeed and GPT-NeoX keep of a training besides the weights, in no framework's terms.
 
-The states lie where `zero_partitions.py` and `universal.py` find them, in the layout of the weights. How a parameter is
+The states lie where `partitions.py` and `universal.py` find them, in the layout of the weights. How a parameter is
 treated, its flat group says: each is of one parameter group, whose `params` are numbers of flat groups (in stage 3 a
 group has several of them). Facts: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py and bf16_optimizer.py at 0.19.8.
 """

@@ -5,7 +5,7 @@
     TAG/mp_rank_00_model_states.pt                        stages 0 to 2
     TAG/zero_pp_rank_{dp}_mp_rank_00_model_states.pt      stage 3
 
-What the partitions hold is in `zero_partitions.py`.
+What the partitions hold is in `partitions.py`.
 """
 
 from __future__ import annotations

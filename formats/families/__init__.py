@@ -1,4 +1,4 @@
-"""Model families. A family is one file here: a table of Hugging Face names and the facts of its config.
+"""Model families: one file a family, with its table of Hugging Face names and the facts of its config.
 
 To add one, copy the nearest file, change its table, and add its golden tests (CONTRIBUTING.md).
 """
@@ -66,7 +66,7 @@ def _file(where: str) -> str:
     return str(path) if path.is_file() else "FILE"
 
 
-_found = [import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)]
+_found = [import_module(f"{__name__}.{one.name}").FAMILY for one in iter_modules(__path__) if one.name != "family"]
 FAMILIES: dict[str, Family] = {family.name: family for family in _found}
 """Every family, by name."""
 

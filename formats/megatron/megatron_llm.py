@@ -1,6 +1,6 @@
 """Megatron-LLM: a fork of Megatron-LM of early 2023 with its own spellings, orders and arguments.
 
-Files and folders are those of `megatron.py`. What differs is in the tables: up comes before gate, the rows of a rotary
+Files and folders are those of `classic.py`. What differs is in the tables: up comes before gate, the rows of a rotary
 head are interleaved, the output head is a bare tensor, and settings have other names.
 
 Facts: epfLLM/Megatron-LLM at 806a8330 and xingyaoww/Megatron-LLM at 1b075777 (weights_conversion/, tools/,

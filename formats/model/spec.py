@@ -1,6 +1,6 @@
 """ModelSpec: the settings that the weights depend on, whatever framework wrote them.
 
-Each framework's spelling is a table in a file of its own: `hf_config.py`, `megatron_args.py`.
+Each framework's spelling is a table in a file of its own: `huggingface/config.py`, `megatron/args/`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ TIES: Mapping[str, tuple[str, ...]] = {
 Facts: Megatron-LM, training/checkpointing.py `generate_state_dict` (0.16: `args`, whose samples are counted on every
 rank, `checkpoint_version`, `iteration`); deepspeed 0.19.8, runtime/engine.py `_get_checkpoint_state`, and the client
 state of GPT-NeoX (checkpointing.py: `iteration`). In the layer files of a GPT-NeoX pipeline, in `.distcp` files and in
-safetensors there is nothing but tensors. The partitions of ZeRO have Adam's step (`zero_partitions.py`).
+safetensors there is nothing but tensors. The partitions of ZeRO have Adam's step (`deepspeed/partitions.py`).
 """
 
 

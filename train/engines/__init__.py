@@ -1,4 +1,4 @@
-"""What computes the steps of a training. An engine is one file; the loop knows only what is said here.
+"""What computes the steps of a training: one file an engine.
 
 Rows, masks, order, loss, learning rate, checkpoints' names and logs are the same whatever computes.
 """

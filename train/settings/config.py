@@ -2,7 +2,7 @@
 
 A YAML file gives it, upon another one if it names a `base`; dotted words on the command line override it (`--optim.lr
 1e-5`). Unknown keys are errors that name the nearest known one. Keys of the users' GPT-NeoX files are understood, see
-`aliases.py`.
+`neox_keys.py`.
 """
 
 from __future__ import annotations

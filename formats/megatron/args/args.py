@@ -23,7 +23,7 @@ from formats.torch_files.pickle_values import DTYPES, Dtype, keeps
 CORE = "megatron-core"
 """The dialect that this table is of."""
 DIST = "torch_dist"
-"""The same arguments, in a distributed checkpoint (`megatron_dist.py`)."""
+"""The same arguments, in a distributed checkpoint (`megatron/torch_dist.py`)."""
 
 MEGATRON = {
     "layers": "num_layers",
@@ -320,7 +320,7 @@ class Options:
         interleave: rows of gate, then of up, that alternate in an expert; 0 where all of gate is first.
         shared_interleave: the same of shared experts.
         version: the Megatron-LM that the flags are for; None for the newest that computes the model.
-        accepted: deviations from the model that the user named (`megatron_versions.DEVIATIONS`).
+        accepted: deviations from the model that the user named (`versions.DEVIATIONS`).
     """
 
     tp: int = 1

@@ -2,7 +2,7 @@
 
 An argument of a checkpoint is a field of TransformerConfig or MLATransformerConfig, an option of pretrain_gpt.py, or
 set by a program. Those that change how weights are stored (`layout`) or what the model computes (`compute`) are in the
-table below; `megatron_run_args.py` has the names of all others. An argument at a value that no table here understands
+table below; `run_options.py` has the names of all others. An argument at a value that no table here understands
 is refused, and so is one that no version has: nothing is dropped.
 
 Facts: the dataclasses of megatron-core 0.12 to 0.19 (model_parallel_config.py, transformer/transformer_config.py) and

@@ -1,7 +1,7 @@
 """The arguments of Megatron-LM that change neither the layout of a checkpoint nor what its model computes.
 
 Options and config fields of 0.12 to 0.19 and of main, those of earlier releases back to 2022, and what programs set
-(consumed samples, ranks). What changes a model is in `megatron_fields.py`.
+(consumed samples, ranks). What changes a model is in `fields.py`.
 
 Facts: megatron/training/arguments.py and megatron/arguments.py at the release branches and at 7fccd6a1, d4878ef0 and
 d98e8a64; megatron/training/training.py.

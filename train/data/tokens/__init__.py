@@ -1,1 +1,1 @@
-"""Text to token files."""
+"""Text to token files: records, tokenizers, labels."""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.dcp_tools import refused, weights
 
-MASTERS = ("--weights", "fp32-master", "-q")
+MASTERS = ("--weights", "fp32-master", "--verbatim", "-q")
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -93,7 +93,7 @@ def test_states_without_names_are_compared_whatever_is_asked(convert, tmp_path, 
     state = {number: {"step": 1, "exp_avg": one * 10, "exp_avg_sq": one} for number, one in enumerate(flat)}
     inner = {"state": state, "param_groups": [{"params": [0, 1, 2]}, {"params": [3]}]}
     model = {"module": module, "optimizer": {"fp32_groups": groups, "optimizer_state_dict": inner}}
-    words = [save(tmp_path / "run", model), tmp_path / "out", "--weights", kind, "--replicas", policy]
+    words = [save(tmp_path / "run", model), tmp_path / "out", "--weights", kind, "--replicas", policy, "--verbatim"]
     told = convert("zero2hf", *words)
     refused(told, 6, "are not the rounded float32 masters", "--weights module")
     assert "--replicas" not in told.err

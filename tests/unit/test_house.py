@@ -130,3 +130,11 @@ def test_the_table_of_rooms_names_every_folder():
     rooms = {package.replace(".", "/") for package in PACKAGES if package not in RANK}
     first = {name: (ROOT / name / "__init__.py").read_text()[3:].splitlines()[0].removesuffix('"""') for name in rooms}
     assert named == first
+
+
+def test_no_file_holds_both_sides_of_a_merge():
+    """A docstring or a page with markers is valid Python and valid Markdown."""
+    sources = (path for room in (*RANK, "tests", "containers") for path in (ROOT / room).rglob("*.*"))
+    for path in (*sources, *ROOT.glob("*.*")):
+        if path.suffix in {".py", ".md", ".toml", ".sh", ".txt", ".yml"} and path.is_file():
+            assert not re.search(r"^(<{7}|>{7}) ", path.read_text(errors="replace"), re.MULTILINE), path

@@ -3,11 +3,8 @@
     SAVE/latest                      name of the newest complete one
     SAVE/global_step1500/            fsdp: .metadata and *.distcp, model.*, optim.*; deepspeed: *_states.pt
         .progress                    steps done, and what the order of rows depends on
-<<<<<<< HEAD
         .start                       digests of the weights that the run began with, see `identity.py`
-=======
         .files                       what ties the files to this save: see `formats/torch_files/saves.py`
->>>>>>> steps
         adapter_config.json          if adapters are all that is trained and all that is in it: of which model they are
         config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that it asks for nothing
 

@@ -187,8 +187,14 @@ def _states(
         found = dict(zero_partitions.load(partitions, zero_partitions.param_shapes(first), state))
         found |= dict(zero_partitions.frozen(models if partitions[0].stage == 3 else models[:1]))
     others = {name: one for name, one in modules.items() if name not in found}
-    yield from found.items()
     aliases = _shared(first.value)
+    untrained = [*(first.value.get("frozen_param_shapes") or ()), *(_trained(first, others).keys() - aliases.keys())]
+    if untrained and state != "fp32":
+        names = some(sorted({*map(str, untrained)}), 3)
+        raise UnsupportedError(
+            f"{tag} has no {state} of frozen parameters: {names}", "--weights module or fp32-master has all tensors"
+        )
+    yield from found.items()
     yield from ((name, one) for name, one in _module(first, others) if name not in aliases)
 
 

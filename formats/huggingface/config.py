@@ -70,6 +70,10 @@ SYNONYMS = {
 }
 """Other names of an activation that compute the same (transformers 5.23.0, activations.py ACT2CLS)."""
 
+OF_ALL: Mapping[str, Any] = {"is_causal": True}
+"""Config keys that transformers reads of every model, and the only value with a table: with another one each token sees
+those after it too (transformers 5.23.0, masking_utils.py `create_causal_mask`)."""
+
 OF_NO_MODEL = (
     "architectures",
     "model_type",
@@ -170,7 +174,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
         if config.get(key) and not (quantized and method_of(config)):
             known = ", only MXFP4 and FP8 with _scale_inv" if quantized else ""
             raise UnsupportedError(f"{where}: models with a {key} are not supported{known}")
-    for key, only in family.requires.items():
+    for key, only in {**OF_ALL, **family.requires}.items():
         value = config.get(key, only)
         same = SYNONYMS.get(str(value), value) == SYNONYMS.get(str(only), only)
         if not same:
@@ -368,7 +372,7 @@ def _read(family: Family) -> set[str]:
 
 def residue(config: Mapping[str, Any]) -> list[str]:
     """The keys of a config that no table knows: they are kept as they are, and assumed to leave the weights alone."""
-    known = {*HUGGINGFACE.values(), "rope_theta", "rope_scaling", "rope_parameters", *OF_NO_MODEL}
+    known = {*HUGGINGFACE.values(), "rope_theta", "rope_scaling", "rope_parameters", *OF_ALL, *OF_NO_MODEL}
     family = find_family(config)
     if family:
         known |= _read(family)

@@ -105,6 +105,7 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
     objects: list[str] = []
     for file in files:
         held = _metadata(file)
+        _require_whole(folder, held["storage_data"])
         paths |= {name: tuple(map(str, path)) for name, path in (held.get("planner_data") or {}).items()}
         chunks: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         for name, about in held["state_dict_metadata"].items():
@@ -129,6 +130,22 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
     order = {name: number for number, name in enumerate(paths)}
     names = sorted(shapes, key=lambda name: order.get(name, len(order)))
     return [Entry(name, paths.get(name), *shapes[name], tuple(boxes.get(name, ()))) for name in names], objects
+
+
+def _require_whole(folder: Path, stored: Mapping[Any, Any]) -> None:
+    """Files that are here reach as far as the metadata says, objects included. A missing one is seen where it is read.
+
+    Raises:
+        SourceError: one is cut off.
+    """
+    needed: dict[str, int] = {}
+    for info in stored.values():
+        name, end = info.state["relative_path"], info.state["offset"] + info.state["length"]
+        needed[name] = max(needed.get(name, 0), end)
+    for name, end in needed.items():
+        path = _file(folder, name)
+        if path.parent == folder and path.is_file() and file_size(path) < end:
+            raise SourceError(f"{path} is cut off: it has {file_size(path)} bytes, the metadata {end}")
 
 
 def read_objects(folder: Path, names: Collection[str]) -> dict[str, TorchFile]:

@@ -289,3 +289,13 @@ def test_a_hostile_item_executes_nothing(model, merge, tmp_path):
     ran = merge(folder)
     assert not (tmp_path / "executed").exists()
     refused(ran, 4, "bomb", NORM, "no plain tensor")
+
+
+def test_a_file_that_is_cut_within_an_object_is_refused(convert, model, tmp_path):
+    """`_extra_state` of Transformer Engine is no tensor, and the last in its file. torch refuses to load it then."""
+    run = tmp_path / "run"
+    assert convert("hf2megatron", model("llama"), run, "--format", "torch_dist", "--norm", "te", "-q").code == 0
+    file = run / "release" / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 16)
+    for words in (["megatron2hf", run, tmp_path / "out"], ["verify", run]):
+        refused(convert(*words), 3, f"{file} is cut off")

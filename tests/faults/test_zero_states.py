@@ -169,3 +169,20 @@ def test_a_second_model_parallel_rank_of_stage_3_is_not_taken_for_the_first(conv
     if alone:
         first.unlink()
     refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 4, f"{second} is of a second model parallel rank")
+
+
+@pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_frozen_parameter_has_no_moments(convert, tmp_path, state, listed):
+    """DeepSpeed lists what is frozen, but not with `exclude_frozen_parameters` (engine.py, 0.19.8)."""
+    import torch
+
+    matrix = torch.arange(12.0).reshape(3, 4).bfloat16()
+    module = {EMBEDDING: torch.arange(32.0).reshape(8, 4).bfloat16(), "f.weight": matrix}
+    about = frozen("f.weight", matrix, (3, 4)) if listed else {}
+    model = {"module": module, "param_shapes": [{EMBEDDING: (8, 4)}], **about}
+    run = save(tmp_path / "run", model, partition(torch.arange(32.0)))
+    refused(
+        convert("zero2hf", run, tmp_path / "out", "--weights", state, "--verbatim"),
+        4, f"no {state} of frozen parameters: f.weight", "--weights module",
+    )  # fmt: skip

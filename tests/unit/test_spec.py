@@ -810,3 +810,11 @@ def test_a_config_is_the_same_file_each_time():
         for seed in range(4)
     }
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("value", [False, None])
+def test_a_model_whose_tokens_see_those_after_them_has_no_table(value):
+    """transformers reads the key of every model: null is as good as false."""
+    for name in MODELS:
+        with pytest.raises(UnsupportedError, match=f"is_causal = {value} is not supported"):
+            from_huggingface(config(name) | {"is_causal": value}, {}, "config.json")

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from converters.assets.trusted import UNKNOWN, require_inside, why_not
+from converters.assets.trusted import UNKNOWN, require_inside, require_there, why_not
 from converters.common.atomic import named, synced
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
@@ -40,9 +40,10 @@ def files(folder: Path) -> Iterator[tuple[str, Path]]:
     """(relative name, path) of every asset in a folder: each file that holds no weights, and has a name that we know.
 
     Raises:
-        SourceError: one is a link that leads out of the folder.
+        SourceError: one is a link that leads out of the folder or nowhere, or no regular file.
     """
     for path in sorted(folder.iterdir()):
+        require_there(path, folder)
         if path.is_file() and not why_not(path) and not any(fnmatchcase(path.name, own) for own in OWN):
             yield path.name, require_inside(path, folder)
         if path.is_dir() and path.name in FOLDERS:

@@ -60,6 +60,17 @@ def why_not(path: Path) -> str:
     return "" if _TRAVELS.fullmatch(path.name) else UNKNOWN
 
 
+def require_there(path: Path, folder: Path) -> None:
+    """What has the name of a file that travels is a file, or a folder.
+
+    Raises:
+        SourceError: it is a link that leads nowhere, as a copy of half a Hub cache leaves it, or a pipe or a device.
+    """
+    if not path.is_file() and not path.is_dir() and not why_not(path) and _TRAVELS.fullmatch(path.name):
+        require_inside(path, folder)
+        raise SourceError(f"{path} is no regular file", "remove it if it is not of the model")
+
+
 def require_inside(path: Path, folder: Path) -> Path:
     """A file that is to be copied is in its folder, or in the `blobs` of the same model of the Hub's cache.
 

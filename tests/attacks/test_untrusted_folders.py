@@ -239,3 +239,12 @@ def test_a_file_that_grows_is_not_copied_for_ever(tmp_path):
         assert not assets._copied(reader, Growing())
     with path.open("rb") as reader:
         assert assets._copied(reader, io.BytesIO())
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_a_broken_link_is_no_absent_file(hostile, convert, tmp_path, name):
+    """As a copy of half a cache of the Hub leaves it: the output would have no tokenizer, and nobody would know why."""
+    (hostile / name).unlink(missing_ok=True)
+    (hostile / name).symlink_to("../../blobs/abc")
+    ran = convert("hf2hf", hostile, tmp_path / "out")
+    assert (ran.code, f"{hostile / name} is a broken link" in ran.err) == (3, True), ran.err

@@ -139,9 +139,11 @@ def count(prefix: Path, out: Path | None, seq_length: int | None, force: bool, a
     """
     from train.data.look.counts import count as counted
     from train.data.look.counts import write_counts
+    from train.data.tokens.documents import require_mask_length
     from train.data.tokens.indexed import open_indexed
 
     indexed = open_indexed(prefix, tokens=False)
+    require_mask_length(indexed)
     found = counted(indexed, None if seq_length is None else seq_length + 1)
     if out is not None:
         if out.is_dir() or not out.name:

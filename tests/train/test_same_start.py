@@ -15,7 +15,7 @@ from tests.faults.test_source_checksums import flip
 from tests.train.test_deepspeed import zero
 from train.run.checkpoint import Progress, Saver
 from train.run.export import export
-from train.run.identity import recorded, small_files
+from train.run.identity import changed_files, recorded, small_files
 from train.settings.config import Save
 from train.start.run_folder import RECORD
 
@@ -232,6 +232,19 @@ def test_a_checkpoint_has_the_config_of_the_model_that_was_trained(base, tmp_pat
     (tmp_path / f"{progress.name}.partial").mkdir()
     saver._publish(progress, {})
     assert (tmp_path / progress.name / "config.json").read_text() == kept
+
+
+def test_other_small_files_of_a_start_are_noted(base, tmp_path):
+    """A resumed run saves those of its start, such as a chat template that was changed since."""
+    folder = tmp_path / "global_step1"
+    folder.mkdir()
+    for place in (base, folder):
+        (place / "chat_template.jinja").write_text("{{ messages }}")
+        (place / "config.json").write_text(place.name)
+    assert changed_files(folder, base) == ""
+    (base / "chat_template.jinja").write_text("{{ messages[0] }}")
+    told = f"{base} has other files than {folder}, which are saved from here on: chat_template.jinja"
+    assert changed_files(folder, base) == told
 
 
 def test_another_tokenizer_is_refused(settings, run, talker, tmp_path):

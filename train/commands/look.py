@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FILE, as_json, together
+from converters.commands.options import FILE, as_json
 from formats.errors import OutputError, SourceError, UsageError, VerificationError
+from train.commands.record_options import chat_template, control_tokens, record_format, told
+from train.commands.tokenize import make_job
 
 if TYPE_CHECKING:
     from train.data.look.counts import Counts
@@ -22,39 +24,8 @@ if TYPE_CHECKING:
 
 LOSS = click.option("--loss", type=click.Choice(["assistant", "last_turn", "all"]), default="assistant",
                     show_default=True, help="What is trained: every reply, the last one, or all tokens.")  # fmt: skip
-control_tokens = click.option(
-    "--control-tokens", metavar="ROLE=ID,…", help="Ids of control tokens, such as user=7,assistant=8.  [default: found]"
-)
-
 SPELLED = {"seq_length": "seq-length", "template": "chat-template"}
-chat_template = click.option(
-    "--chat-template",
-    "template",
-    metavar="NAME|FILE",
-    help="control, chatml, llama3, or a jinja file.  [default: the tokenizer's, for conversations]",
-)
-record_format = together(
-    click.option(
-        "--format",
-        "form",
-        type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
-        default="auto",
-        show_default=True,
-        help="What the records are; auto takes what the first is, and refuses a record with two readings.",
-    ),
-    click.option(
-        "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."
-    ),
-)
-
-
-def told(text: str | None) -> dict[str, int]:
-    """The ids of --control-tokens."""
-    try:
-        pairs = [one.split("=") for one in (text or "").split(",") if one]
-        return {role.strip(): int(number) for role, number in pairs}
-    except ValueError:
-        raise UsageError(f"--control-tokens {text} is no list such as user=7,assistant=8") from None
+"""Options of lint that mean nothing without a tokenizer."""
 
 
 @click.command()
@@ -100,7 +71,6 @@ def lint(**options: Any) -> None:
 
 def _job(options: Mapping[str, Any]) -> Job | None:
     """How `train tokenize` would encode the files, None without a tokenizer or where none of them can be read."""
-    from train.commands.tokenize import make_job
     from train.data.tokens.input_ranges import ranges
 
     if not options["tokenizer"]:

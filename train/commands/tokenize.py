@@ -13,7 +13,7 @@ import click
 
 from converters.commands.options import FILE, as_json, together
 from formats.errors import UnsupportedError, UsageError, short
-from train.commands.look import chat_template, record_format, told
+from train.commands.record_options import chat_template, record_format, told
 
 if TYPE_CHECKING:
     from train.data.tokens.input_ranges import Ranges

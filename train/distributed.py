@@ -34,19 +34,31 @@ class World:
         rank: of this process.
         ranks: how many there are.
         device: of this process.
-        mesh: (replicate, shard).
-        numbers: group for the numbers of each step, on CPU.
-        saving: group for checkpoints, on CPU.
+        groups: what has threads: the mesh and the process groups; empty once this rank has left.
         beat: seconds after which a rank that works alone tells the others that it still does.
     """
 
     rank: int
     ranks: int
     device: torch.device
-    mesh: DeviceMesh
-    numbers: Any
-    saving: Any
+    groups: dict[str, Any]
     beat: float
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """(replicate, shard)."""
+        found: DeviceMesh = self.groups["mesh"]
+        return found
+
+    @property
+    def numbers(self) -> Any:
+        """Group for the numbers of each step, on CPU."""
+        return self.groups["numbers"]
+
+    @property
+    def saving(self) -> Any:
+        """Group for checkpoints, on CPU."""
+        return self.groups["saving"]
 
     @property
     def first(self) -> bool:
@@ -185,10 +197,16 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     except dist.DistStoreError as error:
         told = " ".join(str(error).split())[:200]
         raise UsageError(f"rank {rank} of {ranks} waited in vain for the others: {told}", "did all start?") from error
+    groups = dict[str, Any]()
     try:
         with _on_stderr():
-            mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
-            numbers, saving = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-        yield World(rank, ranks, device, mesh, numbers, saving, timeout.total_seconds() / 4)
+            shape = replicas, ranks // replicas
+            groups["mesh"] = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+            groups |= {name: dist.new_group(backend="gloo", timeout=timeout) for name in ("numbers", "saving")}
+        yield World(rank, ranks, device, groups, timeout.total_seconds() / 4)
     finally:
+        # The threads of a gloo group are joined when nothing refers to it, and an error's traceback refers to the
+        # world. One that drops its last tensor while Python ends calls std::terminate (torch 2.13
+        # ProcessGroupGloo.cpp `runLoop`).
+        groups.clear()
         dist.destroy_process_group()

@@ -135,7 +135,11 @@ class Probe:
     def _reply(self, number: int) -> tuple[int, int]:
         begin = self.two[0].find(REPLIES[number])
         if begin < 0:
-            raise SourceError(f"the chat template leaves out a reply: {REPLIES[number]!r} is not in its text")
+            raise RefusedError(
+                f"the chat template leaves out a reply, or changes it: {REPLIES[number]!r}, which it was tried with, "
+                "is not in what it writes",
+                "a template that writes replies as they are: --chat-template chatml",
+            )
         return begin, begin + len(REPLIES[number])
 
 

@@ -27,7 +27,7 @@ from converters.assets.token_files import (
 from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import read_safetensors
-from formats.errors import SourceError, UsageError, short
+from formats.errors import RefusedError, SourceError, UsageError, short
 from formats.huggingface.folder import INDEX, SINGLE, read_weight_map
 from formats.model.vocab_rows import EMBEDDING
 
@@ -153,7 +153,7 @@ def _template(assets: Assets, known: Vocabulary | None, need: bool) -> Iterator[
         added = known.added if known is not None else {}
         ending = seen.terminator({*added, *seen.markers(), *named.values()})
         faults = seen.faults(ending)
-    except SourceError as error:
+    except (SourceError, RefusedError) as error:
         yield Finding(str(error), need)
         return
     yield from (Finding(fault, False) for fault in faults)

@@ -4,7 +4,8 @@
 
 The CRC-32 of a file of torch.save is that of its zip directories, which hold the CRC-32 of every entry: a few KB are
 read of a file of any size. Of any other file, such as `.metadata`, it is that of all bytes. `train` writes the record
-last, into a folder that gets its name after that. Other programs write none; what ties their files is in `TIES`.
+last, into a folder that gets its name after that; files in `EDITABLE` are not recorded. Other programs write no record;
+what ties their files is in `TIES`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -29,6 +31,14 @@ RECORD = ".files"
 MOST = 1 << 28
 """Bytes of a record: that of a million files has fewer."""
 THREADS = 8
+EDITABLE = (
+    "tokenizer*", "*.model", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*",
+    "generation_config.json",
+)  # fmt: skip
+"""Files of a checkpoint that may be edited after the save: none changes what the weights compute."""
+REQUIRED = (".start", "adapter_config.json")
+"""Recorded files without which a checkpoint is taken for another one. Others may be deleted: their reader misses them,
+or does not need them."""
 ZIP = b"PK\x03\x04"
 TIES: Mapping[str, tuple[str, ...]] = {
     "megatron": ("iteration", "checkpoint_version", "consumed_train_samples", "consumed_valid_samples"),
@@ -83,6 +93,11 @@ def packed(entries: Mapping[str, Entry]) -> bytes:
     return (json.dumps({"vitruvian": 1, "files": files}, indent=1) + "\n").encode()
 
 
+def is_bound(path: Path) -> bool:
+    """Whether a file of a checkpoint belongs into its record."""
+    return path.is_file() and path.name != RECORD and not any(fnmatch(path.name, name) for name in EDITABLE)
+
+
 def recorded(folder: Path) -> dict[str, Entry] | None:
     """The record of a folder, None without one.
 
@@ -111,7 +126,7 @@ def _entry(said: Any) -> Entry:
 
 
 def differing(record: Mapping[str, Entry], paths: Iterable[Path]) -> list[str]:
-    """The names of those files that are recorded otherwise. A record says nothing of others, nor of missing ones.
+    """The names of those files that are recorded otherwise. A record says nothing of others.
 
     Raises:
         SourceError: a file is damaged.
@@ -123,7 +138,17 @@ def differing(record: Mapping[str, Entry], paths: Iterable[Path]) -> list[str]:
 
 
 def files_of(record: Mapping[str, Entry], folder: Path) -> list[Path]:
-    """The recorded files that are there."""
+    """The recorded files that are there.
+
+    Raises:
+        SourceError: one of `REQUIRED` is not.
+    """
+    lacking = [name for name in REQUIRED if name in record and not (folder / name).is_file()]
+    if lacking:
+        raise SourceError(
+            f"{folder / lacking[0]} is not there, and {folder / RECORD} lists it",
+            f"copy the folder again: rsync -rc SOURCE/{folder.name}/ {quote(str(folder))}/",
+        )
     return [path for path in sorted(folder.iterdir()) if path.name in record and path.is_file()]
 
 

@@ -113,7 +113,9 @@ def test_compressed_files_that_are_cut_short(tmp_path, kind, cut):
     keep = len(packed(kind, text[:1000])) // 2 if cut == "frame" else len(whole) - cut
     path = tmp_path / f"x.jsonl.{kind}"
     path.write_bytes(whole[:keep])
-    with pytest.raises(SourceError, match=rf"x\.jsonl\.{kind} is cut short: it ends after \d+ decompressed bytes"):
+    with pytest.raises(
+        SourceError, match=rf"x\.jsonl\.{kind} is cut short: its \d+ bytes end within a compressed stream"
+    ):
         read([path])
 
 
@@ -129,6 +131,11 @@ def test_compressed_files_with_other_bytes(tmp_path, kind):
     path.write_bytes(text)
     with pytest.raises(SourceError, match="is not compressed with"):
         input_ranges.ranges([path])
+    plain = tmp_path / "x y.jsonl"
+    plain.write_bytes(whole)
+    with pytest.raises(SourceError, match=rf"is compressed with .*does not end in \.{kind}") as caught:
+        input_ranges.ranges([plain])
+    assert caught.value.hint == f"mv '{plain}' '{plain}.{kind}'"
 
 
 def test_of_parquet_only_what_records_need_is_read(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from tests.data.test_templates import MODEL
 from train.data.tokens.documents import open_documents
 from train.data.tokens.records import GRAVE, REASONS, Malformed, reader
-from train.data.tokens.shapes import FORMS, SHAPES, form_of, shapes_of
+from train.data.tokens.shapes import BESIDE_TURNS, FORMS, SHAPES, form_of, shapes_of
 
 TURNS = [{"role": "user", "content": "saule"}, {"role": "assistant", "content": "upe"}]
 SPELLED = [{"from": "system", "value": "a"}, {"from": "human", "value": "saule"}, {"from": "gpt", "value": "upe"}]
@@ -82,6 +82,21 @@ def test_no_pair_of_shapes_loses_one_of_them_without_a_word(pair):
     assert caught.value.reason == "shapes"
     assert all(name in caught.value.detail for shape in pair for name in shape.fields)
     assert "shapes" in GRAVE
+
+
+@pytest.mark.parametrize("name", BESIDE_TURNS)
+@pytest.mark.parametrize("turns", [{"messages": TURNS}, {"conversations": SPELLED}], ids=["messages", "conversations"])
+def test_a_field_beside_turns_that_says_more_than_they_do_is_a_second_reading(turns, name):
+    """As `rejected_response` of a set for DPO; one that repeats a turn, or is empty, loses nothing."""
+    read = reader(form_of(turns), ("user", "assistant", "system"), auto=True)
+    for copy in ("saule", "upe", "", None, next(iter(turns.values()))):
+        assert "upe" in read(turns | {name: copy}).contents
+    for more in ("tulko", [{"role": "assistant", "content": "tulko"}]):
+        with pytest.raises(Malformed) as caught:
+            read(turns | {name: more})
+        assert (caught.value.reason, caught.value.detail) == ("shapes", f"{next(iter(turns))} beside {name}")
+    named = reader(form_of(turns), ("user", "assistant", "system"))
+    assert "upe" in named(turns | {name: "tulko"}).contents
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -206,6 +206,10 @@ def test_turns_with_more_than_text_are_not_cut(train, tmp_path):
             "{% for m in messages %}<|nobody|>{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
             "nobody",
         ),
+        (
+            "{{ m['content'] | upper }}<|im_end|>",
+            "leaves out a reply, or changes it: 'That makes 5.', which it was tried",
+        ),
     ],
 )
 def test_templates_that_cannot_be_trained_are_refused(tmp_path, template, message):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from zlib import crc32
 
 import pytest
 
+pytest.importorskip("torch")
+
 from formats.errors import SourceError
 from formats.torch_files import saves
 from tests.faults.dcp_tools import refused
 from tests.train.test_deepspeed import zero
+from train.run.checkpoint import Progress, Saver
+from train.settings.config import Save
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -30,10 +35,17 @@ def test_a_mixture_is_refused_by_all_that_read_it(settings, run, convert, tmp_pa
     stopped = run(config, "--steps.exit_interval", 2, *words, ranks=ranks)
     assert stopped.code == 75, stopped.out
     older, newest = stopped.save / "global_step101", stopped.save / "global_step102"
-    written = {path.name for path in newest.iterdir() if path.suffix in (".distcp", ".pt", "")}
-    assert saves.recorded(newest).keys() == written - {saves.RECORD}
+    written = {path.name for path in newest.iterdir() if path.is_file()}
+    editable = {"tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "generation_config.json"}
+    assert saves.recorded(newest).keys() == written - editable - {saves.RECORD}
+    assert {"config.json", ".start", ".progress"} <= saves.recorded(newest).keys()
     assert convert("verify", newest).code == 0
     assert convert(command, newest, tmp_path / "sound", "-n").code == 0
+    kept = (newest / "config.json").read_text()
+    (newest / "config.json").write_text(kept.replace("10000.0", "20000.0"))
+    edited = convert(command, newest, tmp_path / "edited")
+    assert (edited.code, "config.json is not of this step" in edited.err) == (3, True), edited.err
+    (newest / "config.json").write_text(kept)
     name = next(path.name for path in newest.glob(f"*{name}"))
     assert (older / name).stat().st_size == (newest / name).stat().st_size
     shutil.copy(older / name, newest / name)
@@ -58,6 +70,34 @@ def test_a_mixture_is_refused_by_all_that_read_it(settings, run, convert, tmp_pa
     again = run(config, "--steps.exit_interval", 3, *words, ranks=ranks)  # as of a version that left no record
     assert again.code == 75, again.out
     assert f"note       {newest} has no .files: that its files are of one save, nothing tells" in again.out
+
+
+SMALL = {"config.json": b"{}", "adapter_config.json": b"{}", ".start": b"{}"}
+EDITABLE = {"tokenizer.json": b"{}", "chat_template.jinja": b"", "generation_config.json": b"{}"}
+
+
+def test_small_files_belong_to_the_save(tmp_path):
+    """One that changes what the weights compute is neither edited nor, where that would say something else, deleted."""
+    progress = Progress(1, 0, 8, 1, "rows", 0, 8)
+    (tmp_path / f"{progress.name}.partial").mkdir()
+    Saver(Save(path=tmp_path), SMALL | EDITABLE, None)._publish(progress, {})
+    folder = tmp_path / progress.name
+    assert saves.recorded(folder).keys() == {*SMALL, ".progress"}
+    for name in EDITABLE:
+        (folder / name).write_bytes(b"edited")
+    saves.require_one_save(folder)
+    for name in (*SMALL, ".progress"):
+        kept = (folder / name).read_bytes()
+        (folder / name).write_bytes(b" " * len(kept))
+        with pytest.raises(SourceError, match=f"{re.escape(name)} is not of this step"):
+            saves.require_one_save(folder)
+        (folder / name).write_bytes(kept)
+    for name in saves.REQUIRED:
+        (folder / name).rename(folder / "kept")
+        with pytest.raises(SourceError, match=rf"{re.escape(name)} is not there, and .*\.files lists it"):
+            saves.require_one_save(folder)
+        (folder / "kept").rename(folder / name)
+    saves.require_one_save(folder)
 
 
 def test_evaluation_and_merged_adapters(settings, run, forks, data, tmp_path):

@@ -10,11 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from formats.errors import SourceError
+from formats.torch_files import saves
 from tests.faults.test_source_checksums import flip
 from tests.train.test_deepspeed import zero
 from train.run.checkpoint import Progress, Saver
 from train.run.export import export
-from train.run.identity import recorded, small_files
+from train.run.identity import changed_files, recorded, small_files
 from train.settings.config import Save
 from train.start.run_folder import RECORD
 
@@ -122,13 +123,15 @@ def test_adapters_are_not_put_on_other_weights(adapted, settings, run, base, con
 def test_adapters_without_a_record_are_noted(adapted, run, base, tmp_path):
     config, stopped = adapted
     newest = stopped.save / "global_step101"
-    (newest / RECORD).unlink()
+    for name in (RECORD, saves.RECORD):  # as of a version that wrote neither
+        (newest / name).unlink()
     flip_weight(base)
     done = run(config)
     assert done.code == 0, done.out
     assert f"note       {newest} does not record which weights its adapters are of: {base} is taken" in done.out
     assert recorded(done.save / "global_step102") is not None
-    (done.save / f"global_step102/{RECORD}").unlink()
+    for name in (RECORD, saves.RECORD):
+        (done.save / "global_step102" / name).unlink()
     assert "does not record which weights" in export(done.save / "global_step102", tmp_path / "out")
     (newest / RECORD).write_text('{"digest": "", "tensors": {"norm": ""}}')
     with pytest.raises(SourceError, match="is no record of the weights"):
@@ -138,7 +141,17 @@ def test_adapters_without_a_record_are_noted(adapted, run, base, tmp_path):
 def test_an_adapter_of_another_kind_is_refused(adapted, run):
     """What of peft's note no setting of ours says has to be what peft makes of our settings."""
     config, stopped = adapted
-    rewrite(stopped.save / "global_step101", "adapter_config.json", use_rslora=True)
+    newest = stopped.save / "global_step101"
+    kept = rewrite(newest, "adapter_config.json", lora_alpha=8)
+    edited = run(config, "--lora.alpha", 8)
+    assert (edited.code, "adapter_config.json is not of this step" in edited.out) == (3, True), edited.out
+    (newest / "adapter_config.json").write_text(kept)
+    (newest / RECORD).rename(newest / "kept")
+    lost = run(config)
+    assert (lost.code, f"{newest / RECORD} is not there, and {newest / saves.RECORD} lists it" in lost.out) == (3, True)
+    (newest / "kept").rename(newest / RECORD)
+    (newest / saves.RECORD).unlink()
+    rewrite(newest, "adapter_config.json", use_rslora=True)
     found = run(config)
     assert found.code == 5, found.out
     assert "is another adapter (use_rslora: True, now False)" in found.out
@@ -203,6 +216,12 @@ def test_a_start_may_be_moved_and_linked(adapted, run, base, tmp_path):
     assert moved.code == 0, moved.out
     assert f"note       changed settings: model.path: {base}, now {linked}" in moved.out
     assert "no longer holds" not in moved.out
+    linked.rename(hub / "snapshots/4567def")
+    again = run(
+        config, "--model.path", hub / "snapshots/4567def", "--export", tmp_path / "again"
+    )  # the run is at its end
+    assert again.code == 0, again.out
+    assert (tmp_path / "again/config.json").is_file()
 
 
 def test_a_checkpoint_has_the_config_of_the_model_that_was_trained(base, tmp_path):
@@ -211,8 +230,21 @@ def test_a_checkpoint_has_the_config_of_the_model_that_was_trained(base, tmp_pat
     kept = rewrite(base, hidden_act="gelu")
     progress = Progress(1, 0, 8, 1, "rows", 0, 8)
     (tmp_path / f"{progress.name}.partial").mkdir()
-    saver._publish(progress)
+    saver._publish(progress, {})
     assert (tmp_path / progress.name / "config.json").read_text() == kept
+
+
+def test_other_small_files_of_a_start_are_noted(base, tmp_path):
+    """A resumed run saves those of its start, such as a chat template that was changed since."""
+    folder = tmp_path / "global_step1"
+    folder.mkdir()
+    for place in (base, folder):
+        (place / "chat_template.jinja").write_text("{{ messages }}")
+        (place / "config.json").write_text(place.name)
+    assert changed_files(folder, base) == ""
+    (base / "chat_template.jinja").write_text("{{ messages[0] }}")
+    told = f"{base} has other files than {folder}, which are saved from here on: chat_template.jinja"
+    assert changed_files(folder, base) == told
 
 
 def test_another_tokenizer_is_refused(settings, run, talker, tmp_path):
@@ -248,6 +280,7 @@ def test_checkpoints_of_two_models_are_not_scored_as_one(settings, run, base, da
     done = run(config)
     assert done.code == 0, done.out
     rewrite(done.save / "global_step102", hidden_act="gelu")
+    (done.save / f"global_step102/{saves.RECORD}").unlink()
     for path in done.save.glob("perplexity/*.csv"):
         path.unlink()
     found = train("eval", done.save, "--all")

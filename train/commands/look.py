@@ -12,43 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FILE, as_json, together
-from formats.errors import OutputError, UsageError, VerificationError
+from converters.commands.options import FILE, as_json
+from formats.errors import OutputError, SourceError, UsageError, VerificationError
+from train.commands.record_options import chat_template, control_tokens, record_format, told
+from train.commands.tokenize import make_job
 
 if TYPE_CHECKING:
     from train.data.look.counts import Counts
     from train.data.look.lint import Findings
-    from train.data.tokens.encode import Encoder
+    from train.data.tokens.workers import Job
 
 LOSS = click.option("--loss", type=click.Choice(["assistant", "last_turn", "all"]), default="assistant",
                     show_default=True, help="What is trained: every reply, the last one, or all tokens.")  # fmt: skip
-control_tokens = click.option(
-    "--control-tokens", metavar="ROLE=ID,…", help="Ids of control tokens, such as user=7,assistant=8.  [default: found]"
-)
-
-
-record_format = together(
-    click.option(
-        "--format",
-        "form",
-        type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
-        default="auto",
-        show_default=True,
-        help="What the records are; auto takes what the first is, and refuses a record with two readings.",
-    ),
-    click.option(
-        "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."
-    ),
-)
-
-
-def told(text: str | None) -> dict[str, int]:
-    """The ids of --control-tokens."""
-    try:
-        pairs = [one.split("=") for one in (text or "").split(",") if one]
-        return {role.strip(): int(number) for role, number in pairs}
-    except ValueError:
-        raise UsageError(f"--control-tokens {text} is no list such as user=7,assistant=8") from None
+SPELLED = {"seq_length": "seq-length", "template": "chat-template"}
+"""Options of lint that mean nothing without a tokenizer."""
 
 
 @click.command()
@@ -60,40 +37,24 @@ def told(text: str | None) -> dict[str, int]:
     "tokenizer",
     type=FILE,
     metavar="FILE",
-    help="Check roles against this tokenizer, and lengths with --seq-length.",
+    help="Check what this tokenizer would drop or refuse, and lengths with --seq-length.",
 )
+@chat_template
 @click.option("--seq-length", type=click.IntRange(1), metavar="N", help="Tokens of a row, to find what is longer.")
 @as_json
 def lint(**options: Any) -> None:
     """Find records that would be dropped: collisions of markers, odd pairs, empty turns, unknown roles.
 
-    Exits with 6 if there are any.
+    With --tokenizer each record is encoded, as `train tokenize` would. Exits with 6 if there are any.
     """
-    from converters.assets.token_files import held_template
     from train.data.look.lint import NOTES
     from train.data.look.lint import lint as check
-    from train.data.tokens.encode import TemplateEncoder, control_encoder
-    from train.data.tokens.tokenizers import ROLES, Fast, control_ids, open_vocabulary
 
-    roles = list(ROLES)
-    encode: Encoder | None = None
-    template: str | None = None
-    if options["seq_length"] and not options["tokenizer"]:
-        raise UsageError("--seq-length counts tokens, and needs --tokenizer")
-    if options["tokenizer"]:
-        vocabulary = open_vocabulary(options["tokenizer"])
-        control = control_ids(vocabulary, {})
-        template = held_template(vocabulary.beside) if isinstance(vocabulary, Fast) else None
-        roles = [] if template else list(control)
-        if isinstance(vocabulary, Fast) and template:
-            encode = TemplateEncoder(vocabulary, template, None)
-        elif control:
-            encode = control_encoder(vocabulary, control, None)
+    for name in ("seq_length", "template"):
+        if options[name] and not options["tokenizer"]:
+            raise UsageError(f"--{SPELLED[name]} needs --tokenizer", "name the tokenizer: --tokenizer M")
     longest = options["seq_length"] and options["seq_length"] + 1
-    found = check(
-        options["files"], form=options["form"], roles=roles, key=options["key"], encode=encode, longest=longest,
-        template=template,
-    )  # fmt: skip
+    found = check(options["files"], form=options["form"], key=options["key"], job=_job(options), longest=longest)
     bad = sum(number for finding, number in found.counts.items() if finding not in NOTES)
     if options["as_json"]:
         record = {"records": found.records, "malformed": bad, "format": found.form}
@@ -106,6 +67,22 @@ def lint(**options: Any) -> None:
         over = found.counts.get("over", 0)
         long = f", {over} documents are longer than a row" if over else ""
         raise VerificationError(f"{bad - over} of {found.records} records are malformed{long}")
+
+
+def _job(options: Mapping[str, Any]) -> Job | None:
+    """How `train tokenize` would encode the files, None without a tokenizer or where none of them can be read."""
+    from train.data.tokens.input_ranges import ranges
+
+    if not options["tokenizer"]:
+        return None
+    unasked = dict.fromkeys(("tokenizer_type", "eod", "append_eod", "control_tokens", "ftfy"))
+    for path in options["files"]:
+        try:
+            parts = ranges([path])
+        except SourceError:
+            continue  # the linter tells
+        return make_job({**options, **unasked}, parts)
+    return None
 
 
 def _report(found: Findings) -> None:
@@ -132,9 +109,11 @@ def count(prefix: Path, out: Path | None, seq_length: int | None, force: bool, a
     """
     from train.data.look.counts import count as counted
     from train.data.look.counts import write_counts
+    from train.data.tokens.documents import require_mask_length
     from train.data.tokens.indexed import open_indexed
 
     indexed = open_indexed(prefix, tokens=False)
+    require_mask_length(indexed)
     found = counted(indexed, None if seq_length is None else seq_length + 1)
     if out is not None:
         if out.is_dir() or not out.name:

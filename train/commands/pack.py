@@ -52,6 +52,7 @@ def pack(prefix: Path, **options: Any) -> None:
     positions keep them apart in training.
     """
     from train.data.packing.pack_plan import make_plan, write_plan
+    from train.data.tokens.documents import require_mask_length
     from train.data.tokens.indexed import open_indexed, prefix_of
 
     prefix = prefix_of(prefix)
@@ -59,8 +60,10 @@ def pack(prefix: Path, **options: Any) -> None:
         split = [float(share) for share in options["split"].replace("/", ",").split(",")]
     except ValueError:
         raise UsageError(f"--split {short(options['split'])} is no list of shares such as 98,1,1") from None
+    indexed = open_indexed(prefix)
+    require_mask_length(indexed)
     plan = make_plan(
-        open_indexed(prefix), algorithm=options["algorithm"], seq_length=options["seq_length"], seed=options["seed"],
+        indexed, algorithm=options["algorithm"], seq_length=options["seq_length"], seed=options["seed"],
         overlong=options["overlong"], split=split,
     )  # fmt: skip
     out = options["out"] or prefix.with_name(prefix.name + ".pack")

@@ -64,7 +64,8 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
     if not ranks.first:
         return
     if settings.export is not None and not settings.export.exists():
-        note = export(settings.save.path / progress.name, settings.export, settings.chat_template)
+        checkpoint, moved = settings.save.path / progress.name, settings.model.path
+        note = export(checkpoint, settings.export, settings.chat_template, moved)
         if note:
             click.echo(f"note: {note}", err=True)
         click.echo(f"exported to {settings.export}")

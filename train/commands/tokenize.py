@@ -13,7 +13,7 @@ import click
 
 from converters.commands.options import FILE, as_json, together
 from formats.errors import UnsupportedError, UsageError, short
-from train.commands.look import record_format, told
+from train.commands.record_options import chat_template, record_format, told
 
 if TYPE_CHECKING:
     from train.data.tokens.input_ranges import Ranges
@@ -75,12 +75,7 @@ running = together(
 )
 @click.option("--append-eod", is_flag=True, help="End each document with the end-of-document token.")
 @click.option("--eod", metavar="TOKEN", help="That token.  [default: <|endoftext|>, or the eos of a tokenizer.json]")
-@click.option(
-    "--chat-template",
-    "template",
-    metavar="NAME|FILE",
-    help="control, chatml, llama3, or a jinja file.  [default: the tokenizer's, for conversations]",
-)
+@chat_template
 @click.option("--control-tokens", metavar="ROLE=ID,…", help="Ids to check, such as user=7,assistant=8.")
 @click.option("--ftfy", is_flag=True, help="Mend texts that were decoded wrongly, with ftfy, before anything else.")
 @record_format

@@ -164,6 +164,7 @@ def _compare(folder: Path, said: Mapping[str, Any] | None) -> None:
     changed = [name for name in said if name not in free and held.get(name, said[name]) != said[name]]
     if changed:
         told = "; ".join(f"{SAME.get(name, name)}: {held[name]}, now {said[name]}" for name in changed)
-        raise RefusedError(
-            f"{folder} is another adapter ({told})", f"if only a folder has moved, correct it in {folder / NOTE}"
-        )
+        hint = "resume with the settings that it was trained with; other adapters are another run: --save.path …"
+        if changed == [BASE]:  # of a version that recorded neither the weights nor this file
+            hint = f"if only the folder has moved, correct it in {folder / NOTE}"
+        raise RefusedError(f"{folder} is another adapter ({told})", hint)

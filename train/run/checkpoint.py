@@ -35,7 +35,6 @@ from formats.torch_files import saves
 from train.distributed import World
 from train.engines import ENGINES, Engine
 from train.engines.errors import reason
-from train.run.identity import BESIDE
 from train.settings.config import Save
 from train.start.run_folder import LATEST, NOTE, PREFIX, is_ours
 
@@ -274,9 +273,7 @@ class Saver:
         Raises:
             OutputError: one cannot be read; the first rank says so, the others end with its exit code.
         """
-        paths = self.world.told(
-            lambda: sorted(path for path in staging.iterdir() if path.is_file() and path.suffix not in BESIDE)
-        )
+        paths = self.world.told(lambda: sorted(path for path in staging.iterdir() if saves.is_bound(path)))
         found, failure = dict[str, saves.Entry](), ""
         try:
             found = saves.entries_of(paths[self.world.rank :: self.world.ranks])
@@ -303,7 +300,8 @@ class Saver:
         for name, content in self.beside.items():
             write_file(staging / name, content)
         write_file(staging / NOTE, (json.dumps(asdict(progress), indent=1) + "\n").encode())
-        write_file(staging / saves.RECORD, saves.packed(record | saves.entries_of([staging / NOTE])))
+        small = [path for path in (staging / name for name in (NOTE, *self.beside)) if saves.is_bound(path)]
+        write_file(staging / saves.RECORD, saves.packed(record | saves.entries_of(small)))
         sync_folder(staging)
         if place.exists():
             _delete(place)

@@ -37,7 +37,7 @@ ADAPTER = "adapter"
 WEIGHTS = "adapter_model.safetensors"
 
 
-def export(checkpoint: Path, out: Path, template: str | None = None) -> str:
+def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path | None = None) -> str:
     """Convert a checkpoint; in bf16, without a process group, in constant memory, read back and compared.
 
     Of one with adapters OUT is the merged model, and `OUT/adapter` what peft loads. Memory is that of the adapters and
@@ -47,6 +47,7 @@ def export(checkpoint: Path, out: Path, template: str | None = None) -> str:
         checkpoint: of this trainer.
         out: the new folder.
         template: name or file of a chat template; None keeps that of the model, if it has one.
+        moved: where the model of adapters is now, if it is no longer where it was.
 
     Returns:
         A note, if nobody knows whether the adapters belong to the weights that they are merged into.
@@ -54,15 +55,17 @@ def export(checkpoint: Path, out: Path, template: str | None = None) -> str:
     Raises:
         VitruvianError: as the converter says; or they do not.
     """
-    from train.model.lora import NOTE
+    from train.model.lora import BASE, NOTE
     from train.run.identity import require_same_base
 
     request = Request(out, cast="bf16", quiet=True)
     if not (checkpoint / NOTE).is_file():
         run(plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE, template), request)
         return ""
+    require_one_save(checkpoint)
     said = json.loads((checkpoint / NOTE).read_bytes())
-    base = open_checkpoint(Path(said["base_model_name_or_path"]))
+    place = Path(said[BASE])
+    base = open_checkpoint(moved if moved is not None and not place.exists() else place)
     check_paths(base, request)
     note = require_same_base(checkpoint, base)
     scratch = request.place.with_name(request.place.name + ".merged")

@@ -52,6 +52,16 @@ def small_files(folder: Path) -> dict[str, bytes]:
     }
 
 
+def changed_files(checkpoint: Path, folder: Path) -> str:
+    """A note of the small files of a start that are not those that a checkpoint has; empty without any."""
+    then, now = small_files(checkpoint), small_files(folder)
+    both = (then.keys() & now.keys()) - {"config.json"}  # which is compared by what it says
+    names = [name for name in sorted(both) if then[name] != now[name]]
+    return (
+        f"{folder} has other files than {checkpoint}, which are saved from here on: {some(names, 4)}" if names else ""
+    )
+
+
 # --- the config ------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from train.model.selfcheck import require_masks, self_check
 from train.model.trainee import DTYPES, fitted, open_config
 from train.run.checkpoint import Progress, check_same, newest, read_progress, require_places
 from train.run.export import check_export
-from train.run.identity import require_same_config, require_same_tokenizer
+from train.run.identity import changed_files, require_same_config, require_same_tokenizer
 from train.settings.batching import Order, Sizes, batch_sizes, make_order
 from train.settings.config import Config
 from train.settings.effects import check_effect
@@ -78,6 +78,7 @@ def prepare(config: Config, world: World) -> Prepared:
         if start is not None:
             world.told(lambda: require_same_config(start, path))
             world.told(lambda: require_same_tokenizer(start, path))
+            notes.append(world.told(lambda: changed_files(start, path) if progress.step else ""))
         notes += world.told(lambda: [check_export(config, path, rows.documents), huggingface.unread(path)])
         world.told(lambda: check_tokenizer(rows.documents, path))
         rows = fitted(rows, path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from train.data.tokens.encode import Encoder
 from train.data.tokens.input_ranges import Ranges, ranges, values
 from train.data.tokens.records import Malformed, Reader, Record, reader
 from train.data.tokens.shapes import form_of
+from train.data.tokens.tokenizers import ROLES
+from train.data.tokens.workers import Job, encoder, job_reader
 
 NOTES = {
     "token": "contents that spell a control token; they stay text",
@@ -55,26 +57,24 @@ def lint(
     paths: Iterable[Path],
     *,
     form: str = "auto",
-    roles: Sequence[str],
     key: str = "text",
-    encode: Encoder | None = None,
+    job: Job | None = None,
     longest: int | None = None,
-    template: str | None = None,
 ) -> Findings:
     """Read files and tell what tokenization would drop, and what else is strange.
 
     Args:
         paths: the files.
         form: one of `shapes.FORMS`, or auto.
-        roles: those that have a control token; empty if a chat template judges them.
         key: the field that holds text.
-        encode: tokenization, to count tokens.
-        longest: tokens of the longest document that fits a row.
-        template: the chat template that they are for.
+        job: how `train tokenize` would encode them; each record is encoded, for some are dropped only then. None
+            checks the records alone.
+        longest: tokens of the longest document that fits a row; counted with a job only.
     """
-    found = Findings()
+    found = Findings(form="" if job is None else job.form)
     seen: set[int] = set()
-    read: Reader | None = None
+    read: Reader | None = None if job is None else job_reader(job)
+    encode = None if job is None else encoder(job)
     for path in paths:
         try:
             parts = ranges([path])
@@ -89,12 +89,12 @@ def lint(
                     raise value
                 if read is None:
                     found.form = form_of(value, key) if form == "auto" else form
-                    read = reader(found.form, roles, key, template=template, auto=form == "auto")
+                    read = reader(found.form, ROLES, key, auto=form == "auto")
                 record = read(value)
             except Malformed as error:
                 found.note(error.reason, place + (f", {error.detail}" if error.detail else ""))
                 continue
-            for note in _notes(record, roles, seen, encode, longest):
+            for note in _notes(record, seen, encode, longest):
                 found.note(note, place)
     return found
 
@@ -109,10 +109,8 @@ def _numbered(parts: Ranges, key: str) -> Iterator[tuple[int, Any]]:
             number += 1
 
 
-def _notes(
-    record: Record, roles: Sequence[str], seen: set[int], encode: Encoder | None, longest: int | None
-) -> Iterator[str]:
-    if any(f"<|{role}|>" in text for role in roles for text in record.contents):
+def _notes(record: Record, seen: set[int], encode: Encoder | None, longest: int | None) -> Iterator[str]:
+    if any(f"<|{role}|>" in text for role in ROLES for text in record.contents):
         yield "token"
     if record.left_out:
         yield "left out"
@@ -120,9 +118,9 @@ def _notes(
     if known in seen:
         yield "twice"
     seen.add(known)
-    if encode is not None and longest is not None:
+    if encode is not None:
         encoded = encode([record])
         if encoded.refused:
             yield encoded.refused[0][1]
-        elif encoded.sizes[0] > longest:
+        elif longest is not None and encoded.sizes[0] > longest:
             yield "over"

@@ -15,10 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import RefusedError, SourceError, UsageError
-from train.data.tokens.indexed import Indexed, chunks, open_indexed, prefix_of
+from train.data.tokens.indexed import AGAIN, Indexed, chunks, open_indexed, prefix_of
 from train.data.tokens.loss_masks import ASSISTANT, Mask, label_mask
 from train.data.tokens.sidecar import Facts, mask_path, read_facts
 from train.data.tokens.tokenizers import Vocabulary, control_ids, made_with
+
+MASK_MOST = 3
+"""The greatest byte of a mask: the bits of a reply and of the last one, see `encode.REPLY` and `LAST_REPLY`."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,38 @@ class Documents:
         """
         tokens, sizes, place = self.span(first, stop)
         sizes = sizes[sizes > 0]
-        stored = None if self.stored is None else self.stored[place]
+        stored = None if self.stored is None else self._sound(place)
         if self.roles is not None:
             stored = _from_roles(self.roles.tokens[place], sizes)
         return label_mask(tokens, sizes, self.control, stored, loss)
+
+    def _sound(self, place: slice) -> NDArray[np.uint8]:
+        """The mask of some tokens.
+
+        Raises:
+            SourceError: a byte has another bit than those of a mask.
+        """
+        assert self.stored is not None
+        found = self.stored[place]
+        if len(found) and int(found.max()) > MASK_MOST:
+            where = int(np.argmax(found > MASK_MOST))
+            raise SourceError(
+                f"{mask_path(self.indexed.prefix)} has the value {int(found[where])} at byte {place.start + where}: "
+                f"a mask has 0 to {MASK_MOST}",
+                AGAIN,
+            )
+        return found
+
+
+def require_mask_length(indexed: Indexed) -> None:
+    """See that the mask beside token files, if there is one, has a byte for each token.
+
+    Raises:
+        SourceError: it has not.
+    """
+    path = mask_path(indexed.prefix)
+    if path.is_file() and path.stat().st_size != indexed.total:
+        raise SourceError(f"{path} has {path.stat().st_size} bytes for {indexed.total} tokens", AGAIN)
 
 
 def _from_roles(roles: NDArray[Any], sizes: NDArray[Any]) -> NDArray[np.uint8]:
@@ -99,8 +130,7 @@ def open_documents(
     stored = None
     if mask_path(prefix).is_file():
         stored = np.memmap(mask_path(prefix), np.uint8, "r")
-        if len(stored) != indexed.total:
-            raise SourceError(f"{mask_path(prefix)} has {len(stored)} bytes for {indexed.total} tokens")
+        require_mask_length(indexed)
     elif facts is not None and (facts.template is not None or facts.masked):
         raise SourceError(
             f"{mask_path(prefix)} is not there: it tells which tokens of {prefix} are trained", "tokenize again"

@@ -131,7 +131,7 @@ def open_indexed(path: Path, tokens: bool = True) -> Indexed:
 
     Args:
         path: the prefix, with or without `.bin` or `.idx`.
-        tokens: whether the `.bin` must be there, with the size that the index tells.
+        tokens: whether the `.bin` must be there.
 
     Raises:
         SourceError: a file is missing, cut short, damaged, or does not fit the other one.
@@ -154,8 +154,9 @@ def open_indexed(path: Path, tokens: bool = True) -> Indexed:
     least = min((int(part.min()) for _, part in chunks(sizes)), default=0)
     if least < 0:
         raise SourceError(f"{index} has a sequence of {least} tokens")
-    if tokens:
-        _check_tokens(found)
+    if tokens or bin_path(prefix).is_file():
+        _check_length(found)
+    _check_pointers(found)
     return found
 
 
@@ -184,7 +185,7 @@ def _header(path: Path) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(CODES[code]), n, m
 
 
-def _check_tokens(found: Indexed) -> None:
+def _check_length(found: Indexed) -> None:
     path = bin_path(found.prefix)
     if not path.is_file():
         raise SourceError(f"{path} is not there, its index is")
@@ -193,6 +194,9 @@ def _check_tokens(found: Indexed) -> None:
         raise SourceError(
             f"{path} has {held} bytes, its index tells of {found.total} tokens of {found.dtype.itemsize}: {wanted}"
         )
+
+
+def _check_pointers(found: Indexed) -> None:
     position = 0
     for low, sizes in chunks(found.sizes):
         ends = position + np.cumsum(sizes, dtype=np.int64) * found.dtype.itemsize

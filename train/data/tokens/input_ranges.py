@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from itertools import accumulate
 from math import isinf
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple, overload
 
 from formats.errors import SourceError, UnsupportedError, UsageError, short
@@ -26,7 +27,8 @@ from train.data.tokens.turn_flags import ALLOWED, MORE, SYSTEM
 
 RANGE = 1 << 20
 """Bytes of a range."""
-PACKED = (".gz", ".zst")
+TOOLS = {".gz": "gzip", ".zst": "zstd"}
+PACKED = tuple(TOOLS)
 LONGEST = 16 << 20
 """Bytes of the longest line that is read; a longer one is a file of another kind."""
 BOM = b"\xef\xbb\xbf"
@@ -126,6 +128,7 @@ def ranges(paths: Iterable[Path]) -> Ranges:
         else:
             with path.open("rb") as file:
                 head = file.read(4096)
+            _require_unpacked(path, head)
             _require_utf8(path, head)
             if kind == "json":
                 _require_lines(path, head)
@@ -146,8 +149,19 @@ def _require_packed(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(4)
     if not head.startswith(BEGINS[path.suffix]):
-        name = "gzip" if path.suffix == ".gz" else "zstd"
-        raise SourceError(f"{path} is not compressed with {name}: it begins with {head!r}", "rename it if it is not")
+        raise SourceError(
+            f"{path} is not compressed with {TOOLS[path.suffix]}: it begins with {head!r}", "rename it if it is not"
+        )
+
+
+def _require_unpacked(path: Path, head: bytes) -> None:
+    """Refuse a compressed file whose name does not say so."""
+    suffix = next((suffix for suffix, marks in BEGINS.items() if head.startswith(marks)), None)
+    if suffix is not None:
+        raise SourceError(
+            f"{path} is compressed with {TOOLS[suffix]}, and its name does not end in {suffix}",
+            f"mv {quote(str(path))} {quote(str(path) + suffix)}",
+        )
 
 
 def _kind(path: Path) -> str:
@@ -349,8 +363,10 @@ class _Unpacked(io.RawIOBase):
             try:
                 self.left = memoryview(next(self.pieces, b""))
             except EOFError:
+                nbytes = self.path.stat().st_size
                 raise SourceError(
-                    f"{self.path} is cut short: it ends after {self.done} decompressed bytes",
+                    f"{self.path} is cut short: its {nbytes} bytes end within a compressed stream, after {self.done} "
+                    "decompressed bytes were read",
                     "copy or download it again",
                 ) from None
             except (zlib.error, gzip.BadGzipFile, _Damaged) as error:

@@ -5,8 +5,8 @@ whichever it took, the other would be lost without a word. A format that is name
 
 Facts: the fields of sets on the Hub: tatsu-lab/alpaca (`instruction`, `output`, and `text`), CohereLabs/aya_dataset
 (`inputs`, `targets`), HuggingFaceH4/ultrafeedback_binarized (`chosen`, `rejected`, and `messages`); TRL's dataset
-formats (`prompt`, `completion`); ms-swift 3 custom datasets (`query`, `response`). A `prompt` alone is no row:
-ultrachat_200k and no_robots repeat the first message in it.
+formats (`prompt`, `completion`); ms-swift 3 custom datasets (`query`, `response`; `rejected_response` beside
+`messages`). A `prompt` alone is no row: ultrachat_200k and no_robots repeat the first message in it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ SHAPES: tuple[Shape, ...] = (
     Shape(("input", "output")),
     Shape(("chosen", "rejected")),
 )
-NAMES = frozenset(name for shape in SHAPES for name in shape.fields) - {TEXT}
+BESIDE_TURNS = (
+    "instruction", "input", "output", "query", "response", "completion", "chosen", "rejected", "rejected_response",
+)  # fmt: skip
+"""Fields that are a second reading beside turns, each by itself; not where they repeat what a turn says."""
+NAMES = frozenset(name for shape in SHAPES for name in shape.fields) - {TEXT} | {*BESIDE_TURNS}
 
 
 def shapes_of(record: Mapping[str, Any], key: str = TEXT) -> list[Shape]:
@@ -64,7 +68,18 @@ def shapes_of(record: Mapping[str, Any], key: str = TEXT) -> list[Shape]:
             shape.fields[0] in FIELDS and found
         ):
             found.append(shape)
+    if found and found[0].fields[0] in FIELDS:
+        known = {name for shape in found for name in shape.fields}
+        found += [Shape((name,)) for name in BESIDE_TURNS if name not in known and _says_more(record, name)]
     return found
+
+
+def _says_more(record: Mapping[str, Any], name: str) -> bool:
+    """Whether a field of a record with turns says what none of them says."""
+    value, turns = record.get(name), record[str(turns_field(record))]
+    if is_empty(value) or value == turns:
+        return False
+    return not any(isinstance(turn, dict) and value in turn.values() for turn in turns or ())
 
 
 def told(shapes: list[Shape], key: str = TEXT) -> str:

@@ -29,7 +29,7 @@ from formats.errors import SourceError
 from train.data.tokens.encode import CHATML, ROLE_NUMBERS, Encoder, TemplateEncoder, control_encoder, role_encoder
 from train.data.tokens.indexed import best_dtype
 from train.data.tokens.input_ranges import Range, values
-from train.data.tokens.records import GRAVE, Malformed, Record, reader
+from train.data.tokens.records import GRAVE, Malformed, Reader, Record, reader
 from train.data.tokens.shapes import FIELDS
 from train.data.tokens.tokenizers import Fast, open_vocabulary
 
@@ -129,6 +129,11 @@ def encoder(job: Job) -> Encoder:
     return TemplateEncoder(vocabulary, job.template, job.eod)
 
 
+def job_reader(job: Job) -> Reader:
+    """The function that reads records for a job."""
+    return reader(job.form, job.roles, job.key, any_turns=job.special is not None, template=job.template, auto=job.auto)
+
+
 def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
     """Encode a range and leave its tokens in `OUT.bin`, `OUT.sizes` and, where there is a mask, `OUT.mask`."""
     dtype, lines = best_dtype(job.vocabulary), 0
@@ -171,7 +176,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(job: Job, part: Range) -> Iterator[_Batch]:
-    read = reader(job.form, job.roles, job.key, any_turns=job.special is not None, template=job.template, auto=job.auto)
+    read = job_reader(job)
     records: list[Record] = []
     numbers: list[int] = []
     dropped: list[Dropped] = []

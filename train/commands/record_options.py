@@ -1,0 +1,41 @@
+"""Options of several commands that say what records are and how they become tokens."""
+
+from __future__ import annotations
+
+import click
+
+from converters.commands.options import together
+from formats.errors import UsageError
+
+control_tokens = click.option(
+    "--control-tokens", metavar="ROLE=ID,…", help="Ids of control tokens, such as user=7,assistant=8.  [default: found]"
+)
+
+chat_template = click.option(
+    "--chat-template",
+    "template",
+    metavar="NAME|FILE",
+    help="control, chatml, llama3, or a jinja file.  [default: the tokenizer's, for conversations]",
+)
+record_format = together(
+    click.option(
+        "--format",
+        "form",
+        type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
+        default="auto",
+        show_default=True,
+        help="What the records are; auto takes what the first is, and refuses a record with two readings.",
+    ),
+    click.option(
+        "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."
+    ),
+)
+
+
+def told(text: str | None) -> dict[str, int]:
+    """The ids of --control-tokens."""
+    try:
+        pairs = [one.split("=") for one in (text or "").split(",") if one]
+        return {role.strip(): int(number) for role, number in pairs}
+    except ValueError:
+        raise UsageError(f"--control-tokens {text} is no list such as user=7,assistant=8") from None

@@ -31,7 +31,7 @@ from formats.model.adapters import require_plain
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.vocab_rows import EMBEDDING
 from formats.optimizer import Group, Optimizer
-from formats.torch_files import dcp, dcp_writer, rank_dumps
+from formats.torch_files import dcp, dcp_writer, rank_dumps, saved_names
 from formats.torch_files.archive import TorchFile, packed, read_torch
 from formats.torch_files.archive_writer import Small
 from formats.torch_files.wrappers import unwrapped
@@ -96,7 +96,7 @@ def _kind(folder: Path) -> Callable[[Path, Settings], Listing] | None:
     names = [path.name for path in folder.iterdir()]
     if any(map(SHARD.fullmatch, names)):
         return _shards
-    if any(map(rank_dumps.RANK.fullmatch, names)):
+    if any(map(saved_names.MODEL_DUMP.fullmatch, names)):
         return _dumps
     if FULL in names:
         return _full

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.torch_files.archive import read_torch
 from formats.torch_files.saved_names import LAYER, MODEL, MODEL_OF_STAGE_3
 
@@ -97,7 +97,7 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
                 f"{broken} is a link to {broken.readlink()}, which is not there", f"name a tag with --tag; {present}"
             )
         if tracker is None:
-            raise SourceError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
+            raise OptionNeededError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
         with tracker.open("rb") as file:
             tag = file.read(1000).decode(errors="replace").strip()
         said = f"{tracker} names"

@@ -22,7 +22,7 @@ from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed import universal
 from formats.disk.safetensors import Fragment
-from formats.errors import SourceError, UnsupportedError, short, some
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread, whole_part
 from formats.layout.table import Cut, Placed, Slot, match
@@ -58,7 +58,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     notes = []
     if wanted == "module" and (third or whole):
         kind = "a universal checkpoint" if whole else "of stage 3"
-        raise SourceError(f"{tag} is {kind}, which holds no module", "take --weights fp32-master")
+        raise OptionNeededError(f"{tag} is {kind}, which holds no module", "take --weights fp32-master")
     modules = zero_partitions.module(models[0])
     if wanted == "module":
         tensors = dict(_module(models[0], modules))
@@ -368,7 +368,7 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path
     for place in (path, run, tag, tag.parent):
         if (place / "config.json").is_file():
             return place
-    raise SourceError(f"{path} has no config.json", "add --config BASE, the model that the training began with")
+    raise OptionNeededError(f"{path} has no config.json", "add --config BASE, the model that the training began with")
 
 
 def _no_module(dtypes: Collection[str]) -> str:

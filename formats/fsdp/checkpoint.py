@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, read_safetensors
-from formats.errors import RefusedError, SourceError, UnsupportedError, some
+from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, some
 from formats.fsdp import torchtitan
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread
@@ -228,7 +228,9 @@ def _config_folder(path: Path, folder: Path, settings: Settings) -> Path:
     if named and (Path(named) / "config.json").is_file():
         return Path(named)
     hint = f" (train_params.yaml names {named})" if named else ""
-    raise SourceError(f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}")
+    raise OptionNeededError(
+        f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}"
+    )
 
 
 def _model_name(folder: Path) -> str | None:

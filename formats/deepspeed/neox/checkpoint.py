@@ -26,7 +26,7 @@ from formats.deepspeed.neox import gqa_order
 from formats.deepspeed.neox.yml import from_neox, is_gated, read_yml
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
+from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short, some
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
 from formats.layout.table import Placed, Slot, match, rules, slots
@@ -361,7 +361,7 @@ def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
             raise SourceError(f"{place} is not there", "--config names the yml of the run, or a folder with it")
     paths = [place] if place.is_file() else sorted([*place.glob("*.yml"), *place.glob("*.yaml")])
     if not paths:
-        raise SourceError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")
+        raise OptionNeededError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")
     return read_yml(paths), str(paths[0] if len(paths) == 1 else place)
 
 

@@ -28,6 +28,7 @@ from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.neox import checkpoint as neox
 from formats.detect import lookalikes
 from formats.errors import OutputError, UnsupportedError
+from formats.torch_files import saved_names
 
 NORMS = ("input_norm", "input_norm_bias", "post_norm", "post_norm_bias", "final_norm", "final_norm_bias")
 MARK = "average-norms"
@@ -71,7 +72,7 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
     out = request.root / source.home.name
     module = _norms(make_plan(source))
     jobs: list[Job] = []
-    held = any(deepspeed.OPTIM.fullmatch(path.name) for path in source.home.iterdir())
+    held = any(saved_names.OPTIM.fullmatch(path.name) for path in source.home.iterdir())
     if held:
         masters = _norms(make_plan(neox.read(run, replace(settings, weights="fp32-master"))))
         for name, job in masters.items():

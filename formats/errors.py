@@ -32,6 +32,10 @@ class DamagedError(SourceError):
     """What was read of the source is not what was written: its checksum differs."""
 
 
+class OptionNeededError(SourceError):
+    """What is there can be read only with an option, such as the config that it lacks."""
+
+
 class UnsupportedError(VitruvianError):
     """The source is sound, but holds something that has no layout here."""
 

@@ -80,13 +80,13 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
             raise SourceError(f"{path} does not exist", downloaded(path))
         if not path.is_dir():
             _check_foreign(path, [path.name])
-            hint = f"name its folder: {path.parent}" if _known(path.parent) else ""
+            hint = f"name its folder: {path.parent}" if is_known(path.parent) else ""
             raise SourceError(f"{path} is a file, a checkpoint is a folder", hint)
         tag = settings.tag if settings else None
         place = path / tag if tag and Path(tag).name == tag and (path / tag).is_dir() else path
         lookalikes.check(place)
         if place == path and not first:
-            require_one(path, _known)
+            require_one(path, is_known)
         for name in [*first, *FORMATS]:
             if module(name).detect(place) or (place != path and module(name).detect(path)):
                 checkpoint: Checkpoint = module(name).read(path, settings or Settings())
@@ -103,7 +103,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
     iterations = [name for name in entries if ITERATION.fullmatch(name)]
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
-    runs = fsdp.checkpoints(path, _known)
+    runs = fsdp.checkpoints(path, is_known)
     if not runs:
         _check_foreign(path, entries)
         runs = _inside(path)
@@ -136,10 +136,10 @@ def _inside(path: Path) -> list[Path]:
     """Checkpoints in a folder that is none itself, or in the snapshots of a folder of the Hub's cache."""
     place = path / "snapshots" if (path / "snapshots").is_dir() else path
     folders = (one for one in sorted(place.iterdir()) if one.is_dir())
-    return [one for one in islice(folders, MOST_FOLDERS) if _known(one)]
+    return [one for one in islice(folders, MOST_FOLDERS) if is_known(one)]
 
 
-def _known(path: Path) -> bool:
+def is_known(path: Path) -> bool:
     """Whether a folder is of a known format; what cannot be looked into is none."""
     try:
         return any(module(name).detect(path) for name in FORMATS)

@@ -23,7 +23,15 @@ from converters.commands.options import (
     require_family,
     weights,
 )
-from formats.errors import SourceError, VerificationError, some
+from formats.errors import (
+    OptionNeededError,
+    RefusedError,
+    SourceError,
+    UnsupportedError,
+    UsageError,
+    VerificationError,
+    some,
+)
 
 if TYPE_CHECKING:
     from converters.plan.plan import Job
@@ -62,7 +70,8 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     """Check OUT against its manifest, or against SRC in any format.
 
-    A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32.
+    A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32, and
+    must make a checkpoint together.
     """
     from converters.common.manifest import contradictions, is_verbatim, read_manifest, remembered_states
     from converters.prove.digest import total
@@ -70,7 +79,7 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     from formats.model.spec import Verbatim, differences
 
     if src is None and out.is_dir() and not any(out.rglob(MANIFEST)):
-        _verify_archives(out, options["threads"], as_json)
+        _verify_archives(out, options, as_json)
         return
     options["verbatim"] |= src is None and is_verbatim(out)
     checkpoint = opened(out, _own_config(out, options), alone=src is None)
@@ -113,7 +122,7 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
         click.echo("note: no table says what its config.json means, which was not compared", err=True)
 
 
-def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
+def _verify_archives(folder: Path, options: Mapping[str, Any], as_json: bool) -> None:
     from converters.common.progress import Progress
     from converters.prove.archive_crc import archives, check
     from formats.checkpoint import MANIFEST
@@ -121,7 +130,7 @@ def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
 
     paths = archives(folder)
     with Progress("checking", sum(path.stat().st_size for path in paths), as_json) as progress:
-        found = check(paths, threads, progress.advance)
+        found = check(paths, options["threads"], progress.advance)
     if not found.files:
         raise SourceError(
             f"{folder} holds no {MANIFEST}, and no file of torch.save, which has checksums of its own",
@@ -132,8 +141,10 @@ def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
         record = saves.recorded(note.parent) or {}
         files = saves.files_of(record, note.parent)
         mixed += [str(note.parent / name) for name in saves.differing(record, files)]
+    unopened = None if found.damaged or mixed else _unopened(folder, options)
     if as_json:
-        click.echo(json.dumps({"equal": not (found.damaged or mixed), **asdict(found), "mixed": mixed}, indent=1))
+        facts = {"equal": not (found.damaged or mixed), **asdict(found), "mixed": mixed, "unopened": unopened}
+        click.echo(json.dumps(facts, indent=1))
     if mixed:
         raise VerificationError(
             f"{folder} is a mixture of different saves: {some(mixed, 5)} are recorded otherwise", "copy them again"
@@ -147,6 +158,25 @@ def _verify_archives(folder: Path, threads: int, as_json: bool) -> None:
         click.echo(f"{folder}: {found.files} files, {found.members} parts, each with its CRC-32")
         if found.unrecorded or found.others:
             click.echo(f"without one: {found.unrecorded} parts, {len(found.others)} files that are no archives")
+    if unopened:
+        click.echo(f"note: whether the files are one checkpoint was not looked at: {unopened}", err=True)
+
+
+def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
+    """Why a folder could not be opened as a checkpoint; None when it could.
+
+    Raises:
+        SourceError: its files do not belong together.
+    """
+    from formats.registry import is_known
+
+    if not is_known(folder):
+        return f"{folder} is no checkpoint of a known format"
+    try:
+        opened(folder, _own_config(folder, options))
+    except (OptionNeededError, RefusedError, UnsupportedError, UsageError) as error:
+        return str(error)
+    return None
 
 
 @click.command()

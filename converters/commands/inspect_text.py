@@ -12,7 +12,6 @@ from converters.common.progress import size, table
 from converters.plan.plan import PADDING, Plan, filled
 from converters.plan.training_state import optimizer_of
 from formats.checkpoint import MANIFEST, Checkpoint
-from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import universal, zero
 from formats.deepspeed.neox import checkpoint as neox
 from formats.disk.json_file import read_json
@@ -22,6 +21,7 @@ from formats.fsdp import optimizer as fsdp_optim
 from formats.huggingface import config as hf_config
 from formats.megatron import megatron_llm, optimizer_reader
 from formats.megatron.args import fields
+from formats.torch_files import saved_names
 
 FRESH = {
     "megatron": "--no-load-optim --no-load-rng",
@@ -90,7 +90,7 @@ def _is_trained(source: Checkpoint) -> bool:
         return fsdp_optim.find(source) is not None
     if source.format in (neox.NAME, zero.NAME):
         names = [path.name for path in source.home.iterdir()]
-        return universal.is_universal(source.home) or any(map(deepspeed.OPTIM.fullmatch, names))
+        return universal.is_universal(source.home) or any(map(saved_names.OPTIM.fullmatch, names))
     return "optimizer" in source.extra.get("state", ())
 
 

@@ -63,6 +63,7 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
     from converters.common.progress import size
     from converters.convert import check_paths, run, run_share
     from converters.prove import digest
+    from formats.torch_files import saves
 
     record, share = plan_record(plan), options["share"]
     if options["dry_run"]:
@@ -95,7 +96,9 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
         (checked,) = verdicts
         facts = {"digest": total, "verified": request.verify, "source_checksums": checked.record()}
         told = f"{'read back and equal' if request.verify else 'not read back'}\n"
-        told += f"source checksums: {checked}\ndigest {total}"
+        paths = {part.fragment.path for job in plan.jobs for part in job.sources if part.fragment.member}
+        loose = saves.untied(plan.source.home, paths, plan.source.format)
+        told += f"source checksums: {checked}{loose and f' ({loose})'}\ndigest {total}"
     seconds = time.monotonic() - began
     if options["as_json"]:
         facts |= {"out": str(request.out), "tensors": tensors, "bytes": nbytes, "seconds": round(seconds, 3)}

@@ -25,6 +25,7 @@ from blake3 import blake3
 
 from converters.common.atomic import lock, write_all
 from converters.move.blocks import Files
+from converters.move.sampled import samples_of
 from converters.plan.plan import Job, Plan
 from formats.checkpoint import OutputFile
 from formats.errors import OutputError
@@ -262,8 +263,16 @@ def _entries(content: bytes) -> Done:
 
 
 def fingerprint(plan: Plan, replicas: str) -> str:
-    """What makes a conversion the same one: what is read of which files, the target's layout, casts, replica policy."""
-    source = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in plan.source.files]
+    """What makes a conversion the same one: what is read of which files, the target's layout, casts, replica policy.
+
+    Raises:
+        SourceError: a file of the source cannot be read.
+    """
+    paths = plan.source.files
+    source = [
+        [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns, sample]
+        for path, sample in zip(paths, samples_of(paths), strict=True)
+    ]
     files = plan.target.files if plan.target else ()
     target = [
         [str(file.path), file.size, [(placed.slot.file, placed.key, placed.slot.layer) for placed in file.tensors]]
@@ -277,6 +286,7 @@ def fingerprint(plan: Plan, replicas: str) -> str:
             at, spans = part.fragment, [(one.start, one.stop, one.stride) for one in part.leaf.spans]
             of = at.scales
             scaled = of and (of.method, place(of.factors.path), of.factors.offset, of.block, of.rows, of.columns)
-            line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans}\n"
+            crc = at.member.crc if at.member else 0
+            line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans} {crc}\n"
             facts.update(line.encode(errors="surrogateescape"))  # a path is bytes
     return "vitruvian 1 " + facts.hexdigest()

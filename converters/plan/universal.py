@@ -31,6 +31,7 @@ from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim
 from formats.optimizer import STATES, Group, Optimizer
+from formats.torch_files import saved_names
 from formats.torch_files.pickle_values import Opaque
 
 WHY = "DeepSpeed's own names"
@@ -67,7 +68,7 @@ def plan_universal(states: States, request: Request) -> Plan:
     opened, model, partitions = states
     tag = opened[0].home
     parameters = list(_parameters(opened[0], zero_partitions.step_of(partitions)))
-    ranks = len([path for path in tag.iterdir() if deepspeed.MODEL.fullmatch(path.name)]) or 1
+    ranks = len([path for path in tag.iterdir() if saved_names.MODEL.fullmatch(path.name)]) or 1
     frozen = _frozen(model, {one.name for one in parameters})
     small = universal.texts(parameters, partitions[0].settings, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
     lost = universal.left_out(model)

@@ -15,18 +15,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from formats.errors import SourceError, UnsupportedError, short
-from formats.torch_files.archive import TorchFile, read_torch
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
+from formats.torch_files.archive import read_torch
+from formats.torch_files.saved_names import LAYER, MODEL, MODEL_OF_STAGE_3
 
 LATEST = "latest"
 OURS = "vitruvian"
 """The key under which model files of our own say what those of others do not."""
 MOST_RANKS = 1 << 20
 TRACKERS = (LATEST, "latest_universal")
-MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-MODEL_OF_STAGE_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
 
 
@@ -100,7 +97,7 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
                 f"{broken} is a link to {broken.readlink()}, which is not there", f"name a tag with --tag; {present}"
             )
         if tracker is None:
-            raise SourceError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
+            raise OptionNeededError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
         with tracker.open("rb") as file:
             tag = file.read(1000).decode(errors="replace").strip()
         said = f"{tracker} names"
@@ -115,26 +112,6 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     if not holds(path / tag):
         raise SourceError(f"{path / tag} holds no file of DeepSpeed's model states", present)
     return path, path / tag
-
-
-def opened(path: Path) -> TorchFile:
-    """Open one of the files. Swapped ones of the same size are the same model as far as sizes tell.
-
-    torch.save leaves the name of the file in it; DeepSpeed's fast writer, which gives it a stream, does not.
-
-    Raises:
-        SourceError: it was saved under the name of another rank or layer.
-    """
-    file = read_torch(path)
-    for kind in (MODEL, MODEL_OF_STAGE_3, LAYER, OPTIM):
-        now, then = kind.fullmatch(path.name), kind.fullmatch(f"{file.name}.pt")
-        if now and then and [one.lstrip("0") for one in now.groups()] != [one.lstrip("0") for one in then.groups()]:
-            raise SourceError(
-                f"{path} was saved as {short(file.name)}: files are mixed up",
-                "copy the files of all ranks again, each under its own name; a file that was renamed on purpose has to "
-                "be saved again with torch.save",
-            )
-    return file
 
 
 def model_files(tag: Path) -> dict[int, Path]:

@@ -23,7 +23,8 @@ from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, whole_part
 from formats.layout.table import Cut
-from formats.torch_files.archive import TorchFile
+from formats.torch_files import saved_names
+from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.unpickle import DAMAGE
@@ -69,14 +70,14 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
     """
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
-        name = deepspeed.OPTIM.fullmatch(path.name)
+        name = saved_names.OPTIM.fullmatch(path.name)
         if name and int(name[2]) == mp:
             other = found.setdefault(int(name[1]), path)
             if other is not path:
                 raise SourceError(f"{folder} holds two partitions of rank {name[1]}: {other.name} and {path.name}")
     if not found:
         raise SourceError(f"{folder} holds no optimizer states of mp_rank_{mp:02d}", "--weights module needs none")
-    partitions = {rank: _partition(deepspeed.opened(path), states) for rank, path in found.items()}
+    partitions = {rank: _partition(read_torch(path), states) for rank, path in found.items()}
     wanted = max([max(found) + 1, *(n for one in partitions.values() for n in one.ranks)])
     if wanted > deepspeed.MOST_RANKS:
         raise SourceError(f"{folder} claims {wanted} data parallel ranks", "a file is damaged, or has another's name")

@@ -22,14 +22,15 @@ from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed import universal
 from formats.disk.safetensors import Fragment
-from formats.errors import SourceError, UnsupportedError, short, some
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread, whole_part
 from formats.layout.table import Cut, Placed, Slot, match
 from formats.model.adapters import require_plain
 from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
-from formats.torch_files.archive import TorchFile
+from formats.torch_files import saved_names
+from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.saves import TIES, require_same
 from formats.torch_files.wrappers import unwrapped
 
@@ -52,12 +53,12 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     run, tag = deepspeed.locate(path, settings.tag)
     models = _models(tag)
     whole = universal.is_universal(tag)
-    third = bool(deepspeed.MODEL_OF_STAGE_3.fullmatch(models[0].path.name))
+    third = bool(saved_names.MODEL_OF_STAGE_3.fullmatch(models[0].path.name))
     wanted = settings.weights or ("fp32-master" if third or whole else "module")
     notes = []
     if wanted == "module" and (third or whole):
         kind = "a universal checkpoint" if whole else "of stage 3"
-        raise SourceError(f"{tag} is {kind}, which holds no module", "take --weights fp32-master")
+        raise OptionNeededError(f"{tag} is {kind}, which holds no module", "take --weights fp32-master")
     modules = zero_partitions.module(models[0])
     if wanted == "module":
         tensors = dict(_module(models[0], modules))
@@ -103,7 +104,7 @@ def _models(tag: Path) -> list[TorchFile]:
         return [_file(path) for path in sorted(tag.iterdir()) if deepspeed.is_model(path.name)][:1]
     shards: dict[int, Path] = {}
     for path in sorted(tag.iterdir()):
-        name = deepspeed.MODEL_OF_STAGE_3.fullmatch(path.name)
+        name = saved_names.MODEL_OF_STAGE_3.fullmatch(path.name)
         if name and int(name[2]):
             raise UnsupportedError(f"{path} is of a second model parallel rank, whose layout is not known")
         if name and shards.setdefault(int(name[1]), path) is not path:
@@ -116,7 +117,7 @@ def _models(tag: Path) -> list[TorchFile]:
                 "`convert neox2hf` knows that of GPT-NeoX; what DeepSpeed's own tensor parallelism cuts, it gathers",
             )
         return [_require_alone(_file(files[0]))]
-    if any(deepspeed.MODEL.fullmatch(path.name) for path in tag.iterdir()):
+    if any(saved_names.MODEL.fullmatch(path.name) for path in tag.iterdir()):
         raise SourceError(f"{tag} holds model files of stage 3 and of another stage", "remove those that are older")
     first = min(shards)
     opened = {rank: _file(path) if rank == first else _rank(path) for rank, path in sorted(shards.items())}
@@ -147,7 +148,7 @@ def _require_alone(file: TorchFile) -> TorchFile:
 
 
 def _file(path: Path) -> TorchFile:
-    file = deepspeed.opened(path)
+    file = read_torch(path)
     if not isinstance(file.value, Mapping):
         raise SourceError(f"{path} holds no model states of DeepSpeed")
     return file
@@ -326,7 +327,7 @@ def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
 
 
 def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.Partition]) -> None:
-    third = bool(deepspeed.MODEL_OF_STAGE_3.fullmatch(model.path.name))
+    third = bool(saved_names.MODEL_OF_STAGE_3.fullmatch(model.path.name))
     if third is not (partitions[0].stage == 3):
         other = "is" if third else "is not"
         raise SourceError(f"{partitions[0].path} is of stage {partitions[0].stage}, {model.path} {other} of stage 3")
@@ -373,7 +374,7 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path
     for place in (path, run, tag, tag.parent):
         if (place / "config.json").is_file():
             return place
-    raise SourceError(f"{path} has no config.json", "add --config BASE, the model that the training began with")
+    raise OptionNeededError(f"{path} has no config.json", "add --config BASE, the model that the training began with")
 
 
 def _no_module(dtypes: Collection[str]) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from formats.deepspeed import folders as deepspeed
 from formats.errors import SourceError, UnsupportedError
 from formats.megatron.shards import locate
-from formats.torch_files import dcp
+from formats.torch_files import dcp, saved_names
 from formats.torch_files.pickle_values import Namespace
 
 MOST_YAML = 1 << 20
@@ -82,7 +82,7 @@ def _megatron_deepspeed(path: Path) -> Path | None:
     for tag in [path] if deepspeed.holds(path) else deepspeed.likely(path):
         files = sorted(tag.iterdir())
         models = (file for file in files if deepspeed.is_model(file.name))
-        layers = (file for file in files if deepspeed.LAYER.fullmatch(file.name))
+        layers = (file for file in files if saved_names.LAYER.fullmatch(file.name))
         for file in [*islice(models, 1)] or [*islice(layers, FEW)]:
             try:
                 value = deepspeed.value_of(file)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, read_safetensors
-from formats.errors import RefusedError, SourceError, UnsupportedError, some
+from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, some
 from formats.fsdp import torchtitan
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread
@@ -31,7 +31,7 @@ from formats.model.adapters import require_plain
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.vocab_rows import EMBEDDING
 from formats.optimizer import Group, Optimizer
-from formats.torch_files import dcp, dcp_writer, rank_dumps
+from formats.torch_files import dcp, dcp_writer, rank_dumps, saved_names
 from formats.torch_files.archive import TorchFile, packed, read_torch
 from formats.torch_files.archive_writer import Small
 from formats.torch_files.wrappers import unwrapped
@@ -96,7 +96,7 @@ def _kind(folder: Path) -> Callable[[Path, Settings], Listing] | None:
     names = [path.name for path in folder.iterdir()]
     if any(map(SHARD.fullmatch, names)):
         return _shards
-    if any(map(rank_dumps.RANK.fullmatch, names)):
+    if any(map(saved_names.MODEL_DUMP.fullmatch, names)):
         return _dumps
     if FULL in names:
         return _full
@@ -228,7 +228,9 @@ def _config_folder(path: Path, folder: Path, settings: Settings) -> Path:
     if named and (Path(named) / "config.json").is_file():
         return Path(named)
     hint = f" (train_params.yaml names {named})" if named else ""
-    raise SourceError(f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}")
+    raise OptionNeededError(
+        f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}"
+    )
 
 
 def _model_name(folder: Path) -> str | None:

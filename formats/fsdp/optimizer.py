@@ -33,6 +33,7 @@ from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_small, read_torch
 from formats.torch_files.archive_writer import NUMBERS, Small, plain
 from formats.torch_files.pickle_values import Opaque, TensorRef
+from formats.torch_files.saved_names import OPTIM_DUMP
 from formats.torch_files.wrappers import unwrapped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,7 +41,6 @@ STATE = re.compile(r"(?:(?P<container>.*?)\.)?state\.(?P<key>.+)\.(?P<state>\w+)
 OWN = re.compile(r"(?P<container>optim)\.(?P<key>.+)\.(?P<state>step|exp_avg|exp_avg_sq)")
 GROUPS = "param_groups"
 FOLDER, FULL = "optimizer_0", "optimizer.bin"
-RANK = re.compile(r"optim(?:izer_0|_world_size_\d+)_rank_?(\d+)\.(?:bin|pt)")
 FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a model that is trained as a whole"
 
 
@@ -81,8 +81,8 @@ def find(source: Checkpoint) -> Held | None:
             return found
     if dcp.is_dcp(outer / FOLDER):
         return _held(_dcp(outer / FOLDER))
-    if any(map(RANK.fullmatch, names)):
-        return _held(_files(outer, rank_dumps.open_ranks(outer, RANK)))
+    if any(map(OPTIM_DUMP.fullmatch, names)):
+        return _held(_files(outer, rank_dumps.open_ranks(outer, OPTIM_DUMP)))
     return _held(_files(outer, {0: read_torch(outer / FULL)})) if FULL in names else None
 
 

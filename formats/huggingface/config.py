@@ -14,7 +14,7 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, family_named, family_of, find_family
 from formats.families.family import Family
 from formats.huggingface import moe_config
-from formats.huggingface.nulls import require_values, tokens_beyond
+from formats.huggingface.nulls import require_rotary_values, require_values, tokens_beyond
 from formats.huggingface.quantized import method_of
 from formats.model.spec import LISTS, ModelSpec, Spec, Verbatim, checked, some_layers, whole
 from formats.model.untabled import language
@@ -288,6 +288,7 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
         parameters = get("rope_parameters", family.defaults[SCALING])
     if LOCAL in family.own and _layered(config):
         parameters, sliding = parameters["full_attention"], parameters["sliding_attention"]
+        require_rotary_values(sliding, where)
         if set(sliding) - {"rope_theta", "rope_type"} or sliding.get("rope_type", "default") != "default":
             raise UnsupportedError(f"{where}: scaled rotary embeddings of a sliding window are not supported")
     if not isinstance(parameters, dict):
@@ -295,6 +296,7 @@ def _rope(config: Mapping[str, Any], family: Family, get: Any, where: str) -> tu
     parameters = dict(parameters)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedError(f"{where}: rotary settings that differ between layers are not supported")
+    require_rotary_values(parameters, where)
     theta = parameters.pop("rope_theta", None) or get(family.keys.get("rope_theta", "rope_theta"), family.rope_theta)
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)

@@ -16,6 +16,16 @@ NULLABLE = {
 }  # fmt: skip
 """Keys in which null means something, or the same as no key (transformers 5.23.0, the config class of each family). In
 any other key that a table reads the class refuses it, or its model fails; transformers 4 took it for false."""
+ROTARY = {
+    "": {"partial_rotary_factor", "rope_theta"},
+    "dynamic": {"factor"},
+    "linear": {"factor"},
+    "llama3": {"factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"},
+    "longrope": {"long_factor", "short_factor"},
+    "yarn": {"original_max_position_embeddings"},
+}
+"""Rotary settings in which null says nothing, by their type: those of every type under "". No model can be built with
+them (transformers 5.23.0, modeling_rope_utils.py); `partial_rotary_factor` is ignored by those classes that lack it."""
 
 
 def require_values(config: Mapping[str, Any], family: Family, keys: Collection[str], where: str) -> None:
@@ -35,6 +45,26 @@ def require_values(config: Mapping[str, Any], family: Family, keys: Collection[s
     if nulls:
         raise SourceError(
             f"{where} says {nulls[0]} = null, which transformers 5 refuses and version 4 took for false",
+            "give the key its value; without the key, it has the default of its class",
+        )
+
+
+def require_rotary_values(parameters: Mapping[str, Any], where: str) -> None:
+    """No rotary setting is null in which null says nothing.
+
+    Args:
+        parameters: `rope_parameters` or `rope_scaling`, those of one kind of layers.
+        where: what to call the file in an error.
+
+    Raises:
+        SourceError: one is.
+    """
+    kind = parameters.get("rope_type", parameters.get("type"))
+    keys = ROTARY[""] | ROTARY.get(str(kind), set())
+    nulls = sorted(key for key in keys if key in parameters and parameters[key] is None)
+    if nulls:
+        raise SourceError(
+            f"{where} says {nulls[0]} = null in its rotary settings, with which transformers builds no model",
             "give the key its value; without the key, it has the default of its class",
         )
 

@@ -30,6 +30,9 @@ ITEM = re.compile(r"(.*?)\.(\d+)\.(.+)")
 NORM = re.compile(r"(?:.*[._])?(?:norm\w*|ln\w*|\w*layer_?norm\w*)\.weight", re.IGNORECASE)
 BEFORE = re.compile(r"(?:.*\.)?(?:word_embeddings_layernorm|layernorm_embedding)\.\w+")
 """Norms of the embedding, not of what the last layer returns (transformers 5.23.0: BLOOM; BART and its kin)."""
+FIRST = re.compile(r"(?:.*\.)?(?:relative_attention_bias|rel_attn_embed|pre_ln)\.\w+")
+"""What only the first layer of a list has (transformers 5.23.0: T5 and its kin, which share its bias between layers;
+WavLM; RWKV)."""
 FEW = 3
 """So many tensors may be missing from a layer that is taken for a damaged one, and not for one of another kind."""
 
@@ -118,6 +121,10 @@ def _depth(config: dict[str, Any], prefix: str, count: int, *, main: bool) -> It
 
 def _damaged(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
     """A layer that is alone in lacking a few tensors of another kind of layer."""
+    first = min(layers)
+    others = {name for number, names in layers.items() if number != first for name in names}
+    shared = {name for name in layers[first] - others if FIRST.fullmatch(name)}
+    layers = {**layers, first: layers[first] - shared}
     kinds = Counter(map(frozenset, layers.values()))
     for number, names in layers.items():
         whole = [kind for kind in kinds if names < kind and len(kind - names) <= FEW]

@@ -22,6 +22,7 @@ from formats.disk.safetensors import DTYPES, Fragment, Member, file_size, read_i
 from formats.disk.zstd_stream import Reader
 from formats.errors import DamagedError, SourceError, UnsupportedError, short
 from formats.torch_files import pickle_values
+from formats.torch_files.saved_names import require_own_name
 from formats.torch_files.unpickle import loads
 
 MAX_PICKLE = 1 << 30
@@ -82,14 +83,16 @@ def read_torch(path: Path) -> TorchFile:
     """Open a `torch.save` file and unpickle its object inertly.
 
     Raises:
-        SourceError: the archive is damaged or cut off.
+        SourceError: the archive is damaged or cut off, or was saved under the name of another rank.
         UnsupportedError: it is compressed, big-endian, or older than torch 1.6.
     """
     size = file_size(path)
     with path.open("rb") as file:
         if file.read(1) == b"\x80":
             raise UnsupportedError(f"{path}: written before torch 1.6, which used no zip archive")
-        return read_archive(file.fileno(), path, 0, size)
+        opened = read_archive(file.fileno(), path, 0, size)
+    require_own_name(path, opened.name)
+    return opened
 
 
 def read_archive(fd: int, path: Path, start: int, size: int, name: str = "") -> TorchFile:

@@ -18,13 +18,13 @@ from formats.layout.pieces import Piece, Scattered, scattered, whole_part
 from formats.layout.table import Cut
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
+from formats.torch_files.saved_names import MODEL_DUMP
 
-RANK = re.compile(r"(?:pytorch_model_fsdp(?:_0)?_rank|pytorch_model_rank|model_world_size_\d+_rank_)(\d+)\.(?:bin|pt)")
 FLAT = "_flat_param"
 Keys = tuple[str, ...]
 
 
-def open_ranks(folder: Path, names: re.Pattern[str] = RANK) -> dict[int, TorchFile]:
+def open_ranks(folder: Path, names: re.Pattern[str] = MODEL_DUMP) -> dict[int, TorchFile]:
     """The dump of each rank, whose number is in its name.
 
     Raises:
@@ -34,9 +34,9 @@ def open_ranks(folder: Path, names: re.Pattern[str] = RANK) -> dict[int, TorchFi
     for path in sorted(folder.iterdir()):
         name = names.fullmatch(path.name)
         if name:
-            other = found.setdefault(int(name[1]), path)
+            other = found.setdefault(int(name["rank"]), path)
             if other is not path:
-                raise SourceError(f"{folder} holds two dumps of rank {name[1]}: {other.name} and {path.name}")
+                raise SourceError(f"{folder} holds two dumps of rank {name['rank']}: {other.name} and {path.name}")
     worlds = {int(n) for path in found.values() for n in re.findall(r"world_size_(\d+)", path.name)}
     if len(worlds) > 1:
         raise SourceError(f"{folder} holds dumps of {' and '.join(map(str, sorted(worlds)))} ranks", "keep one set")
@@ -85,6 +85,7 @@ def _pieces(value: Any, rank: int, file: TorchFile, name: str) -> tuple[tuple[in
         if kind == "DTensor":
             state = _fields(state)
             spec = _fields(state["_spec"].state)
+            _require_saved_by(rank, _fields(spec["mesh"].state), file, name)
             shape, local = tuple(spec["tensor_meta"].args[0]), state["_local_tensor"]
             box = _local_box(shape, spec, rank)
             return shape, [_piece(box, local, file, name)]
@@ -154,6 +155,17 @@ def _local_box(shape: tuple[int, ...], spec: Mapping[str, Any], rank: int) -> tu
                 step = -(-(high - low) // ranks)
                 box[dim] = min(high, low + index * step), min(high, low + (index + 1) * step)
     return tuple(box)
+
+
+def _require_saved_by(rank: int, mesh: Mapping[str, Any], file: TorchFile, name: str) -> None:
+    """The DeviceMesh of a DTensor keeps the coordinates of the rank that made it (torch 2.2 to 2.13)."""
+    coordinates, said = _coordinates(mesh, rank)[0], mesh.get("_coordinate_on_dim")
+    if said is not None and list(said) != coordinates:
+        raise SourceError(
+            f"{file.path} was saved by another rank: its {name} is at {list(said)} of the device mesh, rank {rank} at "
+            f"{coordinates}: files are mixed up",
+            "copy the dumps of all ranks again, each under its own name",
+        )
 
 
 def _later(placements: Sequence[tuple[Any, int, int]], strided: Any, dim: int) -> int:

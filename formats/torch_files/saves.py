@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
+from formats.checkpoint import MANIFEST
 from formats.disk.safetensors import file_size
 from formats.errors import SourceError, short, some
 from formats.torch_files.archive import directories
@@ -171,6 +172,20 @@ def refuse_mixed(folder: Path, names: Iterable[str]) -> None:
             f"this step: {folder / RECORD} has another size or checksum",
             f"copy it again, by checksums and not by sizes: rsync -rc SOURCE/{folder.name}/ {quote(str(folder))}/",
         )
+
+
+def untied(folder: Path, paths: Collection[Path], format_: str) -> str:
+    """What the checksums of a checkpoint do not say, empty where its files are tied to one save.
+
+    Args:
+        folder: its folder.
+        paths: the files of torch.save that its tensors are in.
+        format_: a key of `TIES`.
+    """
+    if len(paths) < 2 or TIES[format_] or any((folder / name).is_file() for name in (RECORD, MANIFEST)):
+        return ""
+    kinds = " and ".join(sorted({path.suffix for path in paths}))
+    return f"each file by itself; nothing ties {kinds} files to each other"
 
 
 def require_same(values: Mapping[Path, Callable[[str], Any]], format_: str) -> None:

@@ -203,6 +203,36 @@ def test_what_is_missing_from_every_layer(plain, convert, tmp_path, alone, kind)
         assert "missing from every layer would not be seen" in ran.err
 
 
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        None,
+        "encoder.block.1.layer.1.layer_norm.weight",
+        "decoder.block.0.layer.2.layer_norm.weight",
+        "encoder.block.0.layer.0.SelfAttention.q.weight",
+    ],
+)
+def test_what_only_the_first_layer_has(convert, tmp_path, alone, layers, lost):
+    """T5: the first layer's bias of relative positions is that of all layers."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    with quiet():
+        shape = T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=layers, num_heads=4)
+        T5ForConditionalGeneration(shape).save_pretrained(tmp_path / "hf")
+    state = {key: value for key, value in weights(tmp_path / "hf").items() if key != lost}
+    assert sum("relative_attention_bias" in key for key in state) == 2
+    bare = config_of(tmp_path / "hf", tmp_path / "bare")
+    ran = convert("fsdp2hf", save(tmp_path / "c", state), tmp_path / "out", "--config", bare, "--verbatim")
+    if lost is None:
+        assert ran.code == 0, ran.err
+        loaded = loads(tmp_path / "out")
+        assert same({key: loaded[key] for key in state}, state)
+    else:
+        block, name = lost.split(".layer.")
+        refused(ran, 3, f"{block} lacks layer.{name}, which other layers have")
+
+
 def test_an_untied_head_that_is_missing(plain, convert, tmp_path, alone):
     base, state = plain("qwen3_next")
     base = config_of(base, tmp_path / "base", tie_word_embeddings=False)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from converters.prove.archive_crc import amend
+from formats.checkpoint import MANIFEST
 from formats.layout.table import Placed
 from formats.registry import open_checkpoint
 from tests.conftest import Ran
@@ -109,6 +110,18 @@ def test_swapped_ranks_are_noticed(made, convert, topology, one, two):
     root = made(topology)
     swap(rank(root, one), rank(root, two))
     refused(convert("inspect", root), 3, root)
+
+
+def test_verify_refuses_what_is_no_checkpoint(made, convert):
+    """Each file of another program's run is sound by itself; the run is not."""
+    root = made("tp2 pp2")
+    for note in root.rglob(MANIFEST):
+        note.unlink()
+    assert "each with its CRC-32" in convert("verify", root).out
+    swap(rank(root, "00_001"), rank(root, "01_001"))
+    refused(convert("verify", root), 3, root)
+    swap(rank(root, "00_001"), rank(root, "01_001"))
+    assert convert("verify", root).code == 0
 
 
 @pytest.mark.parametrize(

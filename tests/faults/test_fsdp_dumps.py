@@ -82,20 +82,30 @@ def test_missing_ranks_are_named(dumps, merge, lost):
         assert "missing" in ran.err
 
 
+def swap(first: Path, second: Path) -> None:
+    """Give two files each other's names."""
+    other = first.with_suffix(".other")
+    first.rename(other)
+    second.rename(first)
+    other.rename(second)
+
+
 @pytest.mark.parametrize(("one", "two"), [(0, 1), (2, 3)])
 def test_swapped_ranks_are_noticed(dumps, merge, one, two):
-    """Their DTensors do not say which rank they are of, but the last one is shorter."""
+    """The mesh of their DTensors says which rank they are of, whatever the files were called."""
     folder, name = dumps
-    first, second = folder / name.format(one), folder / name.format(two)
-    first.rename(folder / "x")
-    second.rename(first)
-    (folder / "x").rename(second)
-    ran = merge(folder)
-    if two == 3:
-        assert ran.code in (3, 4), "the last rank holds fewer rows of the vocabulary"
-        assert str(folder) in ran.err
-    else:
-        assert ran.code == 0, "nothing tells"
+    swap(folder / name.format(one), folder / name.format(two))
+    refused(merge(folder), 3, name.format(one), "was saved by another rank", f"rank {one} at [{one}]", "mixed up")
+
+
+@pytest.mark.parametrize("how", [swap, shutil.copy], ids=["swapped", "copied over"])
+def test_flat_pieces_of_another_rank_are_noticed(flat, merge, how):
+    """Nothing in them says their rank but the name that torch.save left in the archive."""
+    first, second = (flat / f"pytorch_model_fsdp_rank{rank}.bin" for rank in (0, 1))
+    how(first, second)
+    named = "pytorch_model_fsdp_rank0" if how is shutil.copy else "pytorch_model_fsdp_rank1"
+    wrong = second if how is shutil.copy else first
+    refused(merge(flat), 3, f"{wrong} was saved as '{named}': files are mixed up")
 
 
 def test_a_rank_in_the_place_of_the_last_is_noticed(dumps, merge):

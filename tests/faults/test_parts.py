@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
+from converters.move import engine
 from converters.move.journal import Share
+from converters.move.sampled import SAMPLE, samples_of
 from converters.plan.request import Request
 from converters.plan.targets import SHARD_SIZE, plan_huggingface, plan_megatron
 from converters.prove.archive_crc import amend
+from formats.errors import Interrupted
 from formats.megatron.args.args import Options
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import save, weights
@@ -164,7 +169,79 @@ def test_another_source_between(sources, convert, words, tmp_path):
     assert dict(open_checkpoint(tmp_path / "out").topology) == {"tp": 4, "pp": 1}
 
 
-def test_another_model_of_the_same_files_is_another_conversion(model, convert, tmp_path):
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize("killed", [False, True], ids=["part", "resumed"])
+def test_another_source_of_the_same_sizes_and_times(model, convert, monkeypatch, tmp_path, kind, killed):
+    """What `cp -p` makes of a model that was trained further; the same bytes anew are the same source."""
+    src, config = tmp_path / "src", model("llama")
+    state = weights(config)
+
+    def write(folder: Path, number: int) -> None:
+        changed = {key: value + number for key, value in state.items()}
+        if kind == "torch":
+            save(folder, {"model": changed})
+        else:
+            shutil.copytree(config, folder)
+            save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        for path in folder.iterdir():
+            os.utime(path, (10**9, 10**9))
+
+    write(src, 0)
+    words = ["fsdp2hf" if kind == "torch" else "hf2fsdp", src, tmp_path / "out"]
+    words += ["--config", config] if kind == "torch" else []
+    if killed:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "run_job", _stopping(engine.run_job, 3))
+            assert convert(*words, "-j", 1).code == 75
+    else:
+        assert convert(*words, "--part", "1/2").code == 0
+    src.rename(tmp_path / "before")
+    write(src, 1)
+    sizes = [[(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(one.iterdir())]
+             for one in (src, tmp_path / "before")]  # fmt: skip
+    assert sizes[0] == sizes[1]
+    refused(convert(*words), "another conversion (or its source has changed since)")
+    shutil.rmtree(src)
+    shutil.copytree(tmp_path / "before", src)  # copied again, with its times
+    ran = convert(*words)
+    assert ran.code == 0, ran.err
+
+
+def _stopping(run_job: Callable[..., object], jobs: int) -> Callable[..., object]:
+    """`run_job`, which a signal interrupts after so many jobs."""
+    done = []
+
+    def stopped(*args: object) -> object:
+        if len(done) == jobs:
+            raise Interrupted("stopped by a test")
+        done.append(1)
+        return run_job(*args)
+
+    return stopped
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 40 << 20), (3, 9 << 20), (3000, 20 << 10), (2, 4096), (2, 10), (1, 0)])
+def test_samples_are_of_the_whole_length_of_a_file(tmp_path, count, size):
+    """Of many files and of long ones the beginning, the middle and the end; of short ones every byte."""
+    paths = [tmp_path / str(number) for number in range(count)]
+    for path in paths:
+        path.touch()
+        os.truncate(path, size)
+    first = samples_of(paths)
+    assert samples_of(paths) == first
+    last = max(0, size - SAMPLE)
+    for at in {0, last // 2, max(0, size - 1)} if size else ():
+        with paths[-1].open("r+b") as file:
+            file.seek(at)
+            file.write(b"x")
+        assert samples_of(paths)[-1] != first[-1], at
+        with paths[-1].open("r+b") as file:
+            file.seek(at)
+            file.write(b"\0")
+    assert samples_of(paths) == first
+
+
+def test_another_model_of_the_same_countis_another_conversion(model, convert, tmp_path):
     state = weights(model("llama"))
     folder = save(tmp_path / "c", {"model": state, "ema": {key: value + 1 for key, value in state.items()}})
     words = ["fsdp2hf", folder, tmp_path / "out", "--config", model("llama")]
@@ -199,7 +276,7 @@ def test_what_was_damaged_on_the_way_is_written_anew(sources, convert, words, tm
     assert files(tmp_path / "out") == sources["hf2megatron"][1]
 
 
-def test_files_that_are_gone(sources, convert, words, tmp_path):
+def test_countthat_are_gone(sources, convert, words, tmp_path):
     assert convert(*words, "--part", "1/2").code == 0
     next((tmp_path / "out.partial/out").rglob("*.pt")).unlink()
     refused(convert(*words, "--part", "2/2"), "lacks files that its journals speak of")

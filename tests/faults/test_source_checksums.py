@@ -281,6 +281,21 @@ def test_an_optimizer_that_goes_along(model, convert, tmp_path):
     refused(convert(*words, tmp_path / "again", "--with-optimizer", "--tp", 2), 3, f"{path} is damaged", "exp_avg")
 
 
+def test_what_the_checksums_do_not_say(model, convert, tmp_path):
+    """Three files, which nothing ties to each other: in one line what `verified` means; not where a manifest does."""
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.FileSystemWriter(tmp_path / "src", thread_count=3)
+    dcp.save(weights(model("llama", "bfloat16")), storage_writer=writer, no_dist=True)
+    ran = convert("fsdp2hf", tmp_path / "src", tmp_path / "out", "--config", model("llama", "bfloat16"))
+    assert ran.code == 0, ran.err
+    said = "source checksums: verified (each file by itself; nothing ties .distcp files to each other)\n"
+    assert said in ran.out
+    assert convert("hf2megatron", tmp_path / "out", tmp_path / "m", "--format", "torch_dist", "--tp", 2).code == 0
+    ran = convert("megatron2hf", tmp_path / "m", tmp_path / "hf")
+    assert "source checksums: verified\n" in ran.out
+
+
 # --- what is said ----------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Files of one save in the folder of another save of the same run, under the same names: a half-finished copy.
+"""Files of one save in the folder of another save of the same run, or under each other's names: a careless copy.
 
 The command gives the model of one save, or refuses. It may give a mixture only of what `UNTIED` lists: nothing in those
 files says which save they are of. Each kind of checkpoint is saved twice a process, with other weights and equal sizes.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -21,13 +23,13 @@ from typing import Any
 from tests.fuzz.architectures import run
 from tests.fuzz.flips import CONFIG, GOLDEN
 
-UNTIED = ("FSDP DCP", "GPT-NeoX pipeline", "Hugging Face", "Megatron torch_dist")
-"""Formats of which a mixture of saves is not seen."""
+UNTIED = ("FSDP DCP", "GPT-NeoX pipeline", "Hugging Face", "Megatron torch_dist", "dumps of ranks")
+"""Formats of which a mixture of saves is not seen. A file under the name of another one of its save is seen in all."""
 Tensors = dict[str, Any]
 
 
 def attack(seed: int, folder: Path) -> str:
-    """Copy some files of one save over those of another, and convert that.
+    """Copy some files of one save over those of another, or swap those of two ranks of a save; and convert that.
 
     Returns:
         What came of it: `refused`; `right`, the model of one of the two; or `untied`.
@@ -42,17 +44,22 @@ def attack(seed: int, folder: Path) -> str:
     src, out = folder / one.name, folder / "out"
     shutil.copytree(one, src)
     names = sorted(str(path.relative_to(one)) for path in one.rglob("*") if _is_of_save(path))
+    pairs = [pair for pair in combinations(names, 2) if len({re.sub(r"\d+", "", name) for name in pair}) == 1]
+    swapped = bool(pairs) and draw.random() < 0.3
     copied = draw.sample(names, draw.choice([1, 1, draw.randrange(len(names)), len(names)]) or 1)
-    for name in copied:
-        shutil.copy(other / name, src / name)
+    copied = list(draw.choice(pairs)) if swapped else copied
+    for name, place in zip(copied, reversed(copied) if swapped else copied, strict=True):
+        shutil.copy((one if swapped else other) / name, src / place)
     code, said = run(command[0], src, out, *command[1:], "-q")
-    case = f"seed {seed}: {copied} of {other.name} in {one.name} of {kind}: exit {code}\n{said}"
+    what = "with each other's names" if swapped else f"of {other.name}"
+    case = f"seed {seed}: {copied} {what} in {one.name} of {kind}: exit {code}\n{said}"
     assert code in (0, 3, 6), case
     assert (code == 0) == out.exists(), case
     if code:
         return "refused"
     if any(_equal(_tensors(out), tensors) for tensors in expected):
         return "right"
+    assert not swapped, f"{case}\na mixture of two files"
     assert kind in UNTIED, f"{case}\na mixture of two saves"
     return "untied"
 
@@ -126,6 +133,20 @@ def _dcp(folder: Path, number: int) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(_weights(number), storage_writer=dcp.FileSystemWriter(place, thread_count=3), no_dist=True)
+    return place
+
+
+def _dumps(folder: Path, number: int) -> Path:
+    """What LOCAL_STATE_DICT leaves of two ranks: the interval of each parameter that each has."""
+    import torch
+
+    place = folder / f"checkpoint-{number}"
+    place.mkdir(parents=True)
+    for rank in range(2):
+        held = {"_flat_param": torch.zeros(0)}
+        for name, whole in _weights(number).items():
+            held[name] = whole.flatten().chunk(2)[rank].clone()
+        torch.save(held, place / f"pytorch_model_fsdp_rank{rank}.bin")
     return place
 
 
@@ -221,6 +242,7 @@ NEOX: list[object] = ["neox2hf", "--vocab-size", 101, "--gqa-layout", "blocked"]
 KINDS: Mapping[str, tuple[Callable[[Path, int], Path], list[object]]] = {
     "train": (_trained, ["fsdp2hf"]),
     "FSDP DCP": (_dcp, ["fsdp2hf"]),
+    "dumps of ranks": (_dumps, ["fsdp2hf"]),
     "Hugging Face": (lambda _, number: _hf(number), ["hf2hf"]),
     "Megatron": (_converted("--tp", 2, "--pp", 2), ["megatron2hf"]),
     "Megatron torch_dist": (_converted("--format", "torch_dist", "--tp", 2), ["megatron2hf"]),

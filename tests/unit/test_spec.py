@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -206,6 +208,52 @@ def test_null_is_neither_true_nor_false(key):
     """transformers 5.23.0 refuses it."""
     with pytest.raises(SourceError, match=f"{key} = null"):
         from_huggingface(config("llama") | {key: None}, {}, "config.json")
+
+
+ROTARY = {
+    "default": {"rope_type": "default"},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 16},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+}  # fmt: skip
+NULLS = ["rope_theta", "factor", "partial_rotary_factor", "low_freq_factor", "original_max_position_embeddings",
+         "beta_fast", "beta_slow"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "starcoder2", "hy_v3", "glm4_moe", "gemma3"])
+@pytest.mark.parametrize("kind", ROTARY)
+def test_null_in_the_rotary_settings_is_read_as_transformers_does(name, kind):
+    """What transformers builds no model with is refused, and nothing else but the key that only some classes read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for key in NULLS:
+        plain = {name: value for name, value in config(name).items() if name not in ("rope_theta", "rope_scaling")}
+        settings = {"rope_theta": 10000.0, **ROTARY[kind]}
+        if name == "glm4_moe":
+            settings["partial_rotary_factor"] = 0.5
+        changed = settings | {key: None}
+        for_one = {"full_attention": changed, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+        plain["rope_parameters"] = for_one if name == "gemma3" else changed
+        try:
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain))
+            built = True
+        except (TypeError, KeyError, StrictDataclassClassValidationError):
+            built = False
+        try:
+            from_huggingface(plain, {}, "config.json")
+            read = "read"
+        except SourceError as error:
+            read = f"{key} = null" if f"{key} = null in its rotary settings" in str(error) else str(error)
+        ignored = built and key == "partial_rotary_factor"  # by this class and not by others
+        assert read == ("read" if built and not ignored else f"{key} = null"), (key, built)
+
+
+def test_a_base_of_a_window_that_is_null_is_refused():
+    held = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_theta": None}}
+    plain = config("gemma3")
+    with pytest.raises(SourceError, match="rope_theta = null"):
+        from_huggingface({**plain, "rope_parameters": held}, {}, "config.json")
 
 
 def test_null_is_no_activation():

@@ -136,11 +136,12 @@ class Zero:
     def _other(self, folder: Path) -> bool:
         """Whether a checkpoint has other partitions than this engine."""
         from formats.deepspeed import folders as deepspeed
+        from formats.torch_files.archive import read_torch
 
         files = sorted(path for path in folder.iterdir() if deepspeed.is_model(path.name))
         if not files:
             raise SourceError(f"{folder} has no model states of DeepSpeed", f"ls {folder}")
-        held = deepspeed.opened(files[0]).value
+        held = read_torch(files[0]).value
         same = all(held["ds_config"].get(name) == self.settings[name] for name in ("zero_optimization", "bf16"))
         return held["dp_world_size"] != self.world.ranks or not same
 

@@ -26,13 +26,14 @@ from formats.deepspeed.neox import gqa_order
 from formats.deepspeed.neox.yml import from_neox, is_gated, read_yml
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
+from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short, some
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
 from formats.layout.table import Placed, Slot, match, rules, slots
 from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
-from formats.torch_files.archive import TorchFile
+from formats.torch_files import saved_names
+from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.saves import require_same
 
 NAME = "neox"
@@ -97,8 +98,8 @@ def detect(path: Path) -> bool:
     """Whether a folder is DeepSpeed's, with the names of NeoX."""
     places = [path] if deepspeed.holds(path) else deepspeed.likely(path)
     for place in places:
-        layers = [one for one in sorted(place.iterdir()) if deepspeed.LAYER.fullmatch(one.name)]
-        models = [one for one in sorted(place.iterdir()) if deepspeed.MODEL.fullmatch(one.name)]
+        layers = [one for one in sorted(place.iterdir()) if saved_names.LAYER.fullmatch(one.name)]
+        models = [one for one in sorted(place.iterdir()) if saved_names.MODEL.fullmatch(one.name)]
         for file in [*layers[:1], *models[:1]]:
             try:
                 value = deepspeed.value_of(file)
@@ -164,7 +165,7 @@ def read_states(path: Path, settings: Settings) -> universal.States:
 
 def _open(path: Path, settings: Settings) -> _Opened:
     run, tag = deepspeed.locate(path, settings.tag)
-    models = {rank: deepspeed.opened(file) for rank, file in deepspeed.model_files(tag).items()}
+    models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
     found, tp = _tensors(tag, models)
     neox_checks.require_own_seeds(models, tp)
     model = _describe(run, tag, models, found, tp, settings)
@@ -288,7 +289,7 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
     Raises:
         SourceError: a file is missing, or of another topology.
     """
-    layers = {path.name: path for path in sorted(tag.iterdir()) if deepspeed.LAYER.fullmatch(path.name)}
+    layers = {path.name: path for path in sorted(tag.iterdir()) if saved_names.LAYER.fullmatch(path.name)}
     if not layers and models[0].value.get("module") is None:
         raise SourceError(f"{tag} is a pipeline's, and lacks its layer_*-model_* files", "copy them from their nodes")
     for file in models.values():
@@ -312,8 +313,8 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
         )
     found, ranks = {}, set()
     for name, path in layers.items():
-        file = deepspeed.opened(path)
-        place = deepspeed.LAYER.fullmatch(name)
+        file = read_torch(path)
+        place = saved_names.LAYER.fullmatch(name)
         assert place is not None
         ranks.add(int(place[2]))
         found[name] = {
@@ -360,7 +361,7 @@ def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
             raise SourceError(f"{place} is not there", "--config names the yml of the run, or a folder with it")
     paths = [place] if place.is_file() else sorted([*place.glob("*.yml"), *place.glob("*.yaml")])
     if not paths:
-        raise SourceError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")
+        raise OptionNeededError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")
     return read_yml(paths), str(paths[0] if len(paths) == 1 else place)
 
 

@@ -1,0 +1,53 @@
+"""Names of files whose number tells what they hold: the rank or layer in the name is the one that was saved.
+
+torch.save keeps the stem of the file's name in the archive, as the root folder of its entries (`PyTorchStreamWriter` in
+caffe2/serialize/inline_container.cc, torch 2.13). A file under the name of another rank has the same size, the same
+keys and the same shapes: nothing else in it may tell. Shards of Hugging Face (`pytorch_model-00001-of-00002.bin`) are
+not in the table: their tensors have names, and those that are absent are missed. Nor are the files of Megatron, whose
+rank is in the name of their folder.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from formats.errors import SourceError, short
+
+MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+MODEL_OF_STAGE_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+MODEL_DUMP = re.compile(
+    r"(?:pytorch_model_fsdp(?:_0)?_rank|pytorch_model_rank|model_world_size_(?P<world>\d+)_rank_)"
+    r"(?P<rank>\d+)\.(?:bin|pt)"
+)
+OPTIM_DUMP = re.compile(r"optim(?:izer_0|_world_size_(?P<world>\d+))_rank_?(?P<rank>\d+)\.(?:bin|pt)")
+UNIVERSAL = re.compile(r"(fp32|exp_avg|exp_avg_sq)\.pt")
+NUMBERED = (MODEL, MODEL_OF_STAGE_3, LAYER, OPTIM, MODEL_DUMP, OPTIM_DUMP, UNIVERSAL)
+"""Each group tells what the file holds: a rank, a layer, a world size, a state of the optimizer.
+
+Facts: deepspeed 0.19.8 (runtime/engine.py, checkpoint/constants.py), DeeperSpeed's pipeline layers, accelerate 1.15.0
+(utils/fsdp_utils.py), verl (utils/checkpoint/fsdp_checkpoint_manager.py).
+"""
+
+
+def require_own_name(path: Path, root: str) -> None:
+    """A file has the name under which it was saved, as far as a name tells what it holds.
+
+    Args:
+        path: the file.
+        root: the root folder of its archive; torch.save calls it `archive` where it wrote to a stream.
+
+    Raises:
+        SourceError: it was saved under the name of another rank or layer.
+    """
+    for kind in NUMBERED:
+        now, then = kind.fullmatch(path.name), kind.fullmatch(root + path.suffix)
+        pairs = zip(now.groups(), then.groups(), strict=True) if now and then else ()
+        if any(ours and theirs and ours.lstrip("0") != theirs.lstrip("0") for ours, theirs in pairs):
+            raise SourceError(
+                f"{path} was saved as {short(root)}: files are mixed up",
+                "copy the files of all ranks again, each under its own name; a file that was renamed on purpose has to "
+                "be saved again with torch.save",
+            )

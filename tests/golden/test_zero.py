@@ -82,6 +82,9 @@ def test_every_kind_comes_back(made, convert, tmp_path, world, kind):
             refused(ran, 4, f"does not say whose {state} is whose")
             continue
         ran = convert("zero2hf", folder, tmp_path / state, *flags(made(world), kind), "--weights", weights)
+        if "frozen" in kind and state != "fp32":
+            refused(ran, 4, f"no {state} of frozen parameters")
+            continue
         assert ran.code == 0, ran.err
         assert differences(tmp_path / state, truth, state) == []
 

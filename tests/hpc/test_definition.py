@@ -63,7 +63,7 @@ def test_the_definition_has_what_it_needs_and_nothing_that_proot_refuses():
 
 def test_what_setuptools_packs_is_copied_into_the_image():
     copied = {line.split()[0] for line in sections()["files"].strip().splitlines()}
-    assert {name.split(".")[0] for name in TOML["tool"]["setuptools"]["packages"]} <= copied
+    assert {name.rstrip("*") for name in TOML["tool"]["setuptools"]["packages"]["find"]["include"]} <= copied
     assert {PROJECT["readme"], "LICENSE", "pyproject.toml"} <= copied
     assert f"VERSION={PROJECT['version']}\n" in sections()["arguments"]
 

@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from converters.assets.chat_template import load_template
 from formats.errors import OutputError, RefusedError, SourceError, UsageError
+from formats.torch_files.saves import RECORD
 from tests.train.test_settings import write
 from train.data.tokens.documents import open_documents
 from train.run.checkpoint import Progress, Saver, check_same, newest, ours, read_progress, require_places
@@ -180,6 +181,7 @@ def test_a_save_folder_is_safe(settings, run, model, tmp_path):
 
     other = run(settings("qwen3", steps={"train_iters": 4}))
     assert (other.code, "model_type: 'llama' | 'qwen3'" in other.out) == (5, True), other.out
+    (done.save / "global_step102" / RECORD).unlink()  # otherwise the config is seen to be of another save
     shutil.copy(model("qwen3", vocab_size=253) / "config.json", done.save / "global_step102")
     other = run(settings("qwen3", steps={"train_iters": 4}))
     assert other.code == 3, other.out

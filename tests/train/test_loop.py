@@ -26,7 +26,7 @@ def follows(settings, monkeypatch):
     def told(done, step, **sections):
         config, did = load_config(settings(**sections))[0], []
         sets = {"one": None} if config.data.validation else {}
-        monkeypatch.setattr("train.run.loop.evaluate", lambda *_: did.append("evaluate"))
+        monkeypatch.setattr("train.run.step.evaluate", lambda *_: did.append("evaluate"))
         saver = SimpleNamespace(finish=lambda: did.append("finish"), start=lambda *_: did.append("save"))
         run = SimpleNamespace(
             made=SimpleNamespace(config=config, total=8), saver=saver, sets=sets, world=None, judge=None,

@@ -73,10 +73,10 @@ def test_loading_is_part_of_the_time(settings, monkeypatch):
     from train.run.step import late
     from train.settings.config import load_config
 
-    monkeypatch.setattr("train.run.loop.BEGAN", train.BEGAN - 90)
+    monkeypatch.setattr("train.run.step.BEGAN", train.BEGAN - 90)
     assert late(load_config(settings(steps={"exit_minutes": 1.5}))[0])
     assert not late(load_config(settings())[0])
-    monkeypatch.setattr("train.run.loop.BEGAN", time.monotonic())
+    monkeypatch.setattr("train.run.step.BEGAN", time.monotonic())
     assert not late(load_config(settings(steps={"exit_minutes": 1.5}))[0])
 
 
@@ -184,16 +184,16 @@ def test_perplexity_is_the_same_on_any_ranks(settings, run, data):
 
 WATCHED = """
 from pathlib import Path
-from train.run import loop
+from train.run import step
 from train.cli import main
-evaluate = loop.evaluate
+evaluate = step.evaluate
 
 def watched(trainee, sets, world, *more):
     if world.first:
         print("latest is", Path("SAVE/latest").read_text(), flush=True)
     return evaluate(trainee, sets, world, *more)
 
-loop.evaluate = watched
+step.evaluate = watched
 main()
 """
 

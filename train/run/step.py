@@ -47,7 +47,7 @@ def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: fl
         run.saver.finish()
         raise VerificationError(
             f"behind step {done} the loss is {step.loss} and the gradient's norm {step.norm}; nothing of it was saved",
-            "a lower optim.lr, or a look at the rows: the next run goes on from the last checkpoint",
+            "a lower optim.lr, or a look at the rows: the next run resumes from the last checkpoint",
         )
     if step.written:
         run.saver.finish()

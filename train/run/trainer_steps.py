@@ -26,7 +26,7 @@ from train.settings.schedule import learning_rate
 
 
 class Samples(Dataset[int | None]):
-    """Rows in their order, from a sample on; None for what lies behind the last.
+    """Rows in their order, from a sample on; None for what is after the last.
 
     accelerate gives micro-batch `b` to rank `b mod ranks`, as `Order.batch` does.
     """

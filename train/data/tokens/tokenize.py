@@ -1,7 +1,7 @@
 """Text to token files, on all cores, in constant memory, and resumable.
 
 Workers take ranges of the input and leave the tokens of each as small files. One writer, this process, appends them in
-the order of the input to `PREFIX_KEY_document.partial/` and notes how far it is. A killed run goes on from the last
+the order of the input to `PREFIX_KEY_document.partial/` and notes how far it is. A killed run resumes from the last
 note: what lies behind it is cut off, so that the final bytes are those of a run that was never killed.
 """
 

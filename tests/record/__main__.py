@@ -21,6 +21,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def units() -> dict[str, list[Step]]:
         lines = [line.partition(" = ") for line in block.splitlines() if " = " in line and line[0] not in "*#"]
         for head in heads:
             kind, *lists = head.split(" | ")
-            every = [getattr(models, one) if one.isupper() else shlex.split(one) for one in lists]
+            every = [[name for word in shlex.split(one) for name in getattr(models, word, [word])] for one in lists]
             for values in itertools.product(*every):
                 named = [(name, rest.format(*values) if values else rest) for name, _, rest in lines]
                 words = [(name, shlex.split(rest)) for name, rest in named]
@@ -135,8 +136,11 @@ def run(unit: tuple[str, list[Step], Path]) -> Record:
         if any(word[0] == "@" and "/" not in word and not (folder / word[1:]).exists() for word in words):
             continue  # it was refused, which is recorded
         if command in MAKERS:
-            MAKERS[command](folder / name, *given)
             code, said = 0, ""
+            try:
+                MAKERS[command](folder / name, *given)
+            except Exception:  # noqa: BLE001 -- a case that cannot be made is seen in the record, and the others are run
+                code, said = None, traceback.format_exc(limit=-2)
         else:
             outs = [] if command in LOOKS or "--help" in words else [str(folder / name)]
             code, said = convert(command, *given[:1], *outs, *given[1:])
@@ -177,6 +181,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT.json")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="groups of cases, such as 'llama*'")
+    parser.add_argument("--resume", action="store_true", help="go on with what OUT.json already has")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("A.json", "B.json"))
     parser.add_argument("--texts", action="store_true", help="with --compare: what was said, too")
     options = parser.parse_args()
@@ -185,17 +190,21 @@ def main() -> int:
         return compare(one, two, options.texts)
     if options.out is None:
         parser.error("name the file to write, or --compare two")
-    record: Record = {}
+    sys.modules["__main__"].__package__ = None  # or click calls the program `python -m tests.record.convert`
+    record: Record = json.loads(options.out.read_text()) if options.resume else {}
+    done = {name.rpartition(": ")[0] for name in record}
     memory_disk = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="record-", dir=memory_disk) as place:
         warm = [("hf", "model", ["llama"]), ("m", "hf2megatron", ["@hf"]), ("memory", "memory", ["@hf"])]
         run(("imports what the forks need", warm, Path(place)))
-        wanted = [(name, steps, Path(place)) for name, steps in units().items() if fnmatch.fnmatch(name, options.only)]
+        chosen = {name: steps for name, steps in units().items() if fnmatch.fnmatch(name, options.only)}
+        wanted = [(name, steps, Path(place)) for name, steps in chosen.items() if name not in done]
         with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=1) as pool:  # none knows another
             for number, found in enumerate(pool.imap_unordered(run, wanted, chunksize=1), 1):
                 record |= found
+                if number % 10 == 0 or number == len(wanted):
+                    options.out.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
                 print(f"\r{number} of {len(wanted)} groups, {len(record)} cases", end="", file=sys.stderr, flush=True)
-    options.out.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     print(f"\n{sum(len(one['files']) for one in record.values())} files", file=sys.stderr)
     return 0
 

@@ -1,6 +1,6 @@
 """The output of every conversion, for a refactor that must not change one byte of it.
 
-python -m tests.record OUT.json [--jobs 2] [--only PATTERN]     convert, and write exit codes, texts, sums of files
+python -m tests.record OUT.json [--jobs 2] [--resume]     convert, and write exit codes, texts, sums of files
 python -m tests.record --compare A.json B.json [--texts]        print what differs; exit code 1 if anything does
 
 Of another checkout: cd THERE && .venv/bin/python HERE/tests/record/__main__.py OUT.json. What is converted is in
@@ -203,7 +203,9 @@ def main() -> int:
             for number, found in enumerate(pool.imap_unordered(run, wanted, chunksize=1), 1):
                 record |= found
                 if number % 10 == 0 or number == len(wanted):
-                    options.out.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+                    begun = options.out.with_name(f"{options.out.name}.new")
+                    begun.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+                    begun.replace(options.out)
                 print(f"\r{number} of {len(wanted)} groups, {len(record)} cases", end="", file=sys.stderr, flush=True)
     print(f"\n{sum(len(one['files']) for one in record.values())} files", file=sys.stderr)
     return 0

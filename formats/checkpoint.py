@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError
 from formats.layout.table import Placed, Slot
 from formats.model.spec import Spec
@@ -110,7 +111,7 @@ def slot_dtype(slot: Slot, dtypes: Mapping[tuple[str, int | None], str]) -> str:
     if len(names) > 1:
         raise RefusedError(
             f"{slot.keys[0]} would have to hold {' and '.join(sorted(names))} together",
-            "cast all of them with --dtype",
+            "cast all of them with --dtype" if names <= {*FLOATS} else "",
         )
     return names.pop()
 

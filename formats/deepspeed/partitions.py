@@ -76,7 +76,7 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
             if other is not path:
                 raise SourceError(f"{folder} holds two partitions of rank {name[1]}: {other.name} and {path.name}")
     if not found:
-        raise SourceError(f"{folder} holds no optimizer states of mp_rank_{mp:02d}", "--weights module needs none")
+        raise SourceError(f"{folder} holds no optimizer states of mp_rank_{mp:02d}", _without_states(folder))
     partitions = {rank: _partition(read_torch(path), states) for rank, path in found.items()}
     wanted = max([max(found) + 1, *(n for one in partitions.values() for n in one.ranks)])
     if wanted > deepspeed.MOST_RANKS:
@@ -86,7 +86,7 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
         names = some(list(map(str, lost)), 8)
         raise SourceError(
             f"{folder} lacks the optimizer states of data parallel ranks {names} of {wanted} for mp_rank_{mp:02d}",
-            "copy them from their nodes, or take --weights module",
+            _without_states(folder),
         )
     require_same_save(list(partitions.values()))
     for one in partitions.values():
@@ -96,6 +96,12 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
                 "remove those that are older than the others",
             )
     return [partitions[rank] for rank in sorted(partitions)]
+
+
+def _without_states(folder: Path) -> str:
+    """What to do where files of optimizer states are missing: of stage 3 they alone hold the weights."""
+    third = any(saved_names.MODEL_OF_STAGE_3.fullmatch(path.name) for path in folder.iterdir())
+    return "copy them from their nodes" + ("" if third else ", or take --weights module")
 
 
 def require_same_save(partitions: Sequence[Partition]) -> None:
@@ -204,7 +210,10 @@ def load(
     """
     held = [one.groups[state] for one in partitions]
     if any(len(groups) != len(shapes) for groups in held):
-        raise SourceError(f"{partitions[0].path} holds {len(held[0])} groups of parameters, its model {len(shapes)}")
+        raise SourceError(
+            f"{partitions[0].path} has {len(held[0])} flat parameter groups, its model file {len(shapes)}: files of "
+            "different runs"
+        )
     for number, group in enumerate(shapes):
         flats = [groups[number] for groups in held]
         if partitions[0].stage == 3:

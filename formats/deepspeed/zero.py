@@ -58,7 +58,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     notes = []
     if wanted == "module" and (third or whole):
         kind = "a universal checkpoint" if whole else "of stage 3"
-        raise OptionNeededError(f"{tag} is {kind}, which holds no module", "take --weights fp32-master")
+        raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "take --weights fp32-master")
     modules = zero_partitions.module(models[0])
     if wanted == "module":
         tensors = dict(_module(models[0], modules))

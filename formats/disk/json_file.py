@@ -1,4 +1,4 @@
-"""JSON files of others: size, depth and duplicate keys are checked."""
+"""JSON files of others: their size, depth, numbers and duplicate keys are checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
-from formats.disk.safetensors import file_size
+from formats.disk.safetensors import file_size, unique
 from formats.errors import SourceError
 
 MAX_JSON = 64 << 20
@@ -21,12 +21,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        SourceError: the file is missing, too large or no JSON object.
+        SourceError: the file is missing, too large or no JSON object, or gives a key twice.
     """
     try:
         if (size := file_size(path)) > MAX_JSON:
             raise SourceError(f"{path} has {size} bytes, too many for a configuration")
-        value = json.loads(path.read_bytes(), parse_int=_whole, parse_float=_fraction)
+        value = json.loads(path.read_bytes(), parse_int=_whole, parse_float=_fraction, object_pairs_hook=unique)
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
     except OverflowError as error:

@@ -117,12 +117,17 @@ def file_size(path: Path) -> int:
 # --- safetensors -----------------------------------------------------------------------------------------------------
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The members of a JSON object; json.loads alone takes the last of two with one name, and says nothing.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    members = dict(pairs)
+    if len(members) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{short(next(name for name in names if names.count(name) > 1))} appears twice")
-    return found
+    return members
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Fragment], dict[str, str]]:
@@ -147,7 +152,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Fragment], dict[str, str]]:
     try:
         if raw[:1] != b"{":
             raise ValueError("it does not start with '{'")
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ is not a map of strings")

@@ -220,3 +220,14 @@ def test_names_without_the_prefix_of_the_model(model, convert, tmp_path):
     weights.popitem()
     save_file(weights, hf / "model.safetensors")
     assert "hint" not in convert("inspect", hf).err
+
+
+def test_a_config_that_gives_a_key_twice_is_refused(model, convert, tmp_path):
+    """transformers takes the last of them, and says nothing."""
+    source = tmp_path / "source"
+    shutil.copytree(model(), source)
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_text(config.replace("{", '{"rms_norm_eps": 0.5,', 1))
+    ran = convert("hf2megatron", source, tmp_path / "out")
+    assert ran.code == 3
+    assert "config.json is no valid JSON: 'rms_norm_eps' appears twice" in ran.err

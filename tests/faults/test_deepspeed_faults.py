@@ -281,10 +281,19 @@ def test_an_output_that_is_a_link_in_a_circle(neox, convert, tmp_path):
         refused(convert("neox2hf", run, out, "--vocab-size", 101), 7, f"the links in {out} lead in a circle")
 
 
-@pytest.mark.parametrize("name", ["../llama-mha-tp2", "/etc", "..", "a b", "a\nb", "x" * 300])
+@pytest.mark.parametrize("name", ["../llama-mha-tp2", "/etc", "..", "", "a\nb", "x" * 300])
 def test_names_that_leave_the_folder(neox, told, name):
     run, _ = neox("llama-mha-tp2")
     told(run, 3, "--tag says", "no name of a folder", flags=("--tag", name))
+
+
+def test_a_tag_with_a_space(neox, convert, tmp_path):
+    run, tag = neox("llama-mha-tp2")
+    tag.rename(run / "step 7")
+    for flags in ((), ("--tag", "step 7")):
+        (run / "latest").write_text("step 7")
+        ran = convert("neox2hf", run, tmp_path / f"out{len(flags)}", "--vocab-size", 101, *flags)
+        assert ran.code == 0, ran.err
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

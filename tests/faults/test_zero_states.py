@@ -79,6 +79,20 @@ def test_a_part_of_a_frozen_matrix_lies_in_one_row(convert, tmp_path, kind):
         refused(told, 3, "holds the frozen f.weight as", "no flat tensor")
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_module_is_no_way_out_where_stage_3_lacks_its_optimizer_states(convert, tmp_path, stage):
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = save(tmp_path / "run", model, partition(flat, stage), stage)
+    for path in run.glob("*/*optim_states.pt"):
+        path.unlink()
+    told = convert("zero2hf", run, tmp_path / "out", *MASTERS)
+    refused(told, 3, "holds no optimizer states of mp_rank_00", "copy them from their nodes")
+    assert ("--weights module" in told.err) == (stage == 2)
+
+
 @pytest.mark.parametrize("kind", ["fp32-master", "exp_avg"])
 @pytest.mark.parametrize("policy", ["verify", "first", "mean"])
 def test_states_without_names_are_compared_whatever_is_asked(convert, tmp_path, kind, policy):
@@ -143,7 +157,7 @@ def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, 
         ({"param_shapes": [{EMBEDDING: [8, 4]}]}, "holds param_shapes that are none"),
         ({"param_shapes": [{EMBEDDING: (8, -4)}]}, "holds param_shapes that are none"),
         ({"param_shapes": [{EMBEDDING: (8, 5)}]}, "parameters of a group have 40 elements, its 1 ranks hold 32"),
-        ({"param_shapes": [{EMBEDDING: (8, 4)}, {}]}, "holds 1 groups of parameters, its model 2"),
+        ({"param_shapes": [{EMBEDDING: (8, 4)}, {}]}, "has 1 flat parameter groups, its model file 2"),
         (frozen("f.weight", None, (3, 4)), "holds no fragment of f.weight"),
         (frozen("f.weight", None, (3.0, 4)), "holds a frozen parameter of the shape"),
     ],

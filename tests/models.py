@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from formats.families import find_family
+from formats.families.family import Family
+
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -172,31 +175,6 @@ UNKNOWN = {
     "falcon": ("num_key_value_heads", "intermediate_size"),
 }
 """Model type: what its config calls otherwise, or does not have."""
-ONLY_HERE = (
-    "gpt_neox",
-    "granite",
-    "olmo2",
-    "gemma2",
-    "gemma3",
-    "falcon",
-    "llama4_text",
-    "ernie4_5_moe",
-    "minimax_m2",
-    "olmoe",
-    "qwen3-biased",
-)
-IN_MEGATRON = [name for name in MODELS if not name.startswith(ONLY_HERE)]
-"""Those with a layout of Megatron."""
-MIXED = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", "deepseek", "glm4_moe", "solar_open", "hy_v3",
-)  # fmt: skip
-EXPERTS = [name for name in MODELS if name.startswith(MIXED)]
-"""Mixtures of experts in Megatron."""
-FUSED_HERE = [name for name in MODELS if name.startswith(("ernie4_5_moe", "minimax_m2", "olmoe", "granitemoe"))]
-"""Others, of which transformers fuses what the Hub has apart."""
-DTYPES = ("bfloat16", "float32", "float16")
-IN_EVERY_TYPE = ("llama", "qwen2-tied", "gpt2", "mixtral", "gpt_neox")
-"""The models that go through every round trip in all types; the others in bfloat16, for a type is only its width."""
 
 
 def settings_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -205,6 +183,28 @@ def settings_of(name: str, **changes: Any) -> dict[str, Any]:
     for key in UNKNOWN.get(settings["model_type"], ()):
         settings.pop(key)
     return settings | changes
+
+
+def family_of(name: str) -> Family:
+    """The family of a tiny model."""
+    family = find_family(settings_of(name))
+    assert family is not None, f"{name} is of no family"
+    return family
+
+
+def _has(name: str, condition: str) -> bool:
+    return any(condition in rule.conditions for rule in family_of(name).tensors)
+
+
+IN_MEGATRON = [name for name in MODELS if not family_of(name).only_here and name != "qwen3-biased"]
+"""Those with a layout of Megatron."""
+EXPERTS = [name for name in IN_MEGATRON if _has(name, "sparse")]
+"""Mixtures of experts in Megatron."""
+FUSED_HERE = [name for name in MODELS if name not in IN_MEGATRON and _has(name, "separate")]
+"""Others, of which transformers fuses what the Hub has apart."""
+DTYPES = ("bfloat16", "float32", "float16")
+IN_EVERY_TYPE = ("llama", "qwen2-tied", "gpt2", "mixtral", "gpt_neox")
+"""The models that go through every round trip in all types; the others in bfloat16, for a type is only its width."""
 
 
 def build(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", **changes: Any) -> Path:

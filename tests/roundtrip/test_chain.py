@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from converters.commands.explain import held_by
 from converters.convert import run
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
 from converters.prove.digest import total
 from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
-from formats.families import family_of
+from formats.families import family_of, find_family
 from formats.megatron import megatron_llm
 from formats.megatron.args.args import CORE, DIST, Options
 from formats.registry import open_checkpoint
@@ -141,8 +142,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def reasons(name: str) -> dict[str, str]:
-    """The formats that refuse a model, and a part of what they say."""
-    said = REFUSED.get(name, {})
+    """The formats that refuse a model, and a part of what they say; of one that is not listed, those that have to."""
+    base, changes = CASES[name]
+    if name not in REFUSED:
+        holders = held_by(find_family(settings_of(base, **changes)))
+        return {form: "" for form in CHAIN if form not in holders}
+    said = REFUSED[name]
     lost = dict.fromkeys(("megatron_dist", "megatron-llm"), said["megatron"]) if "megatron" in said else {}
     return lost | said
 

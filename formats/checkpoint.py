@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from formats.disk.safetensors import FLOATS
-from formats.errors import RefusedError
+from formats.disk.safetensors import DTYPES, FLOATS
+from formats.errors import RefusedError, SourceError
 from formats.layout.table import Placed, Slot
-from formats.model.spec import Spec
+from formats.model.spec import ModelSpec, Spec
+
+INTEGERS = {dtype for dtype in DTYPES if dtype not in FLOATS and not dtype.startswith("F8")}
 
 MANIFEST = "vitruvian.json"
 """What a conversion leaves beside the weights that it wrote, and no other program does."""
@@ -88,9 +90,16 @@ class Checkpoint:
 
         Raises:
             RefusedError: parts of one logical tensor differ in type.
+            SourceError: a tensor of a family's table holds no floating point numbers.
         """
         found: dict[tuple[str, int | None], str] = {}
         for placed in self.tensors:
+            if placed.fragment.dtype in INTEGERS and isinstance(self.spec, ModelSpec):
+                raise SourceError(
+                    f"{placed.key} in {placed.fragment.path} is {placed.fragment.dtype}, and the weights of a "
+                    f"{self.spec.family} are floating point numbers",
+                    "--verbatim carries every tensor as it is",
+                )
             for name in placed.slot.rule.pattern.tensors:
                 key = (name, placed.slot.layer)
                 if found.setdefault(key, placed.fragment.dtype) != placed.fragment.dtype:

@@ -42,7 +42,7 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
 
     The token is that of HF_TOKEN or of `hf auth login`.
     """
-    from converters.hub.push_plan import plan_push
+    from converters.hub.push_plan import plan_push, verify_folder
     from converters.hub.upload import require_token
     from formats.errors import RefusedError
 
@@ -51,22 +51,21 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
         require_token()
     plan = plan_push(out, repo, quiet=quiet, **options)
     problems = problems_of(out)
+    digest = None if problems else verify_folder(out, quiet=quiet)
     if dry_run:
         _show(plan, problems, as_json)
     if problems:
         raise RefusedError(f"{out} is not fit to be published: {'; '.join(problems)}")
     if not dry_run:
-        _send(plan, quiet, as_json)
+        _send(plan, digest, quiet, as_json)
 
 
-def _send(plan: Push, quiet: bool, as_json: bool) -> None:
-    """Verify, send, and say what came of it."""
+def _send(plan: Push, digest: str | None, quiet: bool, as_json: bool) -> None:
+    """Send, and say what came of it; `digest` is that of the verified weights, None without a manifest."""
     from converters.common.progress import size
     from converters.hub import upload
-    from converters.hub.push_plan import verify_folder
     from formats.checkpoint import MANIFEST
 
-    digest = verify_folder(plan.folder, quiet=quiet)
     notes = [
         *plan.notes,
         *([] if digest else [f"{plan.folder} holds no {MANIFEST}: there was nothing to compare the weights with"]),

@@ -218,7 +218,7 @@ def read_back(plan: Plan) -> Plan:
 def _plain(path: Path, settings: Settings) -> States:
     """The states of a model with names of its own."""
     run, tag = deepspeed.locate(path, settings.tag)
-    held = zero.trained(tag)
+    held = zero.trained(tag, settings.accept)
     opened = [
         _state(run, tag, tensors, held.module if state == "fp32" else {}) for state, tensors in held.states.items()
     ]

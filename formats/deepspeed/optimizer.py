@@ -49,7 +49,7 @@ def read(source: Checkpoint) -> Optimizer:
         opened, model, partitions = neox.read_states(source.home, replace(settings, tag=None))
         states = dict(zip(STATES, opened, strict=True))
     else:
-        held = zero.trained(source.home)
+        held = zero.trained(source.home, settings.accept)
         states, model, partitions = zero.states_of(source, held), held.model, held.partitions
     if partitions:
         step, owners = step_of(partitions), _owners(partitions)

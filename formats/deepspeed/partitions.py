@@ -166,6 +166,17 @@ def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> P
     return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept)
 
 
+def steps_in(file: TorchFile) -> frozenset[float]:
+    """The steps that a file of optimizer states counts; none where its optimizer is kept in another way."""
+    kept = file.value.get("optimizer_state_dict") if isinstance(file.value, Mapping) else None
+    inner = (
+        (kept.get("base_optimizer_state") or kept.get("optimizer_state_dict")) if isinstance(kept, Mapping) else None
+    )
+    state = inner.get("state") if isinstance(inner, Mapping) else None
+    each = [one["step"] for one in state.values() if "step" in one] if isinstance(state, Mapping) else []
+    return frozenset(number(file, value) for value in each if isinstance(value, int | float | TensorRef))
+
+
 def step_of(partitions: Sequence[Partition]) -> float:
     """How many steps Adam has made.
 

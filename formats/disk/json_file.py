@@ -26,7 +26,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if (size := file_size(path)) > MAX_JSON:
             raise SourceError(f"{path} has {size} bytes, too many for a configuration")
-        value = json.loads(path.read_bytes(), parse_int=_whole, parse_float=_fraction, object_pairs_hook=unique)
+        text = path.read_bytes().decode("utf-8")  # as transformers does: json.loads would take other encodings too
+        value = json.loads(text, parse_int=_whole, parse_float=_fraction, object_pairs_hook=unique)
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
     except OverflowError as error:

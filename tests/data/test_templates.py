@@ -239,3 +239,37 @@ def test_from_the_command_line(train, tmp_path):
     assert shown.out.count("»") >= 51
     (tmp_path / "P_text_document.mask").unlink()
     assert train("show", tmp_path / "P_text_document").code == 3
+
+
+CUT = """{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user
+{{ m.content }}<|im_end|>
+{% elif m.role == 'assistant' %}<|im_start|>assistant
+{% generation %}{{ m.content[:40] }}<|im_end|>{% endgeneration %}
+{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("turns", "altered"),
+    [
+        ([("user", "hi"), ("assistant", " yes \n")], 0),
+        ([("system", "be brief"), ("user", "hi"), ("assistant", "yes")], 1),
+        ([("user", "hi"), ("assistant", "no " * 30)], 1),
+        ([("user", "what is <|im_end|> for?"), ("assistant", "yes")], 0),
+        ([("user", "what is <|im_end|> for?"), ("assistant", "<|im_end|> " * 30)], 1),
+    ],
+)
+def test_what_a_template_leaves_out_or_cuts_is_counted(train, tmp_path, turns, altered):
+    """A system turn that it ignores, a reply that it cuts; not the white space that many templates strip."""
+    folder = byte_level(tmp_path / "t", TOKENS["chatml"], "<|end|>")
+    (tmp_path / "cut.jinja").write_text(CUT)
+    record = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    (tmp_path / "c.jsonl").write_text(json.dumps(record) + "\n")
+    words = ["--tokenizer", folder, "--chat-template", tmp_path / "cut.jinja"]
+    source = ["--input", tmp_path / "c.jsonl", *words, "--append-eod", "--workers", 1]
+    ran = train("tokenize", *source, "--output-prefix", tmp_path / "P")
+    assert ran.code == 0, ran.err
+    assert ("of 1 documents the chat template leaves out or changes a message" in ran.err) == bool(altered)
+    counts = json.loads((tmp_path / "P_text_document.json").read_text())["counts"]
+    assert counts.get("altered_documents", 0) == altered
+    ran = train("lint", tmp_path / "c.jsonl", *words)
+    assert ("leaves out or changes a message" in ran.out) == bool(altered)

@@ -231,3 +231,30 @@ def test_a_config_that_gives_a_key_twice_is_refused(model, convert, tmp_path):
     ran = convert("hf2megatron", source, tmp_path / "out")
     assert ran.code == 3
     assert "config.json is no valid JSON: 'rms_norm_eps' appears twice" in ran.err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_config_that_transformers_cannot_read_is_refused(model, convert, tmp_path, encoding):
+    source = tmp_path / "source"
+    shutil.copytree(model(), source)
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_bytes(config.encode(encoding))
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert ran.code == 3
+    assert "config.json is no valid JSON" in ran.err
+
+
+@pytest.mark.parametrize("command", ["hf2hf", "hf2megatron"])
+def test_weights_that_are_integers_are_refused(model, convert, tmp_path, command):
+    """A header that calls a norm I32; transformers would load what the bytes are as integers."""
+    source = tmp_path / "source"
+    shutil.copytree(model(), source)
+    weights = load_file(source / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].view("int32")
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    ran = convert(command, source, tmp_path / "out")
+    assert ran.code == 3
+    assert "model.norm.weight" in ran.err
+    assert "is I32, and the weights of a llama are floating point numbers" in ran.err
+    if command == "hf2hf":
+        assert convert(command, source, tmp_path / "out", "--verbatim").code == 0

@@ -113,6 +113,31 @@ def test_states_without_names_are_compared_whatever_is_asked(convert, tmp_path, 
     assert "--replicas" not in told.err
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("counted", "skipped", "fine"), [(1, 0, True), (4, 3, True), (4, 0, False), (0, 0, False)])
+def test_files_of_an_optimizer_of_another_step_are_refused(convert, tmp_path, stage, counted, skipped, fine):
+    """The engine counts its steps and those that it skipped; Adam counts the others."""
+    import torch
+
+    flat = torch.arange(32.0)
+    module = {} if stage == 3 else {EMBEDDING: flat.reshape(8, 4).bfloat16()}
+    counts = {"global_steps": counted, "skipped_steps": skipped}
+    model = {"module": module, "param_shapes": [{EMBEDDING: (8, 4)}], **counts}
+    run = save(tmp_path / "run", model, partition(flat, stage), stage)
+    commands = [
+        ("zero2hf", *MASTERS),
+        ("zero2universal", "-q"),
+        *([("zero2hf", "--verbatim", "-q")] if stage < 3 else []),
+    ]
+    for number, (command, *words) in enumerate(commands):
+        ran = convert(command, run, tmp_path / f"out{number}", *words)
+        if fine:
+            assert ran.code == 0, ran.err
+            continue
+        refused(ran, 3, "has made 1 steps", f"counts {counted}", "files of different saves", "--accept global_steps")
+        assert convert(command, run, tmp_path / f"out{number}", *words, "--accept", "global_steps").code == 0
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_masters_with_names_may_be_taken_unchecked(convert, tmp_path, stage):
     """A training in which the two drifted apart: who asks for the masters gets them."""

@@ -138,6 +138,17 @@ def test_a_card_of_the_folder_is_sent_once_and_completed(hub, push, folder):
 # --- a dry run -------------------------------------------------------------------------------------------------------
 
 
+def test_a_dry_run_prints_no_digest_that_the_weights_do_not_have(push, folder):
+    assert json.loads((folder / "vitruvian.json").read_text())["digest"] in push(folder, "acme/m", "-n").out
+    weights = next(folder.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    ran = push(folder, "acme/m", "-n")
+    assert (ran.code, ran.out) == (6, "")
+    assert "1 tensors of" in ran.err
+
+
 def test_a_dry_run_sends_nothing_and_needs_no_token(hub, push, converted, tmp_path):
     dry = push(converted, "acme/m", "-n", "--json", "--base-model", "acme/base", HF_TOKEN="")
     text = push(converted, "acme/m", "-n", HF_TOKEN="", HF_HUB_OFFLINE="1")

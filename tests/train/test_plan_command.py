@@ -68,6 +68,13 @@ def test_operations_are_those_that_the_log_counts(settings, family, more):
     assert estimate(config, 1).flops == pytest.approx(counted, rel=near)
 
 
+def test_epochs_whose_last_step_is_short_are_as_many_as_asked(settings, train):
+    path = settings(steps={"train_iters": None, "epochs": 2})
+    planned = train("plan", path)
+    assert planned.code == 0, planned.err
+    assert re.search(r"\b2(\.00)? epochs", planned.out), planned.out
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_documents_that_the_model_has_no_positions_for(settings, model, train, run, family):
     """Told where positions are computed, refused where each has a vector."""

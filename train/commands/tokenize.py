@@ -237,7 +237,7 @@ def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str
 def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
     """Tell what became of the records."""
     from train.data.tokens.records import REASONS
-    from train.data.tokens.workers import UNTRAINED
+    from train.data.tokens.workers import ALTERED, UNTRAINED
 
     if as_json:
         click.echo(json.dumps({"output": str(out)} | dict(counts)))
@@ -247,6 +247,11 @@ def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
         click.echo(
             f"note: {left} replies are not trained, as their records say; {out.name}.mask tells train run, and no "
             "other program",
+            err=True,
+        )
+    if altered := counts.get(ALTERED):
+        click.echo(
+            f"note: of {altered} documents the chat template leaves out or changes a message: train show prints them",
             err=True,
         )
     click.echo(f"{out}: {counts['documents']} documents, {counts['tokens']} tokens, {sum(dropped.values())} dropped")

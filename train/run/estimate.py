@@ -44,6 +44,7 @@ class Estimate(NamedTuple):
     Attributes:
         sizes: the batch equation.
         steps: how many there are.
+        samples: rows of all steps; the last step may be short.
         rows: of the data, and how full they are.
         parameters: of the model, adapters included.
         trained: how many of them are.
@@ -53,6 +54,7 @@ class Estimate(NamedTuple):
 
     sizes: Sizes
     steps: int
+    samples: int
     rows: Rows
     parameters: int
     trained: int
@@ -62,7 +64,7 @@ class Estimate(NamedTuple):
     @property
     def epochs(self) -> float:
         """Passes over the rows."""
-        return self.steps * self.sizes.size / len(self.rows)
+        return self.samples / len(self.rows)
 
     def seconds(self, device: str, mfu: float) -> float:
         """Time of all steps on devices of `PEAK` that reach a share of their speed."""
@@ -114,7 +116,8 @@ def estimate(config: Config, ranks: int) -> Estimate:
     head = ((spec.nope_dim or 0) + spec.rope_dim + spec.head_dim) / 2 if spec.rope_dim else spec.head_dim
     once = factor * inputs.sum() + 12.0 * layers * spec.heads * head * pairs
     parameters = counted + trained if config.lora else counted
-    return Estimate(sizes, steps, rows, parameters, trained, memory, float(once) * order.samples / len(rows))
+    flops = float(once) * order.samples / len(rows)
+    return Estimate(sizes, steps, order.samples, rows, parameters, trained, memory, flops)
 
 
 def _idle(spec: ModelSpec) -> int:

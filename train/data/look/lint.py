@@ -19,6 +19,7 @@ from train.data.tokens.workers import Job, encoder, job_reader
 NOTES = {
     "token": "contents that spell a control token; they stay text",
     "twice": "records that stand there twice",
+    "altered": "records of which the chat template leaves out or changes a message",
     "left out": "records with a reply that they leave out of the training",
 }
 """Findings that drop nothing."""
@@ -120,6 +121,8 @@ def _notes(record: Record, seen: set[int], encode: Encoder | None, longest: int 
     seen.add(known)
     if encode is not None:
         encoded = encode([record])
+        if encoded.altered:
+            yield "altered"
         if encoded.refused:
             yield encoded.refused[0][1]
         elif longest is not None and encoded.sizes[0] > longest:

@@ -52,12 +52,14 @@ class Encoded(NamedTuple):
         mask: bits `REPLY` and `LAST_REPLY` of each token, uint8; in role bins the number of its role, uint16; None
             where the tokens tell it themselves, whatever the records say.
         refused: place and reason of records that became no document.
+        altered: documents in which the chat template leaves out or changes a message.
     """
 
     ids: NDArray[np.int32]
     sizes: list[int]
     mask: NDArray[np.uint8] | NDArray[np.uint16] | None
     refused: list[tuple[int, str]]
+    altered: int = 0
 
 
 Encoder = Callable[[Sequence[Record]], Encoded]
@@ -191,9 +193,10 @@ class TemplateEncoder:
         ids: list[Sequence[int]] = []
         masks: list[NDArray[np.uint8]] = []
         refused: list[tuple[int, str]] = []
+        altered = 0
         for place, record in enumerate(records):
             try:
-                found, mask = self._document(record)
+                found, mask, whole = self._document(record)
             except Malformed as reason:
                 refused.append((place, reason.reason))
                 continue
@@ -204,9 +207,10 @@ class TemplateEncoder:
                 found, mask = [*found, self.eod], np.append(mask, np.uint8(end_bits(record)))
             ids.append(found)
             masks.append(mask)
+            altered += not whole
         sizes = [len(mask) for mask in masks]
         flat = np.fromiter(chain.from_iterable(ids), np.int32, sum(sizes))
-        return Encoded(flat, sizes, np.concatenate(masks) if masks else np.empty(0, np.uint8), refused)
+        return Encoded(flat, sizes, np.concatenate(masks) if masks else np.empty(0, np.uint8), refused, altered)
 
     def prompt(self, record: Record) -> list[int]:
         """The tokens that ask for the next reply of a dialogue.
@@ -216,23 +220,24 @@ class TemplateEncoder:
         """
         return self._document(record, asking=True)[0]
 
-    def _document(self, record: Record, asking: bool = False) -> tuple[list[int], NDArray[np.uint8]]:
-        """Tokens and mask of one record."""
+    def _document(self, record: Record, asking: bool = False) -> tuple[list[int], NDArray[np.uint8], bool]:
+        """Tokens and mask of one record, and whether every message is in them as a whole."""
         if not record.roles:
             ids = self._plain(record.contents[0]).ids
-            return ids, np.full(len(ids), REPLY | LAST_REPLY, np.uint8)
+            return ids, np.full(len(ids), REPLY | LAST_REPLY, np.uint8), True
         spelled = [self.special.search(text) for text in record.contents]
         if not any(spelled):
             text, spans = self._render(record.roles, record.contents, asking)
             found = self.vocabulary.marking.encode(text, add_special_tokens=False)
             if int(self.vocabulary.special[found.ids].sum()) != len(self.special.findall(text)):
                 raise Malformed("literal")  # the tokenizer's normalizer, or its model, makes one of other text
-            return found.ids, _masked(np.array(found.offsets).reshape(-1, 2), _marked(record, text, spans))
+            mask = _masked(np.array(found.offsets).reshape(-1, 2), _marked(record, text, spans))
+            return found.ids, mask, _is_whole(record.contents, text)
         if not self.separable:
             raise Malformed("literal")
         return self._apart(record, asking)
 
-    def _apart(self, record: Record, asking: bool) -> tuple[list[int], NDArray[np.uint8]]:
+    def _apart(self, record: Record, asking: bool) -> tuple[list[int], NDArray[np.uint8], bool]:
         """A record whose contents spell control tokens: what the template wrote is told apart by rendering a disguise.
 
         The first character of what is spelled is replaced by one that occurs nowhere, and put back behind the template.
@@ -257,7 +262,7 @@ class TemplateEncoder:
                 offsets += [(position + low, position + high) for low, high in found.offsets]
             position += len(part)
         marked = _marked(record._replace(contents=disguised), text, spans)
-        return ids, _masked(np.array(offsets).reshape(-1, 2), marked)
+        return ids, _masked(np.array(offsets).reshape(-1, 2), marked), _is_whole(disguised, text)
 
     def _plain(self, text: str) -> Any:
         """The encoding of a text in which no control token may come to be."""
@@ -289,6 +294,11 @@ class TemplateEncoder:
         inside = self.vocabulary.marking.encode_batch([name + text + name for text in PROBES], add_special_tokens=False)
         alone = self.vocabulary.encode(list(PROBES))
         return all(one.ids == [number, *ids.tolist(), number] for one, ids in zip(inside, alone, strict=True))
+
+
+def _is_whole(contents: Sequence[str], text: str) -> bool:
+    """Whether a rendered text has every message, white space around it apart, which many templates strip."""
+    return all(content.strip() in text for content in contents)
 
 
 def _unused(text: str, number: int) -> str:

@@ -31,7 +31,7 @@ from train.data.tokens.indexed import best_dtype, bin_path, idx_path, write_inde
 from train.data.tokens.input_ranges import Ranges
 from train.data.tokens.records import GRAVE, REASONS
 from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
-from train.data.tokens.workers import EXAMPLES, UNTRAINED, Job, Part, Workers
+from train.data.tokens.workers import ALTERED, EXAMPLES, UNTRAINED, Job, Part, Workers
 
 STREAMS = ("bin", "sizes", "mask")
 """What is appended to: tokens, int32 sizes of documents, and the loss mask of a chat template, or the roles of bins."""
@@ -43,7 +43,8 @@ AHEAD = 4
 """Ranges that each worker may be ahead of the writer."""
 
 HINT = (
-    "train lint names each record; a key that says nothing of the training can go: jq -c '.messages |= map(del(.KEY))'"
+    "train lint names each record; a key that says nothing of the training can go: jq -c '.messages |= map(del(.KEY))' "
+    "of a turn, jq -c 'del(.KEY)' of a record"
 )
 HINTS = {
     "both": "train lint names each record; leave one of the two out: jq -c 'del(.conversations)'",
@@ -332,7 +333,7 @@ def _publish(request: Request, done: Done, finals: dict[str, Path]) -> Facts:
 def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Facts:
     """Leave the facts in the staging folder, with these counts and those of dropped records."""
     job = request.job
-    told = (UNTRAINED, *REASONS)
+    told = (ALTERED, UNTRAINED, *REASONS)
     counts = dict(counts) | {name: number for name, number in done.counts.items() if name in told}
     masked = job.template is None and UNTRAINED in counts
     facts = Facts(

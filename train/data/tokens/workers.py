@@ -41,6 +41,8 @@ EXAMPLES = 5
 
 UNTRAINED = "untrained_replies"
 """In the counts: replies that their records leave out of the training."""
+ALTERED = "altered_documents"
+"""In the counts: documents in which the chat template leaves out or changes a message."""
 Dropped = tuple[int, str, str]
 """Line of a dropped record, the reason, and what of the record it is."""
 
@@ -151,6 +153,7 @@ def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
             gone = {place for place, _ in encoded.refused}
             left = (len(one.left_out) for place, one in enumerate(batch.records) if place not in gone)
             counts[UNTRAINED] += sum(left)
+            counts[ALTERED] += encoded.altered
             lengths["bin"] += tokens.write(encoded.ids.astype(dtype).data)
             lengths["sizes"] += sizes.write(np.array(encoded.sizes, "<i4").data)
             if encoded.mask is not None:

@@ -64,7 +64,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
         record["list"] = [
             {"key": placed.key, "dtype": placed.fragment.dtype, "shape": list(placed.fragment.shape),
              "file": str(placed.fragment.path.relative_to(source.root)), "offset": placed.fragment.offset,
-             "pattern": placed.slot.rule.pattern.text, "replica": placed.slot.replica}
+             "pattern": placed.slot.rule.pattern.text, "replica": str(placed.slot.replica)}
             for placed in source.tensors
         ]  # fmt: skip
     return record

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from converters.plan.plan import PADDING, Job, Part, Plan, cast_dtypes, make_plan, prove_tiling
+from converters.plan.plan import (
+    PADDING,
+    Copies,
+    Job,
+    Part,
+    Plan,
+    cast_dtypes,
+    make_plan,
+    padding_leaves,
+    prove_tiling,
+)
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_megatron
 from converters.plan.universal import UNTAKEN
@@ -16,8 +26,7 @@ from formats.deepspeed.neox import checkpoint as neox
 from formats.errors import UnsupportedError, VerificationError
 from formats.fsdp import checkpoint as fsdp
 from formats.fsdp import optimizer as fsdp_optim
-from formats.layout.pattern import Leaf
-from formats.layout.table import Placed
+from formats.layout.table import ORIGINAL, Placed
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import classic as megatron
 from formats.megatron import optimizer_reader, portable_optimizer, torch_dist
@@ -221,27 +230,21 @@ def _padding_jobs(source: Checkpoint, wanted: Iterable[Placed], rows: range, sta
     held, targets, dtypes = _rows(source.tensors, rows), _rows(wanted, rows), source.dtypes()
     for tensor, copies in held.items():
         written = [part for parts in targets.get(tensor, {}).values() for part in parts]
-        shape = (len(rows), *(span.stop - span.start for span in copies[""][0].leaf.spans[1:]))
+        shape = (len(rows), *(span.size for span in copies[ORIGINAL][0].leaf.spans[1:]))
         for parts in (*copies.values(), *targets.get(tensor, {}).values()):
             prove_tiling([part.leaf for part in parts], shape, f"{state}.{tensor}")
         replicas = {copy: tuple(parts) for copy, parts in copies.items() if copy}
         dtype = dtypes[tensor, None]
-        yield Job(tensor, None, shape, dtype, dtype, tuple(copies[""]), replicas, tuple(written), state=state)
+        yield Job(tensor, None, shape, dtype, dtype, tuple(copies[ORIGINAL]), replicas, tuple(written), state=state)
 
 
-def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, dict[str, list[Part]]]:
-    """Where rows of vocabulary padding lie, by tensor and by the copy to which they belong."""
-    found: dict[str, dict[str, list[Part]]] = {}
-    for placed in tensors:
-        sizes = dict(placed.slot.sizes)
-        if not rows or "~" not in placed.slot.rule.pattern.text:
-            continue
-        sizes |= {"vocab": rows.stop, "padding": sizes["vocab"] + sizes["padding"] - rows.stop}
-        for leaf in placed._replace(slot=placed.slot._replace(sizes=tuple(sizes.items()))).leaves():
-            first = leaf.spans[0]
-            low, high = max(first.start, rows.start), min(first.stop, rows.stop)
-            if low < high:
-                spans = (first._replace(start=low - rows.start, stop=high - rows.start), *leaf.spans[1:])
-                part = Part(Leaf(leaf.tensor, spans, leaf.base + (low - first.start) * first.stride), placed.fragment)
-                found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(part)
+def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, Copies]:
+    """Where rows of vocabulary padding lie, by tensor and by the copy to which they belong; the first one counts 0."""
+    found: dict[str, Copies] = {}
+    for placed in tensors if rows else ():
+        for leaf in padding_leaves(placed, rows.stop):
+            first, *others = leaf.spans
+            moved = first._replace(start=first.start - rows.start, stop=first.stop - rows.start)
+            part = Part(replace(leaf, spans=(moved, *others)), placed.fragment)
+            found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(part)
     return found

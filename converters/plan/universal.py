@@ -26,7 +26,7 @@ from formats.disk.safetensors import Fragment
 from formats.errors import UnsupportedError
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import Slot, match
+from formats.layout.table import ALONE, Slot, match
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim
@@ -229,7 +229,7 @@ def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mappi
     """One of the states, to be compared with what is in the module."""
     spec = Verbatim("deepspeed", {name: one.shape for name, one in tensors.items()}, tied=False, vocab=None, why=WHY)
     whole = {name: one.whole for name, one in tensors.items()}
-    placed, _ = match(untabled.slots(spec), {"": whole}, (), tag)
+    placed, _ = match(untabled.slots(spec), {ALONE: whole}, (), tag)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     twins = tuple(one._replace(fragment=module[one.key]) for one in placed if one.key in module)

@@ -25,7 +25,7 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread, whole_part
-from formats.layout.table import Cut, Placed, Slot, match
+from formats.layout.table import ALONE, Cut, Placed, Slot, match
 from formats.model.adapters import require_plain
 from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
@@ -73,7 +73,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec)
     if whole:
         _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
-    placed, dropped = match(slots, {"": {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
+    placed, dropped = match(slots, {ALONE: {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
     pieces = _spread(placed, keys, tensors)
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
     if settings.weights is None and (third or whole):
@@ -312,7 +312,7 @@ def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
                 "an optimizer moves with a model that is trained as a whole; convert the weights alone",
             )
         whole = {key: tensors[name].whole for key, name in keys.items()}
-        placed, dropped = match(slots, {"": whole}, huggingface.drops(source.spec), source.home)
+        placed, dropped = match(slots, {ALONE: whole}, huggingface.drops(source.spec), source.home)
         pieces = _spread(placed, keys, tensors)
         found[state] = replace(
             source,

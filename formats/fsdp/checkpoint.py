@@ -25,7 +25,7 @@ from formats.errors import OptionNeededError, RefusedError, SourceError, Unsuppo
 from formats.fsdp import torchtitan
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread
-from formats.layout.table import Cut, Slot, match, slots
+from formats.layout.table import ALONE, Cut, Slot, match, slots
 from formats.layout.tensors import UNTRAINED
 from formats.model.adapters import require_plain
 from formats.model.spec import ModelSpec, Spec, Verbatim
@@ -202,7 +202,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     wanted = _native_slots(spec) if torchtitan.FIRST in tensors else huggingface.model_slots(spec, tensors)
     drops = (*huggingface.drops(spec), *torchtitan.DROPS)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
-    placed, more = match(wanted, {"": whole}, drops, path)
+    placed, more = match(wanted, {ALONE: whole}, drops, path)
     if isinstance(spec, Verbatim):
         _require_rows(tensors, spec, path)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))

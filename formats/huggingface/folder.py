@@ -22,7 +22,7 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.huggingface.config import from_huggingface, require_biases, require_class
 from formats.huggingface.quantized import dequantized
-from formats.layout.table import Placed, Slot, match, slots
+from formats.layout.table import ALONE, Placed, Slot, match, slots
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.adapters import require_plain
@@ -90,7 +90,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     spec = spec_of({key: fragment.shape for key, fragment in found.items()}, settings.config or path, settings)
     if isinstance(spec, ModelSpec):
         found, note = dequantized(found, read_json(path / "config.json"))
-    placed, dropped = match(model_slots(spec, found), {"": found}, drops(spec), path)
+    placed, dropped = match(model_slots(spec, found), {ALONE: found}, drops(spec), path)
     notes = tuple(filter(None, [note, unread(path)]))
     return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes)
 

@@ -100,7 +100,7 @@ def _trained(source: Checkpoint) -> list[list[list[Parameter]]]:
     def of(mesh: Mesh) -> list[list[list[Parameter]]]:
         by_file: dict[str, list[Slot]] = {}
         for slot in slots_of(spec, MCORE, mesh, pipeline, source.extra["padded_vocab"]):
-            by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
+            by_file.setdefault(slot.place.file, []).append(slot)
         files = [folder_of(tensor, stage, ep, pp, mesh) for stage in range(pp) for _, tensor, ep in mesh.files()]
         ranks = [parameters_of(by_file.get(file, []), options) for file in files]
         shares = [chained_optimizer.shares(parameters, {True} if several else ()) for parameters in ranks]

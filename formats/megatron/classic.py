@@ -25,7 +25,7 @@ from formats.disk.safetensors import Fragment
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.huggingface import folder as huggingface
-from formats.layout.table import Slot, match, rules, slots
+from formats.layout.table import Place, Slot, match, rules, slots
 from formats.megatron import megatron_llm
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, mla
@@ -248,20 +248,20 @@ def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path:
     return args | {"rotary_base": 10000}
 
 
-def flattened(found: Mapping[str, Mapping[str, Fragment]]) -> dict[str, dict[str, Fragment]]:
+def flattened(found: Mapping[Place, Mapping[str, Fragment]]) -> dict[Place, dict[str, Fragment]]:
     """The tensors, with those of `GROUPED` as the elements that they are, one behind the other."""
     return {
-        file: {
+        place: {
             key: fragment._replace(shape=(prod(fragment.shape),), strides=(1,))
             if GROUPED.fullmatch(key) and fragment.row_major and len(fragment.shape) == 2
             else fragment
             for key, fragment in tensors.items()
         }
-        for file, tensors in found.items()
+        for place, tensors in found.items()
     }
 
 
-def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
+def _padded_vocab(found: Mapping[Place, Mapping[str, Fragment]], tp: int) -> int:
     for tensors in found.values():
         for key, fragment in tensors.items():
             if key.endswith("embedding.word_embeddings.weight") and fragment.shape:
@@ -308,7 +308,7 @@ def _require_tp(spec: ModelSpec, tp: int) -> None:
 def slots_of(
     spec: ModelSpec, table: Iterable[Any], mesh: Mesh, pipeline: Pipeline, padded_vocab: int, *, fused: bool = False
 ) -> list[Slot]:
-    """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`. `fused` experts are those of `GROUPED`."""
+    """Every physical tensor of a topology, its file being a rank's folder. `fused` experts are those of `GROUPED`."""
     _require_tp(spec, mesh.tp)
     require_mesh(mesh, spec, classic=True)
     found: list[Slot] = []
@@ -322,7 +322,7 @@ def slots_of(
                 here,
                 spec.sizes(padded_vocab) | mesh.interleaves,
                 tensors=spec.tensors,
-                file=f"{folder_of(tp, chunk.stage, ep, pipeline.stages, mesh)} {_chunk_key(chunk.virtual, pipeline)}",
+                place=Place(folder_of(tp, chunk.stage, ep, pipeline.stages, mesh), _chunk_key(chunk.virtual, pipeline)),
                 layers=enumerate(chunk.layers),
                 conditions=conditions,
                 sparse=spec.sparse_layers,
@@ -364,7 +364,7 @@ def write(
     by_file: dict[str, list[Slot]] = {}
     wanted = slots_of(spec, TABLES[options.dialect], options.mesh, pipeline, padded)
     for slot in wanted:
-        by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
+        by_file.setdefault(slot.place.file, []).append(slot)
     files, kinds = [], spread(wanted, options.mesh.ep)
     for stage, (rank, tp, ep) in product(range(options.pp), options.mesh.files()):
         name = folder_of(tp, stage, ep, options.pp, options.mesh)
@@ -417,7 +417,7 @@ def parameters_of(wanted: Iterable[Slot], options: Options) -> list[Parameter]:
         names = options.norm if slot.expert is None else options.experts or options.norm
         return slot.keys[0] if names == "te" else slot.keys[-1]
 
-    return megatron_optim.in_order(Parameter(slot.file.partition(" ")[2], key_of(slot), slot) for slot in wanted)
+    return megatron_optim.in_order(Parameter(slot.place.chunk, key_of(slot), slot) for slot in wanted)
 
 
 def _file(

@@ -10,7 +10,7 @@ from typing import Any
 
 from formats.disk.safetensors import Fragment, read_bytes
 from formats.errors import SourceError, UnsupportedError, short
-from formats.layout.table import Placed
+from formats.layout.table import Place, Placed
 from formats.megatron import megatron_llm
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.moe import interleaves_of
@@ -246,12 +246,12 @@ def _check_writers(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, 
             )
 
 
-def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[str, dict[str, Fragment]]:
+def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[Place, dict[str, Fragment]]:
     """The tensors of each chunk of each file, by dotted key."""
-    found: dict[str, dict[str, Fragment]] = {}
+    found: dict[Place, dict[str, Fragment]] = {}
     for shard in shards:
         for name, state in shard.chunks:
-            tensors = found[f"{folder_of(shard.tp, shard.pp, shard.ep, pp, mesh)} {name}"] = {}
+            tensors = found[Place(folder_of(shard.tp, shard.pp, shard.ep, pp, mesh), name)] = {}
             for path, ref in _flat(state, shard.file.path):
                 key = path.replace(" ", ".")
                 if key in tensors:

@@ -31,7 +31,7 @@ from formats.families import family_named
 from formats.layout.pattern import splits
 from formats.layout.pieces import Scattered, unstacked
 from formats.layout.pieces import spread as pieces
-from formats.layout.table import Cut, Rule, Slot, match, rules, slots
+from formats.layout.table import ALONE, Cut, Rule, Slot, match, rules, slots
 from formats.megatron import common_state
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, mla
@@ -130,7 +130,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
-    placed, dropped = match(_slots(spec, table, padded, interleaves), {"": whole}, DROPS, folder)
+    placed, dropped = match(_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
     held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
     files = {item.path for entry in entries for item in entry.items}

@@ -29,7 +29,7 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short, some
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import Placed, Slot, match, rules, slots
+from formats.layout.table import Place, Placed, Slot, match, rules, slots
 from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
 from formats.torch_files import saved_names
@@ -170,7 +170,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     neox_checks.require_own_seeds(models, tp)
     model = _describe(run, tag, models, found, tp, settings)
     wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=_is_layered(found)))
-    lost = sorted({slot.file for slot in wanted} - found.keys())
+    lost = sorted({slot.place.file for slot in wanted} - found.keys())
     if lost:
         raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
     return _Opened(run, tag, models, found, tp, model, wanted, settings)
@@ -215,11 +215,13 @@ def _place(
     """Where each tensor of the layout lies, given those of each file, and those of them that lie in parts."""
     if opened.model.qkv == "grouped":
         found, parts = gqa_order.split(opened.model.spec, found, parts, opened.tp)
-    placed, dropped = match(opened.wanted, found, DROPS, opened.tag)
+    placed, dropped = match(opened.wanted, {Place(file): held for file, held in found.items()}, DROPS, opened.tag)
     pieces = (
         piece
         for one in placed
-        for piece in (spread(one, parts[one.slot.file, one.key]) if (one.slot.file, one.key) in parts else [one])
+        for piece in (
+            spread(one, parts[one.slot.place.file, one.key]) if (one.slot.place.file, one.key) in parts else [one]
+        )
     )
     return tuple(pieces), tuple(dropped)
 
@@ -392,7 +394,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
             conditions={*spec.conditions, *conditions},
         ):
             index = int(slot.keys[0].partition(".")[0])
-            yield slot._replace(file=_file(index, rank, layered=layered))
+            yield slot._replace(place=Place(_file(index, rank, layered=layered)))
 
 
 def _file(index: int, rank: int, *, layered: bool) -> str:

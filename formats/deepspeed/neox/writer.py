@@ -63,7 +63,7 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     tag = f"global_step{options.iteration}"
     by_file: dict[str, list[Held]] = {}
     for slot in slots_of(spec, options.tp, padded, conditions, layered=options.pp > 0):
-        by_file.setdefault(slot.file, []).append(_held(slot, dtypes, layered=options.pp > 0))
+        by_file.setdefault(slot.place.file, []).append(_held(slot, dtypes, layered=options.pp > 0))
     head = _head(spec, options, padded)
     files = [_file(root / tag / name, held, head, layered=options.pp > 0) for name, held in by_file.items()]
     if options.pp:

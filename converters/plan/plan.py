@@ -155,7 +155,7 @@ def make_plan(
     if cast:
         _require_no_scales(source)
     jobs = []
-    padded = source.extra.get("padded_vocab")
+    padded = source.padded_vocab
     boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)
     for (tensor, layer, held_shape), (_, _, shape) in boxes:
         if tensor in source.without:

@@ -21,9 +21,11 @@ from formats.errors import RefusedError, UnsupportedError
 from formats.fsdp import checkpoint as fsdp
 from formats.huggingface import folder as huggingface
 from formats.megatron import classic as megatron
-from formats.megatron import megatron_llm, torch_dist
+from formats.megatron import classic_writer, megatron_llm, torch_dist
 from formats.megatron.args import flags
 from formats.megatron.args.args import DIST, Options
+from formats.megatron.classic_writer import FLAGS
+from formats.megatron.details import Megatron
 from formats.megatron.optimizer import Optimizer
 from formats.model.spec import Spec, Verbatim
 from formats.model.vocab_rows import grown, rows
@@ -59,8 +61,8 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         spec = grown(spec, applied.length) if applied.length > (rows(spec) or 0) else spec
         held = {name: path for name, path in held.items() if name not in applied.removed}
         texts, notes = dict(applied.texts), list(applied.notes)
-    elif source.extra.get("added_tokens"):
-        names = ", ".join(source.extra["added_tokens"])
+    elif source.added_tokens:
+        names = ", ".join(source.added_tokens)
         notes.append(f"the training added {names} to its tokenizer; --chat-template adds them to the one that travels")
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
     config = assets.config_text(source, _cast_to(request), spec)
@@ -76,7 +78,7 @@ def _apply_template(held: Mapping[str, Path], template: str, count: int | None, 
 
     if count is None:
         raise RefusedError(f"{source.root} has no embedding whose rows a chat template could be checked against")
-    return apply_template(held, load_template(template), count, source.extra.get("added_tokens", ()))
+    return apply_template(held, load_template(template), count, source.added_tokens)
 
 
 def plan_megatron(
@@ -108,9 +110,10 @@ def plan_megatron(
             raise RefusedError(f"{source.root} has {spec.vocab} tokens, --true-vocab-size {tokens} would cut some off")
         spec = replace(spec, vocab=tokens)
     dtypes = cast_dtypes(source, request.cast)
-    llm = [dialect == megatron_llm.NAME for dialect in (source.extra.get("dialect"), options.dialect)]
-    args = assets.dropouts_of(source) | dict(args or (source.extra.get("args") if llm[0] == llm[1] else None) or {})
-    writer = torch_dist if options.dialect == DIST else megatron
+    saved = source.details if isinstance(source.details, Megatron) else None
+    llm = [dialect == megatron_llm.NAME for dialect in (saved and saved.dialect, options.dialect)]
+    args = assets.dropouts_of(source) | dict(args or (saved.args if saved and llm[0] == llm[1] else {}))
+    writer = torch_dist if options.dialect == DIST else classic_writer
     target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
     texts, copies = _inside(source, request, megatron.ASSETS, spec)
     if options.dialect == megatron_llm.NAME:
@@ -119,7 +122,7 @@ def plan_megatron(
         places = [require_inside(folder / name, folder) for folder in folders]
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
-    notes = flags.remarks(target.texts[megatron.FLAGS].decode())
+    notes = flags.remarks(target.texts[FLAGS].decode())
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 
 
@@ -170,7 +173,7 @@ def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimiz
 def plan_reading(source: Checkpoint) -> Plan:
     """A plan that reads every logical tensor once and writes nothing."""
     require_vocab(source)
-    if source.extra.get("unbounded"):
+    if source.unbounded:
         agreement.notes(source, source.spec, assets.config_text(source, None))
     return make_plan(source)
 
@@ -178,9 +181,8 @@ def plan_reading(source: Checkpoint) -> Plan:
 def require_vocab(source: Checkpoint) -> None:
     """Refuse a checkpoint of which only the padded vocabulary is known."""
     if source.spec.vocab is None and not isinstance(source.spec, Verbatim):
-        padded = source.extra.get("padded_vocab")
         raise RefusedError(
-            f"the true vocabulary of {source.root} is unknown, it only holds {padded} padded rows",
+            f"the true vocabulary of {source.root} is unknown, it only holds {source.padded_vocab} padded rows",
             "add --vocab-size N, or --config with the model's Hugging Face folder",
         )
 

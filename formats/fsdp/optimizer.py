@@ -65,6 +65,17 @@ class Held(NamedTuple):
 # --- finding it ------------------------------------------------------------------------------------------------------
 
 
+def is_trained(source: Checkpoint) -> bool:
+    """Whether an optimizer lies with the weights."""
+    return find(source) is not None
+
+
+def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
+    """Its states, and what `inspect` says of it."""
+    optimizer = read(source)
+    return optimizer.states, {"step": optimizer.step}
+
+
 def find(source: Checkpoint) -> Held | None:
     """Where the optimizer of an opened FSDP checkpoint is; None when there is none.
 

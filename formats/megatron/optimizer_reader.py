@@ -22,6 +22,7 @@ from formats.megatron import bucketed_optimizer, common_state, torch_dist
 from formats.megatron.args.args import CORE, DIST
 from formats.megatron.chained_optimizer import CHAINED, apart, decays, entries, is_spread, joined, repeated, same_scaler
 from formats.megatron.classic import flattened
+from formats.megatron.details import Megatron
 from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
 from formats.megatron.shards import DROPS, Shard, mesh_of, read_shards, tensors_of
 from formats.optimizer import STATES
@@ -50,12 +51,13 @@ def read(source: Checkpoint) -> Optimizer:
         SourceError: there is none, or it is damaged or incomplete.
         UnsupportedError: it is not Adam's, or kept in a way that cannot be cut again.
     """
-    args = source.extra["args"]
+    details, released = source.details_of(Megatron), source.home.name == "release"
+    args = details.args
     legacy = any(placed.key.startswith("language_model.") for placed in source.tensors)
-    if source.extra["dialect"] not in (CORE, DIST) or legacy:
+    if details.dialect not in (CORE, DIST) or legacy:
         raise UnsupportedError(f"{source.home}: of optimizers those of megatron-core are read, not of models before it")
-    if "optimizer" not in source.extra["state"] or source.extra["folder"] == "release":
-        what = "is a release, of which Megatron loads" if source.extra["folder"] == "release" else "holds"
+    if "optimizer" not in source.state or released:
+        what = "is a release, of which Megatron loads" if released else "holds"
         raise SourceError(f"{source.home} {what} no optimizer", "reshard the weights without --with-optimizer")
     if (kind := args.get("optimizer")) not in (None, "adam"):
         raise UnsupportedError(
@@ -115,11 +117,12 @@ def _grads(args: Mapping[str, Any], dtype: str) -> str:
 
 def _dist(source: Checkpoint) -> Optimizer:
     file = common_state.read(source.home)
-    outers = entries(file, source.extra["args"])
+    args = source.details_of(Megatron).args
+    outers = entries(file, args)
     about = held if isinstance(held := file.value.get("content_metadata"), Mapping) else {}
     kind = about.get("distrib_optim_sharding_type") or outers[0].get("param_state_sharding_type")
     head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
-    grads = _grads(source.extra["args"], next(iter(source.dtypes().values())))
+    grads = _grads(args, next(iter(source.dtypes().values())))
     if kind == bucketed_optimizer.NAME:
         states, (groups, scaler) = bucketed_optimizer.read(source)
         return Optimizer(_as_checkpoints(source, states), groups, True, None, scaler, head, grads)
@@ -168,7 +171,7 @@ def _dist(source: Checkpoint) -> Optimizer:
 def _classic(source: Checkpoint) -> Optimizer:
     found: Found = {}
     heads = []
-    shards, args = read_shards(source.home), source.extra["args"]
+    shards, args = read_shards(source.home), source.details_of(Megatron).args
     mesh = mesh_of(shards, args, source.home)
     for shard in shards:
         chunks = {

@@ -22,6 +22,10 @@ from formats.torch_files.saves import require_same
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
+TIES = ("iteration", "checkpoint_version", "consumed_train_samples", "consumed_valid_samples")
+"""What each file says of the save that it is of (training/checkpointing.py `generate_state_dict`, 0.16: `args`, whose
+samples are counted on every rank, `checkpoint_version`, `iteration`)."""
+
 SHARED = sorted(
     {*FIELDS, *megatron_llm.OWN, "tensor_model_parallel_size", "pipeline_model_parallel_size"}
     | {"expert_model_parallel_size", "expert_tensor_parallel_size"}
@@ -197,7 +201,7 @@ def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]
         raise SourceError(f"{iteration}: of {len(wanted)} ranks {len(missing)} are missing: {names}")
     first = shards[0].file
     said = {shard.file.path: args_of(shard.file) | shard.file.value for shard in shards}
-    require_same({path: held.get for path, held in said.items()}, "megatron")
+    require_same({path: held.get for path, held in said.items()}, TIES)
     for shard in shards[1:]:
         other = args_of(shard.file)
         for name in SHARED:

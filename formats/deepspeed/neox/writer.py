@@ -14,7 +14,7 @@ from typing import Any
 
 from formats.checkpoint import OutputFile, Target, slot_dtype
 from formats.deepspeed import folders as deepspeed
-from formats.deepspeed.neox.checkpoint import slots_of
+from formats.deepspeed.neox.tables import slots_of
 from formats.deepspeed.neox.yml import dump_yml, to_neox
 from formats.errors import RefusedError
 from formats.layout.table import Slot

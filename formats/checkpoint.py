@@ -51,19 +51,14 @@ class Details:
     Attributes:
         kind: what it is called, where a format has several; empty for the format's name.
         fresh: how its framework is told to begin with fresh optimizer states.
+        shown: its part of `inspect`.
+        residue: settings that no table knows, by what holds them.
     """
 
     kind: str = ""
     fresh: str = ""
-
-    def record(self, source: Checkpoint) -> dict[str, Any]:
-        """Its part of `inspect`."""
-        del source
-        return {}
-
-    def residue(self) -> dict[str, list[str]]:
-        """Settings that no table knows, by what holds them."""
-        return {}
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    residue: Mapping[str, list[str]] = field(default_factory=dict)
 
 
 Own = TypeVar("Own", bound=Details)

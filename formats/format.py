@@ -1,14 +1,15 @@
 """What a format is to everybody else: how it is recognised and read, and what commands have to know of it.
 
-Each room has a `format.py` with its formats, which `registry.py` lists. It is read whenever a command starts, so that
-it imports its own readers where they are called for.
+Each room has its formats in its `__init__.py`, and `registry.py` lists them. They are there whenever a command starts:
+the modules behind them are loaded when they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,41 +23,30 @@ if TYPE_CHECKING:
 class Reader(Protocol):
     """The module that reads a format."""
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: Path, /) -> bool:
         """Whether a folder looks like the format."""
 
-    def read(self, path: Path, settings: Settings) -> Checkpoint:
-        """Open a checkpoint: headers only, none of the weights.
-
-        Raises:
-            SourceError: it is damaged or incomplete.
-            UnsupportedError: it is of a kind that has no layout here.
-            RefusedError: it contradicts itself, or what the user said.
-        """
+    def read(self, path: Path, settings: Settings, /) -> Checkpoint:
+        """Open a checkpoint: headers only, none of the weights."""
 
     def tables(self) -> Mapping[str, tuple[Rule, ...]]:
-        """Its layouts, by the names under which `explain` shows them; none where the tensors are another format's."""
+        """Its layouts, by the names that `explain` shows; none where the tensors are those of another format."""
 
-    def holders(self, family: Family) -> Mapping[str, bool]:
-        """Whether it holds at least some models of a family, by the names of its dialects, such as its own."""
+    def holders(self, family: Family, /) -> Mapping[str, bool]:
+        """Whether it holds models of a family, by its own name and those of its dialects."""
 
 
 class Training(Protocol):
     """The module that reads what a training keeps besides the weights."""
 
-    def is_trained(self, source: Checkpoint) -> bool:
+    def is_trained(self, source: Checkpoint, /) -> bool:
         """Whether an optimizer lies with the weights."""
 
-    def read(self, source: Checkpoint) -> Optimizer:
-        """The optimizer of an opened checkpoint, in no framework's terms.
+    def read(self, source: Checkpoint, /) -> Optimizer:
+        """The optimizer of an opened checkpoint, in no framework's terms."""
 
-        Raises:
-            SourceError: there is none, or it is damaged or incomplete.
-            UnsupportedError: it is not Adam's, or kept in a way that is not known.
-        """
-
-    def states(self, source: Checkpoint) -> tuple[Mapping[str, Checkpoint], Mapping[str, Any]]:
-        """Its states, each as a checkpoint of its own, and what `inspect` says of it. Raises as `read` does."""
+    def states(self, source: Checkpoint, /) -> tuple[Mapping[str, Checkpoint], Mapping[str, Any]]:
+        """Its states, each as a checkpoint of its own, and what `inspect` says of it."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +57,8 @@ class Format:
         name: what checkpoints, plans and manifests call it.
         about: what a folder of it holds.
         commands: a hint: the commands that read it.
-        reader: loads the module that reads it.
-        training: loads the module that reads its optimizer; None where no optimizer is read.
+        reads: the module that reads it.
+        trains: the module that reads its optimizer; empty where no optimizer is read.
         to_folder: the command that makes a Hugging Face folder of it; empty where it is one.
         reader_options: the options of reading (`Settings`) that its reader knows, of those that not all know.
         writer_options: the options that its writer knows, of those that not all know.
@@ -79,10 +69,20 @@ class Format:
     name: str
     about: str
     commands: str
-    reader: Callable[[], Reader]
-    training: Callable[[], Training] | None = None
+    reads: str
+    trains: str = ""
     to_folder: str = ""
     reader_options: tuple[str, ...] = ()
     writer_options: tuple[str, ...] = ()
     ranked: bool = False
     replicas: str = "verify"
+
+    @property
+    def reader(self) -> Reader:
+        """Its reader, loaded."""
+        return cast(Reader, import_module(self.reads))
+
+    @property
+    def training(self) -> Training | None:
+        """What reads its optimizer, loaded."""
+        return cast(Training, import_module(self.trains)) if self.trains else None

@@ -10,15 +10,25 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.deepspeed.format import NEOX, ZERO
+from formats.deepspeed import NEOX, ZERO
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.format import Format
-from formats.fsdp.format import FSDP
-from formats.huggingface.format import HUGGINGFACE
-from formats.megatron.format import DIST, MEGATRON
+from formats.fsdp import FSDP
+from formats.huggingface import HUGGINGFACE
+from formats.megatron import DIST, MEGATRON
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # mypy sees that the modules behind the formats are what `Format` says
     from formats.checkpoint import Checkpoint, Settings
+    from formats.deepspeed import optimizer, zero
+    from formats.deepspeed.neox import checkpoint as neox
+    from formats.format import Reader, Training
+    from formats.fsdp import checkpoint as fsdp
+    from formats.fsdp import optimizer as fsdp_optimizer
+    from formats.huggingface import folder
+    from formats.megatron import classic, portable_optimizer, torch_dist
+
+    READERS: tuple[Reader, ...] = (folder, torch_dist, fsdp, neox, zero, classic)
+    TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer)
 
 FORMATS: dict[str, Format] = {one.name: one for one in (HUGGINGFACE, DIST, FSDP, NEOX, ZERO, MEGATRON)}
 """Every format, by name.
@@ -75,7 +85,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         lookalikes.check(place)
         if place == path and not first:
             require_one(path, is_known)
-        for reader in (one.reader() for one in [*first, *FORMATS.values()]):
+        for reader in (one.reader for one in [*first, *FORMATS.values()]):
             if reader.detect(place) or (place != path and reader.detect(path)):
                 checkpoint = reader.read(path, settings or Settings())
                 checkpoint = replace(checkpoint, settings=settings or checkpoint.settings)
@@ -130,7 +140,7 @@ def _inside(path: Path) -> list[Path]:
 def is_known(path: Path) -> bool:
     """Whether a folder is of a known format; what cannot be looked into is none."""
     try:
-        return any(one.reader().detect(path) for one in FORMATS.values())
+        return any(one.reader.detect(path) for one in FORMATS.values())
     except (OSError, SourceError):
         return False
 

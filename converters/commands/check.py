@@ -31,7 +31,7 @@ from formats.errors import (
     VerificationError,
     some,
 )
-from formats.megatron.format import DIST, MEGATRON
+from formats.megatron import DIST, MEGATRON
 
 if TYPE_CHECKING:
     from converters.plan.plan import Job
@@ -229,7 +229,7 @@ def _own_config(path: Path, options: Mapping[str, Any], other: Path | None = Non
 
 def _knows_itself(path: Path) -> bool:
     """Whether a checkpoint's settings are in it: Megatron's are."""
-    return any(one.reader().detect(path) for one in (DIST, MEGATRON))
+    return any(one.reader.detect(path) for one in (DIST, MEGATRON))
 
 
 def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool, checked: bool = True) -> dict[str, str]:

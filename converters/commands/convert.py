@@ -36,11 +36,11 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import carry_out, is_written, request_of, to_huggingface
-from formats.deepspeed.format import NEOX
+from formats.deepspeed import NEOX
 from formats.errors import SourceError, UsageError
-from formats.fsdp.format import FSDP
-from formats.huggingface.format import HUGGINGFACE
-from formats.megatron.format import DIST, MEGATRON
+from formats.fsdp import FSDP
+from formats.huggingface import HUGGINGFACE
+from formats.megatron import DIST, MEGATRON
 from formats.registry import format_of
 
 if TYPE_CHECKING:
@@ -103,7 +103,6 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     From Megatron to Megatron it is `convert reshard`.
     """
     from converters.plan.targets import plan_megatron
-    from converters.plan.training_state import plan_resumed
 
     source = opened(src, options)
     if format_of(source) in READ:
@@ -112,6 +111,8 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     request = request_of(out, options, source)
     _require_optimizer(options)
     if options["with_optimizer"]:
+        from converters.plan.training_state import plan_resumed
+
         _require_core(wanted.dialect)
         if options["tokens"] is not None:
             raise UsageError("tokens that are new have no moments", "leave --true-vocab-size out")
@@ -281,14 +282,18 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     Name OUT checkpoint-0/pytorch_model_fsdp_0 for accelerate and the HF Trainer.
     """
     from converters.plan.targets import plan_fsdp
-    from converters.plan.training_state import plan_fsdp_run
 
     if options["with_optimizer"] and options["dtype"] != "keep":
         raise UsageError(f"an optimizer cannot go on with --dtype {options['dtype']}", "leave one of them out")
     source = opened(src, options)
     request = request_of(out, options, source)
-    planned = plan_fsdp_run if options["with_optimizer"] else plan_fsdp
-    carry_out(planned(source, request, options["ranks"]), request, options)
+    if options["with_optimizer"]:
+        from converters.plan.training_state import plan_fsdp_run
+
+        plan = plan_fsdp_run(source, request, options["ranks"])
+    else:
+        plan = plan_fsdp(source, request, options["ranks"])
+    carry_out(plan, request, options)
 
 
 @click.command()
@@ -338,7 +343,6 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
 
 def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
     from converters.plan.targets import plan_megatron
-    from converters.plan.training_state import plan_run
     from formats.megatron.details import Megatron
 
     saved = source.details_of(Megatron)
@@ -352,6 +356,8 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
     wanted = _wanted(spelled, norm, multiple, _dialect(options, saved.dialect))
     if not options["with_optimizer"]:
         return plan_megatron(source, request, wanted, iteration, options["tokens"])
+    from converters.plan.training_state import plan_run
+
     _require_core(wanted.dialect)
     if options["dtype"] != "keep":
         what = f"--dtype {options['dtype']}"

@@ -33,7 +33,7 @@ HOLDERS = ("huggingface", "fsdp", "zero", "megatron", "megatron_dist", "megatron
 
 def held_by(family: Family) -> list[str]:
     """What can hold a family."""
-    held = {name for one in FORMATS.values() for name, holds in one.reader().holders(family).items() if holds}
+    held = {name for one in FORMATS.values() for name, holds in one.reader.holders(family).items() if holds}
     return [name for name in HOLDERS if name in held]
 
 
@@ -41,7 +41,7 @@ def tables(format_name: str) -> Mapping[str, tuple[Rule, ...]]:
     """The layout tables of a format, by the name under which they are shown."""
     if format_name not in FORMATS:
         raise UsageError(f"there is no format {format_name!r}", f"formats: {', '.join(FORMATS)}")
-    found = FORMATS[format_name].reader().tables()
+    found = FORMATS[format_name].reader.tables()
     if not found:
         cut = "it cuts the tensors of Hugging Face or GPT-NeoX in flat parts"
         raise UsageError(f"{format_name} has no layout of its own: {cut}")

@@ -42,7 +42,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
         "manifest": (source.home / MANIFEST).is_file(),
         "notes": _notes(source),
     }
-    record |= source.details.record(source)
+    record |= source.details.shown
     if tensors:
         record["list"] = [
             {"key": placed.key, "dtype": placed.fragment.dtype, "shape": list(placed.fragment.shape),
@@ -58,11 +58,10 @@ def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
     training = format_of(source).training
     if training is None:
         return None
-    reader = training()
     try:
-        if not reader.is_trained(source):
+        if not training.is_trained(source):
             return None
-        states, about = reader.states(source)
+        states, about = training.states(source)
     except VitruvianError as error:
         return {"states": [], "why": str(error)}
     return {"states": [*states], **about}
@@ -171,7 +170,7 @@ def _carried_padding(plan: Plan) -> int:
 def _residue(source: Checkpoint) -> dict[str, list[str]]:
     """Settings that no table knows, by the file that holds them."""
     found = {} if source.config is None else {"config.json": hf_config.residue(source.config)}
-    found |= source.details.residue()
+    found |= source.details.residue
     return {name: keys for name, keys in found.items() if keys}
 
 

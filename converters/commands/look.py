@@ -23,11 +23,11 @@ from converters.commands.options import (
     reading,
     topology,
 )
-from formats.deepspeed.format import NEOX
+from formats.deepspeed import NEOX
 from formats.errors import UnsupportedError, UsageError
-from formats.fsdp.format import FSDP
-from formats.huggingface.format import HUGGINGFACE
-from formats.megatron.format import DIST, MEGATRON
+from formats.fsdp import FSDP
+from formats.huggingface import HUGGINGFACE
+from formats.megatron import DIST, MEGATRON
 from formats.registry import FORMATS, open_checkpoint
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import carry_out, request_of, to_huggingface
-from formats.deepspeed.format import NEOX
+from formats.deepspeed import NEOX
 from formats.errors import UsageError
 from formats.registry import format_of
 

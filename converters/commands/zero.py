@@ -22,7 +22,7 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import carry_out, request_of, to_huggingface
-from formats.deepspeed.format import NEOX, ZERO
+from formats.deepspeed import NEOX, ZERO
 from formats.errors import UsageError
 from formats.format import Format
 

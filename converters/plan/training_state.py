@@ -46,7 +46,7 @@ def training_of(source: Checkpoint) -> Training:
             f"{source.root} is a checkpoint of the format {source.format}, of which no optimizer is read",
             "take the checkpoint of a training, or the weights alone, without --with-optimizer",
         )
-    return training()
+    return training
 
 
 def optimizer_of(source: Checkpoint) -> Optimizer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,17 +47,6 @@ OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
 """How the names of GPT-NeoX begin."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Zero(Details):
-    """What a run of DeepSpeed was saved with: `iteration`, the steps of the engine."""
-
-    iteration: Any
-
-    def record(self, source: Checkpoint) -> dict[str, Any]:
-        """Its part of `inspect`."""
-        return {"iteration": self.iteration, "folder": source.home.name}
-
-
 def detect(path: Path) -> bool:
     """Whether a folder is DeepSpeed's."""
     return deepspeed.detect(path)
@@ -68,9 +57,8 @@ def tables() -> dict[str, tuple[Rule, ...]]:
     return {}
 
 
-def holders(family: Family) -> dict[str, bool]:
+def holders(_: Family) -> dict[str, bool]:
     """It holds every family."""
-    del family
     return {NAME: True}
 
 
@@ -107,7 +95,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         notes.append(_no_module({one.fragment.dtype for one in placed}))
     held = models[0].value
     topology = {"dp": held.get("dp_world_size", 1)}
-    details = Zero(iteration=held.get("global_steps"))
+    details = Details(shown={"iteration": held.get("global_steps"), "folder": tag.name})
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     proof = None
     if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not (third or whole):

@@ -83,9 +83,8 @@ def tables() -> dict[str, tuple[Rule, ...]]:
     return {f"torchtitan {name}": table for name, table in torchtitan.TITAN.items()}
 
 
-def holders(family: Family) -> dict[str, bool]:
+def holders(_: Family) -> dict[str, bool]:
     """It holds every family."""
-    del family
     return {NAME: True}
 
 

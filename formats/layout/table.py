@@ -134,10 +134,7 @@ ALONE = Place()
 class Replica(NamedTuple):
     """Which further copy of a tensor this is; nothing of the one that counts.
 
-    Attributes:
-        shared: whether it has another name, as an output head that shares the embedding.
-        ranks: (mesh axis, rank) of each axis over which it is stored again.
-        number: which of the times it is that its pieces are stored.
+    It is `shared` under another name, as by an output head; on the ranks of some mesh axes; or in pieces stored again.
     """
 
     shared: bool = False

@@ -29,11 +29,11 @@ from formats.megatron import chained_optimizer
 from formats.megatron.args.args import Options
 from formats.megatron.args.moe import interleaves_of
 from formats.megatron.chained_optimizer import CHAINED, Parameter, joined, same_scaler
-from formats.megatron.classic import MCORE, pipeline_of, slots_of
-from formats.megatron.classic_writer import parameters_of
+from formats.megatron.classic import MCORE, parameters_of, slots_of
 from formats.megatron.details import Megatron
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import ALIGNMENT, stored_name
+from formats.megatron.pipeline import pipeline_of
 from formats.megatron.shards import folder_of
 from formats.model.spec import ModelSpec, whole
 from formats.optimizer import STATES

@@ -11,46 +11,54 @@ proven by the tests that name it.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import MANIFEST, Checkpoint, Settings
+from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment
-from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.table import Place, Rule, Slot, match, rules, slots
 from formats.megatron import megatron_llm
-from formats.megatron.args import mla
-from formats.megatron.args.args import CORE, from_megatron
-from formats.megatron.details import FRESH, Megatron
+from formats.megatron import optimizer as megatron_optim
+from formats.megatron.args import flags, mla
+from formats.megatron.args.args import CORE, DIST, Options, from_megatron, main_dtype, namespace
+from formats.megatron.chained_optimizer import Parameter, spread
+from formats.megatron.details import details
 from formats.megatron.mesh import Mesh, require_mesh
-from formats.megatron.pipeline import Pipeline, chunks
+from formats.megatron.optimizer import SHARDED, Optimizer
+from formats.megatron.pipeline import Pipeline, chunks, pipeline_of
 from formats.megatron.shards import (
     DROPS,
+    GROUPED,
     TIES,
     TRACKER,
     args_of,
     check_apart,
     check_grid,
+    flattened,
     folder_of,
-    iteration_of,
     locate,
     mesh_of,
+    name_of,
     names_of,
     read_shards,
     state_of,
     tensors_of,
-    vocab_multiple,
 )
-from formats.model.spec import MOST_LAYERS, ModelSpec
+from formats.model.spec import ModelSpec
+from formats.torch_files.archive_writer import Held, archived
+from formats.torch_files.pickle_values import Namespace, TensorRef
 
 NAME = "megatron"
 ASSETS = "huggingface"
+FLAGS = "megatron_flags.txt"
 
 MCORE = (
     *mla.RULES,
@@ -100,7 +108,6 @@ stacks of transposed experts by what they hold (transformer/moe/experts.py `Grou
 Gate and up of grouped experts are interleaved where `moe_mlp_glu_interleave_size` says so (the same file,
 `_remove_glu_interleaving`, 0.19.2).
 """
-GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
 
 LEGACY = rules("""
 language_model.embedding.word_embeddings.weight                             (embedding: vocab | ~padding)/tp hidden    first
@@ -116,6 +123,9 @@ language_model.output_layer.weight                                          (hea
 word_embeddings_for_head.weight                                             (embedding: vocab | ~padding)/tp hidden    last tied copy
 """)
 """Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; read, not written."""
+
+TABLES = {CORE: MCORE, megatron_llm.NAME: megatron_llm.TRAINED}
+"""What is written, by dialect."""
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
@@ -174,20 +184,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     topology |= {"ep": mesh.ep} if mesh.ep > 1 else {}
     topology |= {"etp": mesh.etp} if mesh.etp != mesh.tp else {}
     files = tuple(shard.file.path for shard in shards)
-    llm = dialect == megatron_llm.NAME
-    details = Megatron(
-        kind=dialect if llm else "",
-        fresh=megatron_llm.FRESH if llm else FRESH,
-        args=args,
-        iteration=iteration_of(first.file),
-        vocab_multiple=vocab_multiple(args, first.file.path),
-        norm=names_of(keys),
-        experts="local" if any(".local_experts." in key for key in keys) else "te",
-        interleaves=mesh.interleaves,
-        dialect=dialect,
-    )
+    experts = "local" if any(".local_experts." in key for key in keys) else "te"
+    saved = details(first.file, args, dialect, iteration, padded, names_of(keys), experts, mesh.interleaves)
     return Checkpoint(
-        run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, details, config=config,
+        run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, saved, config=config,
         padded_vocab=padded, added_tokens=megatron_llm.added_tokens(args), state=state_of(shards), ties=TIES,
     )  # fmt: skip
 
@@ -214,9 +214,7 @@ def spec_of(
     What a conversion wrote is `settled`: nobody has trained it, whatever the version would ignore.
     """
     settled = settled or (iteration / MANIFEST).is_file()
-    base = None
-    if assets is not None and config is not None:
-        base = huggingface.read_spec(config, assets, replace(settings, vocab_size=None))
+    base = huggingface.read_spec(config, assets, replace(settings, vocab_size=None)) if assets and config else None
     if dialect == megatron_llm.NAME:
         spec = megatron_llm.from_args(args, settings, base, assets, iteration.name == "release", str(path))
     else:
@@ -259,19 +257,6 @@ def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path:
     return args | {"rotary_base": 10000}
 
 
-def flattened(found: Mapping[Place, Mapping[str, Fragment]]) -> dict[Place, dict[str, Fragment]]:
-    """The tensors, with those of `GROUPED` as the elements that they are, one behind the other."""
-    return {
-        place: {
-            key: fragment._replace(shape=(prod(fragment.shape),), strides=(1,))
-            if GROUPED.fullmatch(key) and fragment.row_major and len(fragment.shape) == 2
-            else fragment
-            for key, fragment in tensors.items()
-        }
-        for place, tensors in found.items()
-    }
-
-
 def _padded_vocab(found: Mapping[Place, Mapping[str, Fragment]], tp: int) -> int:
     for tensors in found.values():
         for key, fragment in tensors.items():
@@ -280,31 +265,11 @@ def _padded_vocab(found: Mapping[Place, Mapping[str, Fragment]], tp: int) -> int
     raise SourceError("no file holds the word embeddings")
 
 
-def pipeline_of(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pipeline:
-    """How layers are spread over stages and chunks, as args say."""
-    layout = args.get("pipeline_model_parallel_layout")
-    ends = [args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
-    if not all(end is None or (type(end) is int and 0 <= end < MOST_LAYERS) for end in ends):
-        raise SourceError(f"{path}: the layers of its first and last stage are {short(ends)}")
-    if not (layout is None or (isinstance(layout, str) and len(layout) < MOST_LAYERS)):
-        raise UnsupportedError(f"{path}: pipeline_model_parallel_layout = {short(layout)} is no text")
-    return Pipeline(
-        pp,
-        virtual,
-        ends[0],
-        ends[1],
-        bool(args.get("account_for_embedding_in_pipeline_split")),
-        bool(args.get("account_for_loss_in_pipeline_split")),
-        layout,
-    )
-
-
-def chunk_key(virtual: int, pipeline: Pipeline) -> str:
-    """The entry of a file that holds a pipeline chunk."""
+def _chunk_key(virtual: int, pipeline: Pipeline) -> str:
     return f"model{virtual}" if pipeline.virtual > 1 else "model"
 
 
-def require_tp(spec: ModelSpec, tp: int) -> None:
+def _require_tp(spec: ModelSpec, tp: int) -> None:
     """Heads divide over tensor ranks.
 
     Raises:
@@ -321,7 +286,7 @@ def slots_of(
     spec: ModelSpec, table: Iterable[Any], mesh: Mesh, pipeline: Pipeline, padded_vocab: int, *, fused: bool = False
 ) -> list[Slot]:
     """Every physical tensor of a topology, its file being a rank's folder. `fused` experts are those of `GROUPED`."""
-    require_tp(spec, mesh.tp)
+    _require_tp(spec, mesh.tp)
     require_mesh(mesh, spec, classic=True)
     found: list[Slot] = []
     for chunk in chunks(pipeline, spec.layers):
@@ -334,10 +299,135 @@ def slots_of(
                 here,
                 spec.sizes(padded_vocab) | mesh.interleaves,
                 tensors=spec.tensors,
-                place=Place(folder_of(tp, chunk.stage, ep, pipeline.stages, mesh), chunk_key(chunk.virtual, pipeline)),
+                place=Place(folder_of(tp, chunk.stage, ep, pipeline.stages, mesh), _chunk_key(chunk.virtual, pipeline)),
                 layers=enumerate(chunk.layers),
                 conditions=conditions,
                 sparse=spec.sparse_layers,
                 **mesh.of(rank, spec.experts or 0),
             )
     return found
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(
+    root: Path,
+    spec: ModelSpec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
+    *,
+    args: Mapping[str, Any] | None = None,
+    iteration: int | None = None,
+    optimizer: Optimizer | None = None,
+) -> Target:
+    """Lay out a run folder with one checkpoint.
+
+    Args:
+        root: the run folder.
+        spec: the model; its true vocabulary must be known.
+        dtypes: the element type of each logical tensor.
+        options: topology and dialect.
+        args: those of the checkpoint that is resharded; what does not concern model and topology is kept.
+        iteration: its iteration; None for a release.
+        optimizer: what the run keeps to train on.
+    """
+    pipeline, padded = topology_of(spec, options)
+    llm = options.dialect == megatron_llm.NAME
+    folder = name_of(iteration)
+    spelled = megatron_llm.namespace if llm else namespace
+    merged = spelled(spec, dtypes.values(), options, padded, args or {}, iteration)
+    merged |= optimizer.args() if optimizer else {}
+    by_file: dict[str, list[Slot]] = {}
+    wanted = slots_of(spec, TABLES[options.dialect], options.mesh, pipeline, padded)
+    for slot in wanted:
+        by_file.setdefault(slot.place.file, []).append(slot)
+    files, kinds = [], spread(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
+    for stage, (rank, tp, ep) in product(range(options.pp), options.mesh.files()):
+        name = folder_of(tp, stage, ep, options.pp, options.mesh)
+        path = root / folder / name / "model_optim_rng.pt"
+        head = {"args": Namespace({**merged, "rank": stage * options.mesh.ranks + rank}), "checkpoint_version": 3.0}
+        head["iteration"] = merged["iteration"]
+        parameters = parameters_of(by_file.get(name, []), options)  # a stage may be empty
+        files.append(_file(path, head, parameters, dtypes, options, optimizer, kinds))
+        if optimizer and optimizer.distributed:
+            beside, dtype, first = path.with_name(SHARDED), main_dtype(dtypes.values()), rank < options.tp
+            files.append(megatron_optim.sharded_file(beside, optimizer, parameters, dtype, kinds, first=first))
+    told = megatron_llm.flags(merged) if llm else flags.flags(merged, options.version, options.accepted)
+    texts = {
+        TRACKER: (str(iteration) if iteration is not None else "release").encode(),
+        FLAGS: told.encode(),
+    }
+    return Target(tuple(files), texts, {}, folder, padding="last" if llm else "zeros")
+
+
+def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
+    """The pipeline that is to be written, and its padded vocabulary.
+
+    Raises:
+        UnsupportedError: the family has no layout of Megatron.
+        RefusedError: megatron-core has no such topology.
+    """
+    if reason := family_named(spec.family).only_here:
+        raise UnsupportedError(f"a {spec.family} has no Megatron layout: {reason}", "see `convert formats`")
+    if options.dialect == megatron_llm.NAME:
+        megatron_llm.check_spec(spec)
+        megatron_llm.check_topology(spec, options.tp, options.pipeline)
+    require_mesh(options.mesh, spec, classic=options.dialect != DIST)
+    if options.interleave and "local" in (options.norm, options.experts):
+        raise RefusedError(
+            f"Megatron's local layers do not interleave gate and up: --glu-interleave {options.interleave}",
+            "--norm te and --experts te, or leave --glu-interleave out",
+        )
+    if options.vpp > 1 and options.pp == 1:
+        raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
+    _require_tp(spec, options.tp)
+    mla.require_names(spec, options.norm, options.tp if options.dialect == CORE else 1)
+    unit = options.vocab_multiple * options.tp
+    return options.pipeline, -(-(spec.vocab or 0) // unit) * unit
+
+
+def parameters_of(wanted: Iterable[Slot], options: Options) -> list[Parameter]:
+    """What a rank's file holds, in the order of the model."""
+
+    def key_of(slot: Slot) -> str:
+        names = options.norm if slot.expert is None else options.experts or options.norm
+        return slot.keys[0] if names == "te" else slot.keys[-1]
+
+    return megatron_optim.in_order(Parameter(slot.place.chunk, key_of(slot), slot) for slot in wanted)
+
+
+def _file(
+    path: Path,
+    head: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
+    optimizer: Optimizer | None,
+    kinds: Collection[bool],
+) -> OutputFile:
+    held: list[Held] = [
+        (f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)) for chunk, key, slot in parameters
+    ]
+    states = megatron_optim.held(optimizer, parameters) if optimizer and not optimizer.distributed else {}
+
+    def value(refs: Mapping[str, TensorRef]) -> dict[str, Any]:
+        empty = [_chunk_key(number, options.pipeline) for number in range(options.vpp)]
+        models: dict[str, Any] = {chunk: OrderedDict() for chunk in empty}  # a chunk may hold no layer
+        for chunk, key, _ in parameters:
+            ref = refs[f"{chunk} {key}"]
+            *outer, last = megatron_llm.place(key) if options.dialect == megatron_llm.NAME else (key,)
+            inner = models[chunk]
+            for part in outer:
+                inner = inner.setdefault(part, OrderedDict())
+            inner[last] = ref
+        if not optimizer:
+            return {**head, **models}
+        return {
+            **head,
+            **models,
+            **optimizer.head,
+            "optimizer": megatron_optim.entry(optimizer, parameters, refs, kinds),
+        }
+
+    return archived(path, held, value, states=states)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import Checkpoint, Details
+from formats.checkpoint import Details
+from formats.megatron import megatron_llm
 from formats.megatron.args import fields
+from formats.megatron.shards import iteration_of, vocab_multiple
+from formats.torch_files.archive import TorchFile
 
 FRESH = "--no-load-optim --no-load-rng"
 """The flags with which megatron-core begins with fresh optimizer states."""
@@ -35,11 +39,24 @@ class Megatron(Details):
     interleaves: Mapping[str, int]
     dialect: str
 
-    def record(self, source: Checkpoint) -> dict[str, Any]:
-        """Its part of `inspect`."""
-        place = {"iteration": self.iteration, "folder": source.home.name}
-        return {**place, "padded_vocab": source.padded_vocab, "dialect": self.dialect}
 
-    def residue(self) -> dict[str, list[str]]:
-        """Settings that no table knows."""
-        return {"args": fields.residue(self.args)}
+def details(
+    file: TorchFile, args: Mapping[str, Any], dialect: str, folder: Path, padded: int, norm: str, experts: str | None,
+    interleaves: Mapping[str, int],
+) -> Megatron:  # fmt: skip
+    """The details of a checkpoint with `padded` rows of embeddings in a folder, of which a file says the iteration."""
+    kind, fresh = ("", FRESH) if dialect != megatron_llm.NAME else (dialect, megatron_llm.FRESH)
+    iteration = iteration_of(file)
+    return Megatron(
+        kind=kind,
+        fresh=fresh,
+        shown={"iteration": iteration, "folder": folder.name, "padded_vocab": padded, "dialect": dialect},
+        residue={"args": fields.residue(args)},
+        args=args,
+        iteration=iteration,
+        vocab_multiple=vocab_multiple(args, file.path),
+        norm=norm,
+        experts=experts,
+        interleaves=interleaves,
+        dialect=dialect,
+    )

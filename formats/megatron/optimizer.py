@@ -17,8 +17,9 @@ distributed/param_and_grad_buffer.py; a training that goes on with each is in te
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -42,6 +43,17 @@ ALIGNMENT = 64
 RESHARDABLE = "fully_reshardable"
 PREFIX = "optimizer.state."
 SHARDED = "distrib_optim.pt"
+MODULES = (
+    "input_layernorm", "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
+    "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
+    "self_attention.k_layernorm", "self_attention.kv_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1",
+    "mlp.linear_fc2", "mlp.router", "mlp.experts", "mlp.shared_experts",
+)  # fmt: skip
+"""Of a layer, in the order in which the model has them (transformer_layer.py, attention.py, mlp.py, moe_layer.py)."""
+EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc([12])\.\w+?(\d+)$)")
+"""A module for each expert, or one for the first matrices (and biases) of all and one for the second ones: there each
+expert's come together (transformer_engine/pytorch/module/grouped_linear.py, `weight0`, `bias0`, `weight1`, ...)."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +138,20 @@ def stored_name(state: str, distributed: bool) -> str:
 
 
 # --- classic files ---------------------------------------------------------------------------------------------------
+
+
+def in_order(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """The parameters of a file in the order in which the model has them."""
+
+    def place(one: Parameter) -> tuple[int, ...]:
+        chunk, found = int(one.chunk[5:] or 0), re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", one.key)
+        if found is None:
+            return chunk, -1 if "first" in one.slot.rule.conditions else 1_000_000
+        rank = next((n for n, module in enumerate(MODULES) if found[2].startswith(module)), len(MODULES))
+        expert = EXPERT.match(found[2])
+        return chunk, int(found[1]), rank, *(int(number or 0) for number in (expert.groups() if expert else ()))
+
+    return sorted(parameters, key=place)
 
 
 def held(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, list[Held]]:

@@ -21,10 +21,9 @@ from formats.layout.tensors import BUFFERS
 from formats.megatron import bucketed_optimizer, common_state, torch_dist
 from formats.megatron.args.args import CORE, DIST
 from formats.megatron.chained_optimizer import CHAINED, apart, decays, entries, is_spread, joined, repeated, same_scaler
-from formats.megatron.classic import flattened
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
-from formats.megatron.shards import DROPS, Shard, mesh_of, read_shards, tensors_of
+from formats.megatron.shards import DROPS, Shard, flattened, mesh_of, read_shards, tensors_of
 from formats.optimizer import STATES
 from formats.torch_files import dcp
 from formats.torch_files.archive import TorchFile, read_torch

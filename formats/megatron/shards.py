@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ COMPARED = 1 << 16
 
 DROPS = (r".*\._extra_state", r".*\.inv_freq")
 """Transformer Engine's FP8 state, and rotary tables that some versions saved."""
+GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
+"""All experts of a layer in one matrix."""
 LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
 FUSED = re.compile(r"decoder\.layers\.\d+\..*\.layer_norm_weight")
 """What tells the names of the local layers from those of Transformer Engine, which has the first too with latents."""
@@ -265,6 +268,19 @@ def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[Place, dict
                 elif not any(re.fullmatch(drop, key) for drop in DROPS):
                     raise UnsupportedError(f"{shard.file.path}: {key} holds {short(ref)}, which is no tensor")
     return found
+
+
+def flattened(found: Mapping[Place, Mapping[str, Fragment]]) -> dict[Place, dict[str, Fragment]]:
+    """The tensors, with those of `GROUPED` as the elements that they are, one behind the other."""
+    return {
+        place: {
+            key: fragment._replace(shape=(prod(fragment.shape),), strides=(1,))
+            if GROUPED.fullmatch(key) and fragment.row_major and len(fragment.shape) == 2
+            else fragment
+            for key, fragment in tensors.items()
+        }
+        for place, tensors in found.items()
+    }
 
 
 def _flat(state: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:

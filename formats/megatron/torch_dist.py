@@ -40,13 +40,12 @@ from formats.megatron.args import flags, mla
 from formats.megatron.args.args import DIST, Options, namespace
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
-from formats.megatron.classic import MCORE, assets_of, spec_of
-from formats.megatron.classic_writer import FLAGS, topology_of
-from formats.megatron.details import FRESH, Megatron
+from formats.megatron.classic import FLAGS, MCORE, assets_of, spec_of, topology_of
+from formats.megatron.details import details
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
-from formats.megatron.shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate, name_of, vocab_multiple
+from formats.megatron.shards import DROPS, STATE, TRACKER, args_of, locate, name_of
 from formats.model.spec import MOST_LAYERS, ModelSpec
 from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import packed
@@ -150,16 +149,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
     files = {item.path for entry in entries for item in entry.items}
     writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
-    details = Megatron(
-        fresh=FRESH,
-        args=args,
-        iteration=iteration_of(common),
-        vocab_multiple=vocab_multiple(args, common.path),
-        norm="local" if args.get("transformer_impl") == "local" else "te",
-        experts="local" if args.get("moe_grouped_gemm") is False else None,
-        interleaves=interleaves,
-        dialect=DIST,
-    )
+    norm = "local" if args.get("transformer_impl") == "local" else "te"
+    experts = "local" if args.get("moe_grouped_gemm") is False else None
     return Checkpoint(
         run,
         folder,
@@ -170,7 +161,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tuple(dict.fromkeys([common.path, *dcp.metadata_files(folder), *sorted(files)])),
         {"ranks": len(writers)},
         assets,
-        details,
+        details(common, args, DIST, folder, padded, norm, experts, interleaves),
         config=config,
         padded_vocab=padded,
         state=tuple(name for name in STATE if name in held),

@@ -26,7 +26,7 @@ from formats.huggingface.config import PARTIAL, SCALING, from_huggingface, to_hu
 from formats.megatron import megatron_llm
 from formats.megatron.args import args as megatron_args
 from formats.megatron.args.args import CORE, Options
-from formats.megatron.classic_writer import topology_of
+from formats.megatron.classic import topology_of
 from formats.model.spec import ModelSpec
 from tests.property.specs import specs
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from formats.megatron.chained_optimizer import Parameter
-from formats.megatron.classic_writer import in_order
+from formats.megatron.optimizer import in_order
 from tests.optimizers import add_optimizer, check
 
 CASES = {

@@ -14,9 +14,9 @@ from formats.registry import FORMATS
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_has_the_name_that_its_reader_gives_its_checkpoints(name):
     one = FORMATS[name]
-    assert (one.name, one.reader().NAME) == (name, name)
+    assert (one.name, one.reader.NAME) == (name, name)
     assert {*one.reader_options} <= {*Settings.__dataclass_fields__}
-    assert all(name in one.reader().holders(family) for family in _families())
+    assert all(name in one.reader.holders(family) for family in _families())
 
 
 def _families():

@@ -22,7 +22,7 @@ from converters.prove.digest import total
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
 from formats.errors import RefusedError, SourceError, VitruvianError, some
-from formats.huggingface.format import HUGGINGFACE
+from formats.huggingface import HUGGINGFACE
 from formats.registry import open_checkpoint
 from train.data.tokens.tokenizers import FILES, names_digest, open_vocabulary
 from train.distributed import World

@@ -65,10 +65,6 @@ class Neox(Details):
     layered: bool
     layout: frozenset[str]
 
-    def record(self, source: Checkpoint) -> dict[str, Any]:
-        """Its part of `inspect`."""
-        return {"iteration": self.iteration, "folder": source.home.name, "padded_vocab": source.padded_vocab}
-
 
 def tables() -> dict[str, tuple[Rule, ...]]:
     """The layouts."""
@@ -179,9 +175,11 @@ def _checkpoint(
     opened: _Opened, pieces: tuple[Placed, ...], dropped: tuple[str, ...], twins: tuple[Placed, ...] = ()
 ) -> Checkpoint:
     model, held, tp = opened.model, opened.models[0].value, opened.tp
+    iteration = held.get("iteration")
     details = Neox(
         fresh="finetune: true",
-        iteration=held.get("iteration"),
+        shown={"iteration": iteration, "folder": opened.tag.name, "padded_vocab": model.padded},
+        iteration=iteration,
         vocab_multiple=model.yml.get("make_vocab_size_divisible_by", 128),
         layered=opened.layered,
         layout=frozenset({model.qkv, model.mlp}),

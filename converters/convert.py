@@ -216,7 +216,7 @@ def _check_free(request: Request) -> None:
         return
     if not request.force:
         raise OutputError(f"{request.out} exists", "choose another folder, or delete it with --force")
-    known = any(one.reader.detect(place) for one in FORMATS.values())
+    known = any(form.reader.detect(place) for form in FORMATS.values())
     if not known:
         raise OutputError(
             f"{request.out} exists and is no checkpoint", "--force deletes checkpoints only; remove it yourself"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # mypy sees that the modules behind the formats are what `For
     READERS: tuple[Reader, ...] = (folder, torch_dist, fsdp, neox, zero, classic)
     TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer)
 
-FORMATS: dict[str, Format] = {one.name: one for one in (HUGGINGFACE, DIST, FSDP, NEOX, ZERO, MEGATRON)}
+FORMATS: dict[str, Format] = {form.name: form for form in (HUGGINGFACE, DIST, FSDP, NEOX, ZERO, MEGATRON)}
 """Every format, by name.
 
 They are tried in this order. What Megatron saves as torch_dist would pass for FSDP, and its run for a classic one.
@@ -85,7 +85,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         lookalikes.check(place)
         if place == path and not first:
             require_one(path, is_known)
-        for reader in (one.reader for one in [*first, *FORMATS.values()]):
+        for reader in (form.reader for form in [*first, *FORMATS.values()]):
             if reader.detect(place) or (place != path and reader.detect(path)):
                 checkpoint = reader.read(path, settings or Settings())
                 checkpoint = replace(checkpoint, settings=settings or checkpoint.settings)
@@ -140,7 +140,7 @@ def _inside(path: Path) -> list[Path]:
 def is_known(path: Path) -> bool:
     """Whether a folder is of a known format; what cannot be looked into is none."""
     try:
-        return any(one.reader.detect(path) for one in FORMATS.values())
+        return any(form.reader.detect(path) for form in FORMATS.values())
     except (OSError, SourceError):
         return False
 

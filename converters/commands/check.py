@@ -229,7 +229,7 @@ def _own_config(path: Path, options: Mapping[str, Any], other: Path | None = Non
 
 def _knows_itself(path: Path) -> bool:
     """Whether a checkpoint's settings are in it: Megatron's are."""
-    return any(one.reader.detect(path) for one in (DIST, MEGATRON))
+    return any(form.reader.detect(path) for form in (DIST, MEGATRON))
 
 
 def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool, checked: bool = True) -> dict[str, str]:

@@ -334,7 +334,7 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
             "--with-optimizer is for Megatron", "`convert zero2universal` takes the optimizer of GPT-NeoX along"
         )
     _require_optimizer(options)
-    known = known_by(lambda one: [name for name in one.writer_options if name not in SIZES])
+    known = known_by(lambda form: [name for name in form.writer_options if name not in SIZES])
     require_effect(options, source, known=known)
     request = request_of(out, options, source)
     planned = _reshard_neox if neox else _reshard_megatron

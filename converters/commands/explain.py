@@ -33,19 +33,19 @@ HOLDERS = ("huggingface", "fsdp", "zero", "megatron", "megatron_dist", "megatron
 
 def held_by(family: Family) -> list[str]:
     """What can hold a family."""
-    held = {name for one in FORMATS.values() for name, holds in one.reader.holders(family).items() if holds}
-    return [name for name in HOLDERS if name in held]
+    holds = {name: holds for form in FORMATS.values() for name, holds in form.reader.holders(family).items()}
+    return [name for name in HOLDERS if holds[name]]
 
 
 def tables(format_name: str) -> Mapping[str, tuple[Rule, ...]]:
     """The layout tables of a format, by the name under which they are shown."""
     if format_name not in FORMATS:
         raise UsageError(f"there is no format {format_name!r}", f"formats: {', '.join(FORMATS)}")
-    found = FORMATS[format_name].reader.tables()
-    if not found:
+    layouts = FORMATS[format_name].reader.tables()
+    if not layouts:
         cut = "it cuts the tensors of Hugging Face or GPT-NeoX in flat parts"
         raise UsageError(f"{format_name} has no layout of its own: {cut}")
-    return found
+    return layouts
 
 
 def matching(format_name: str, text: str) -> list[tuple[str, Rule]]:

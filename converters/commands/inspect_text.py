@@ -169,9 +169,8 @@ def _carried_padding(plan: Plan) -> int:
 
 def _residue(source: Checkpoint) -> dict[str, list[str]]:
     """Settings that no table knows, by the file that holds them."""
-    found = {} if source.config is None else {"config.json": hf_config.residue(source.config)}
-    found |= source.details.residue
-    return {name: keys for name, keys in found.items() if keys}
+    of_config = {} if source.config is None else {"config.json": hf_config.residue(source.config)}
+    return {name: keys for name, keys in (of_config | dict(source.details.residue)).items() if keys}
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from formats.families.family import Family
 
 LLM = "megatron-llm"
-TARGETS = {one.name: one for one in (MEGATRON, DIST, HUGGINGFACE, FSDP, NEOX)}
+TARGETS = {form.name: form for form in (MEGATRON, DIST, HUGGINGFACE, FSDP, NEOX)}
 """What `plan` plans for, besides Megatron-LLM."""
 
 
@@ -156,7 +156,7 @@ def formats(as_json: bool) -> None:
     from converters.common.progress import table
     from formats.families import FAMILIES
 
-    about = {one.name: one.about for one in FORMATS.values()}
+    about = {form.name: form.about for form in FORMATS.values()}
     if as_json:
         families = {family.name: family.architecture for family in FAMILIES.values()}
         holders = {family.name: held_by(family) for family in FAMILIES.values()}

@@ -92,11 +92,11 @@ own_family = click.option(
 
 def known_by(options_of: Callable[[Format], Iterable[str]]) -> dict[str, list[Format]]:
     """Option: the formats that know it, of those that not every format knows."""
-    names = dict.fromkeys(name for one in FORMATS.values() for name in options_of(one))
-    return {name: [one for one in FORMATS.values() if name in options_of(one)] for name in names}
+    names = dict.fromkeys(name for form in FORMATS.values() for name in options_of(form))
+    return {name: [form for form in FORMATS.values() if name in options_of(form)] for name in names}
 
 
-READERS = known_by(lambda one: one.reader_options)
+READERS = known_by(lambda form: form.reader_options)
 
 
 def reading_of(*formats: Format) -> Callable[[Command], Command]:
@@ -267,7 +267,7 @@ def require_effect(
         UsageError: one means nothing to them.
     """
     for name, formats in known.items():
-        if options.get(name) in (None, False, "auto", ()) or any(format_of(one) in formats for one in sources):
+        if options.get(name) in (None, False, "auto", ()) or any(format_of(source) in formats for source in sources):
             continue
         kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
         raise UsageError(f"--{flag_of(name)} has no effect on {kinds}", "leave it out")
@@ -286,7 +286,7 @@ def opened(path: Path, options: Mapping[str, Any], *wanted: Format, alone: bool 
     if wanted and format_of(source) not in wanted:
         raise UsageError(
             f"{path} is a checkpoint of the format {source.format}, this command reads "
-            f"{' and '.join(one.name for one in wanted)}",
+            f"{' and '.join(form.name for form in wanted)}",
             format_of(source).commands,
         )
     if alone:

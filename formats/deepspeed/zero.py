@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, Details, Settings
+from formats.deepspeed import ZERO, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
-from formats.deepspeed import universal
 from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
 from formats.families.family import Family
@@ -35,7 +35,7 @@ from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.saves import require_same
 from formats.torch_files.wrappers import unwrapped
 
-NAME = "zero"
+NAME = ZERO.name
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """What the user can ask for: its name in `optimizer.STATES`."""
 TIES = ("global_steps", "global_samples", "skipped_steps")

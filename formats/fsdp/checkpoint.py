@@ -23,7 +23,7 @@ from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, read_safetensors
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
-from formats.fsdp import torchtitan
+from formats.fsdp import FSDP, torchtitan
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread
 from formats.layout.table import ALONE, Cut, Rule, Slot, match, slots
@@ -37,7 +37,7 @@ from formats.torch_files.archive import TorchFile, packed, read_torch
 from formats.torch_files.archive_writer import Small
 from formats.torch_files.wrappers import unwrapped
 
-NAME = "fsdp"
+NAME = FSDP.name
 INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy")
 """Where in the folder that a user names the weights lie."""
 STEPS = re.compile(r"(?:checkpoint|step|global_step|epoch)[-_]?(\d+)")

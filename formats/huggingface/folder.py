@@ -21,6 +21,7 @@ from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, 
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.families.family import Family
+from formats.huggingface import HUGGINGFACE
 from formats.huggingface.config import from_huggingface, require_biases, require_class
 from formats.huggingface.quantized import dequantized
 from formats.layout.table import ALONE, Placed, Rule, Slot, match, slots
@@ -31,7 +32,7 @@ from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.torch_files.archive import read_torch
 from formats.torch_files.pickle_values import TensorRef
 
-NAME = "huggingface"
+NAME = HUGGINGFACE.name
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -101,9 +102,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     found, note = read_files(path), ""
     require_plain(found, path)
     files = tuple(sorted({fragment.path for fragment in found.values()}))
-    config, named = read_config(path), settings.config or path
-    said = config if named == path else read_config(named)
-    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, said, named, settings)
+    config, folder = read_config(path), settings.config or path
+    named = config if folder == path else read_config(folder)
+    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, named, folder, settings)
     if isinstance(spec, ModelSpec):
         found, note = dequantized(found, config)
     placed, dropped = match(model_slots(spec, found), {ALONE: found}, drops(spec), path)

@@ -25,7 +25,7 @@ from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.table import Place, Rule, Slot, match, rules, slots
-from formats.megatron import megatron_llm
+from formats.megatron import MEGATRON, megatron_llm
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, mla
 from formats.megatron.args.args import CORE, DIST, Options, from_megatron, main_dtype, namespace
@@ -56,7 +56,7 @@ from formats.model.spec import ModelSpec
 from formats.torch_files.archive_writer import Held, archived
 from formats.torch_files.pickle_values import Namespace, TensorRef
 
-NAME = "megatron"
+NAME = MEGATRON.name
 ASSETS = "huggingface"
 FLAGS = "megatron_flags.txt"
 

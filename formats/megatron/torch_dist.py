@@ -34,6 +34,7 @@ from formats.layout.pattern import splits
 from formats.layout.pieces import Scattered, unstacked
 from formats.layout.pieces import spread as pieces
 from formats.layout.table import ALONE, Cut, Rule, Slot, match, rules, slots
+from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, mla
@@ -52,7 +53,7 @@ from formats.torch_files.archive import packed
 from formats.torch_files.archive_writer import packed_plain
 from formats.torch_files.pickle_values import Namespace
 
-NAME = "megatron_dist"
+NAME = FORMAT.name
 BACKEND = "metadata.json"
 ABOUT = {
     "sharded_backend": "torch_dist",

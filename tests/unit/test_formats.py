@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
+from converters.assets.files import config_text
 from formats.checkpoint import Settings
-from formats.registry import FORMATS
+from formats.families import FAMILIES
+from formats.registry import FORMATS, open_checkpoint
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_has_the_name_that_its_reader_gives_its_checkpoints(name):
-    one = FORMATS[name]
-    assert (one.name, one.reader.NAME) == (name, name)
-    assert {*one.reader_options} <= {*Settings.__dataclass_fields__}
-    assert all(name in one.reader.holders(family) for family in _families())
+def test_a_format_is_what_its_modules_say(name):
+    form = FORMATS[name]
+    assert name == form.reader.NAME
+    assert {*form.reader_options} <= {*Settings.__dataclass_fields__}
+    assert all(name in form.reader.holders(family) for family in FAMILIES.values())
 
 
-def _families():
-    from formats.families import FAMILIES
-
-    return FAMILIES.values()
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "phi3", "gpt_oss", "olmo2"])
+def test_the_parsed_config_stays_as_it_was_read(model, name):
+    """It is parsed once: who reads it must not change it for the others."""
+    source = open_checkpoint(model(name))
+    config_text(source, "bf16")
+    assert source.config == json.loads((source.root / "config.json").read_text())
 
 
 def test_the_registry_loads_no_reader():

@@ -18,7 +18,7 @@ from train.data.tokens.tokenizers import open_vocabulary
 from train.settings.config import Config
 from train.start.run_folder import started
 
-TO_FOLDER = {one.name: one.to_folder for one in FORMATS.values() if one.to_folder}
+TO_FOLDER = {form.name: form.to_folder for form in FORMATS.values() if form.to_folder}
 """Format of a checkpoint: the command that makes a Hugging Face folder of it."""
 MAKE = f"make one of a checkpoint: convert {', '.join(sorted({*TO_FOLDER.values()}))} CHECKPOINT FOLDER"
 """A hint where a Hugging Face folder is wanted."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, Details, Settings
+from formats.deepspeed import NEOX, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
-from formats.deepspeed import universal
 from formats.deepspeed.neox import checks as neox_checks
 from formats.deepspeed.neox import gqa_order
 from formats.deepspeed.neox.tables import GPT_NEOX, LLAMA, TABLES, file_of, slots_of
@@ -37,7 +37,7 @@ from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.saves import require_same
 
-NAME = "neox"
+NAME = NEOX.name
 ASSETS = "huggingface"
 DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
 TIED = re.compile(r"tied_modules\.embed\.")

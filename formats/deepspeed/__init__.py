@@ -2,25 +2,24 @@
 
 from formats.format import Format
 
-OPTIMIZER = "formats.deepspeed.optimizer"
 ZERO = Format(
     "zero",
     "DeepSpeed ZeRO stages 0 to 3 (DeepSpeed, HF Trainer, accelerate); written as universal checkpoints",
     "for DeepSpeed use `convert zero2hf`",
     "formats.deepspeed.zero",
-    OPTIMIZER,
+    "formats.deepspeed.optimizer",
     "zero2hf",
-    reader_options=("verbatim", "allow_missing", "tag", "weights"),
+    ("verbatim", "allow_missing", "tag", "weights"),
 )
 NEOX = Format(
     "neox",
     "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions",
     "for GPT-NeoX use `convert neox2hf`",
     "formats.deepspeed.neox.checkpoint",
-    OPTIMIZER,
+    "formats.deepspeed.optimizer",
     "neox2hf",
-    reader_options=("tag", "weights", "gqa_layout"),
-    writer_options=("tp", "pp", "layout"),
+    ("tag", "weights", "gqa_layout"),
+    ("tp", "pp", "layout"),
     ranked=True,
     replicas="drift",  # of norms between tensor parallel ranks, in every long training: the mean is wanted, and told
 )

@@ -1,26 +1,19 @@
 """Megatron-LM: classic shards, torch_dist, Megatron-LLM, and their optimizers."""
 
+from dataclasses import replace
+
 from formats.format import Format
 
-COMMANDS = "for Megatron use `convert megatron2hf` or `convert reshard`"
-OPTIMIZER = "formats.megatron.portable_optimizer"
-OPTIONS = ("tp", "pp", "vpp", "norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "interleave", "version")
 MEGATRON = Format(
     "megatron",
     "mp_rank_XX[_YYY]/model_optim_rng.pt: Megatron-LM's --ckpt-format torch, and Megatron-LLM",
-    COMMANDS,
+    "for Megatron use `convert megatron2hf` or `convert reshard`",
     "formats.megatron.classic",
-    OPTIMIZER,
+    "formats.megatron.portable_optimizer",
     "megatron2hf",
-    writer_options=OPTIONS,
+    (),
+    ("tp", "pp", "vpp", "norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "interleave", "version"),
     ranked=True,
 )
-DIST = Format(
-    "megatron_dist",
-    "Megatron-LM's --ckpt-format torch_dist: torch DCP (.metadata, .distcp) with metadata.json",
-    COMMANDS,
-    "formats.megatron.torch_dist",
-    OPTIMIZER,
-    "megatron2hf",
-    writer_options=OPTIONS,
-)
+ABOUT = "Megatron-LM's --ckpt-format torch_dist: torch DCP (.metadata, .distcp) with metadata.json"
+DIST = replace(MEGATRON, name="megatron_dist", about=ABOUT, reads="formats.megatron.torch_dist", ranked=False)

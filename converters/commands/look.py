@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from formats.families.family import Family
 
 LLM = "megatron-llm"
-TARGETS = {form.name: form for form in (MEGATRON, DIST, HUGGINGFACE, FSDP, NEOX)}
-"""What `plan` plans for, besides Megatron-LLM."""
+TARGETS = {
+    MEGATRON.name: MEGATRON, DIST.name: DIST, LLM: MEGATRON, HUGGINGFACE.name: HUGGINGFACE, FSDP.name: FSDP,
+    NEOX.name: NEOX,
+}  # fmt: skip
+"""What `plan` plans for: formats, and a dialect of one."""
 
 
 def _require_effect(name: str, given: object, format_name: str, known: Collection[str]) -> None:
@@ -67,7 +70,7 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @click.argument("src", type=FOLDER)
 @click.option(
     "--to",
-    type=click.Choice([*list(TARGETS)[:2], LLM, *list(TARGETS)[2:]]),
+    type=click.Choice([*TARGETS]),
     required=True,
     help="The format to plan for.",
 )
@@ -86,7 +89,7 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     from formats.deepspeed.neox import writer as neox_writer
     from formats.megatron.args.args import Options
 
-    known = TARGETS[to].writer_options if to != LLM else {*MEGATRON.writer_options}.difference(OF_CORE)
+    known = {*TARGETS[to].writer_options}.difference(OF_CORE if to == LLM else ())
     for name in [name for name in MEGATRON.writer_options if name in options]:
         _require_effect(name, options[name], to, known)
     source = opened(src, options)

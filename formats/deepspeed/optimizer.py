@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import Checkpoint, Settings
+from formats.checkpoint import Checkpoint
 from formats.deepspeed import universal, zero
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.partitions import Partition, step_of
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.optimizer import STATES, Group, Optimizer
+from formats.torch_files import saved_names
 
 KEPT = frozenset({"step", *STATES})
 """What Adam keeps of a parameter."""
@@ -30,6 +31,18 @@ Owners = Mapping[Path, Sequence[tuple[int, Group]]]
 """Of each file: where its flat groups begin, in bytes, and how their parameters are treated."""
 
 
+def is_trained(source: Checkpoint) -> bool:
+    """Whether an optimizer lies with the weights."""
+    names = (path.name for path in source.home.iterdir())
+    return universal.is_universal(source.home) or any(map(saved_names.OPTIM.fullmatch, names))
+
+
+def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
+    """Its states, and what `inspect` says of it."""
+    optimizer = read(source)
+    return optimizer.states, {"step": optimizer.step}
+
+
 def read(source: Checkpoint) -> Optimizer:
     """The optimizer of an opened checkpoint of DeepSpeed or GPT-NeoX.
 
@@ -39,12 +52,12 @@ def read(source: Checkpoint) -> Optimizer:
         UnsupportedError: it is not Adam's, of stage 0, or not all of the model was trained, and equally often.
     """
     model: Mapping[str, Any]
-    settings: Settings = source.extra["settings"]
+    settings = source.settings
     if settings.weights in STATES[1:]:
         raise RefusedError(
             f"--weights {settings.weights} takes moments of {source.root} for its weights", "leave --weights out"
         )
-    if source.format == neox.NAME:
+    if isinstance(source.details, neox.Neox):
         _require_no_sums(source)
         opened, model, partitions = neox.read_states(source.home, replace(settings, tag=None))
         states = dict(zip(STATES, opened, strict=True))

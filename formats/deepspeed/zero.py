@@ -17,27 +17,31 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.checkpoint import Checkpoint, Settings
+from formats.checkpoint import Checkpoint, Details, Settings
+from formats.deepspeed import ZERO, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
-from formats.deepspeed import universal
 from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
+from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread, whole_part
-from formats.layout.table import Cut, Placed, Slot, match
+from formats.layout.table import ALONE, Cut, Placed, Rule, Slot, match
 from formats.model.adapters import require_plain
 from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
-from formats.torch_files.saves import TIES, require_same
+from formats.torch_files.saves import require_same
 from formats.torch_files.wrappers import unwrapped
 
-NAME = "zero"
+NAME = ZERO.name
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """What the user can ask for: its name in `optimizer.STATES`."""
-OF_RANK = (*TIES[NAME], "mp_world_size", "frozen_param_fragments")
+TIES = ("global_steps", "global_samples", "skipped_steps")
+"""What each model file says of the save that it is of (deepspeed 0.19.8, runtime/engine.py `_get_checkpoint_state`).
+The partitions have Adam's step (`partitions.py`)."""
+OF_RANK = (*TIES, "mp_world_size", "frozen_param_fragments")
 """What counts of the model files of stage 3 but the first, which says the rest: a thousand of them are a gigabyte."""
 OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
 """How the names of GPT-NeoX begin."""
@@ -46,6 +50,16 @@ OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
 def detect(path: Path) -> bool:
     """Whether a folder is DeepSpeed's."""
     return deepspeed.detect(path)
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """None: it cuts the tensors of Hugging Face or GPT-NeoX in flat parts."""
+    return {}
+
+
+def holders(_: Family) -> dict[str, bool]:
+    """It holds every family."""
+    return {NAME: True}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
@@ -69,25 +83,29 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tensors = dict(_states(tag, models, modules, WEIGHTS[wanted]))
     tensors |= _aliases(models[0].value, tensors)
     keys = _keys(tensors, tag)
-    config = _config_folder(path, run, tag, settings)
-    spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, settings)
+    assets = _config_folder(path, run, tag, settings)
+    config = huggingface.read_config(assets)
+    spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, assets, settings)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec)
     if whole:
         _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
-    placed, dropped = match(slots, {"": {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
+    placed, dropped = match(slots, {ALONE: {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
     pieces = _spread(placed, keys, tensors)
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
     if settings.weights is None and (third or whole):
         notes.append(_no_module({one.fragment.dtype for one in placed}))
     held = models[0].value
     topology = {"dp": held.get("dp_world_size", 1)}
-    extra = {"folder": tag.name, "iteration": held.get("global_steps"), "settings": settings}
+    details = Details(shown={"iteration": held.get("global_steps"), "folder": tag.name})
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     proof = None
     if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not (third or whole):
         proof = read(path, replace(settings, weights="fp32-master"))
     left = tuple(dropped)
-    return Checkpoint(run, tag, NAME, spec, pieces, left, files, topology, config, extra, twins, tuple(notes), proof)
+    return Checkpoint(
+        run, tag, NAME, spec, pieces, left, files, topology, assets, details, twins, tuple(notes), proof,
+        settings=settings, config=config, ties=TIES,
+    )  # fmt: skip
 
 
 COUNTER = "global_steps"
@@ -168,7 +186,7 @@ def _models(tag: Path) -> list[TorchFile]:
     count = world if isinstance(world, int) else max(opened) + 1
     if count > deepspeed.MOST_RANKS:
         raise SourceError(f"{opened[first].path} claims {count} data parallel ranks")
-    require_same({one.path: one.value.get for one in opened.values()}, NAME)
+    require_same({one.path: one.value.get for one in opened.values()}, TIES)
     lost = sorted(set(range(count)) - set(opened))
     if lost or len(opened) > count:
         names = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in lost[:4])
@@ -357,7 +375,7 @@ def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
                 "an optimizer moves with a model that is trained as a whole; convert the weights alone",
             )
         whole = {key: tensors[name].whole for key, name in keys.items()}
-        placed, dropped = match(slots, {"": whole}, huggingface.drops(source.spec), source.home)
+        placed, dropped = match(slots, {ALONE: whole}, huggingface.drops(source.spec), source.home)
         pieces = _spread(placed, keys, tensors)
         found[state] = replace(
             source,

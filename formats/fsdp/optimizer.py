@@ -26,7 +26,7 @@ from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
 from formats.fsdp import checkpoint as fsdp
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import Placed, match
+from formats.layout.table import ALONE, Placed, match
 from formats.layout.tensors import UNTRAINED
 from formats.optimizer import Group, Optimizer
 from formats.torch_files import dcp, rank_dumps
@@ -63,6 +63,17 @@ class Held(NamedTuple):
 
 
 # --- finding it ------------------------------------------------------------------------------------------------------
+
+
+def is_trained(source: Checkpoint) -> bool:
+    """Whether an optimizer lies with the weights."""
+    return find(source) is not None
+
+
+def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
+    """Its states, and what `inspect` says of it."""
+    optimizer = read(source)
+    return optimizer.states, {"step": optimizer.step}
 
 
 def find(source: Checkpoint) -> Held | None:
@@ -166,7 +177,8 @@ def read(source: Checkpoint) -> Optimizer:
         numbers = held.states[state]
         tensors = dict(zip(numbers, held.listing.load([*numbers.values()]), strict=True))
         try:
-            placed, _ = match(slots.values(), {"": {key: one.whole for key, one in tensors.items()}}, (), source.home)
+            whole = {key: one.whole for key, one in tensors.items()}
+            placed, _ = match(slots.values(), {ALONE: whole}, (), source.home)
         except SourceError as error:
             raise SourceError(f"{state} of its optimizer: {error}", error.hint or FROZEN) from None
         keys = {one.key: one for one in placed}

@@ -228,7 +228,7 @@ def _rule(line: str, where: str) -> Rule:
 def _check_rule(rule: Rule, where: str) -> None:
     """Every tensor of a rule has all of its axes, once."""
     pattern = rule.pattern
-    if pattern.meshes or "~" in pattern.text:
+    if pattern.meshes or pattern.filled:
         raise UsageError(f"{where}: a Hugging Face folder has neither ranks (/) nor padding (~): {pattern.text}")
     leaves = lower(pattern, SIZES, {})
     for tensor in pattern.tensors:
@@ -252,14 +252,20 @@ def _check_rule(rule: Rule, where: str) -> None:
 def _check_orders(family: Family, path: Path) -> None:
     """Queries meet keys, and heads their outputs: the tensors of a layer have them in one order."""
     for outer, inner in (("half", "pair"), ("group", "head")):
-        found: dict[bool, str] = {}
-        for leaf in (leaf for rule in family.tensors for leaf in lower(rule.pattern, SIZES, {})):
-            strides = {span.axis: span.stride for span in leaf.spans}
-            if outer in strides and inner in strides:
-                found[strides[outer] > strides[inner]] = leaf.tensor
+        found = _orders(family, outer, inner)
         if len(found) > 1:
             one, other = f"`{outer} {inner}`", f"`{inner} {outer}`"
             raise UsageError(f"{path}: its table has {found[True]} in the order {one}, {found[False]} in {other}")
+
+
+def _orders(family: Family, outer: str, inner: str) -> dict[bool, str]:
+    """A tensor of each order that two axes have in a table, by whether the first of them is the outer one."""
+    found: dict[bool, str] = {}
+    for leaf in (leaf for rule in family.tensors for leaf in lower(rule.pattern, SIZES, {})):
+        strides = {span.axis: span.stride for span in leaf.spans}
+        if outer in strides and inner in strides:
+            found[strides[outer] > strides[inner]] = leaf.tensor
+    return found
 
 
 def _check_table(family: Family, path: Path) -> None:
@@ -314,9 +320,7 @@ def _check_settings(family: Family, path: Path) -> None:
         )
     if "rotary_fraction" in family.keys and "rotary_fraction" not in family.defaults:
         raise UsageError(f"{path}: keys has rotary_fraction, and defaults has none")
-    if "rotary_fraction" in family.keys and any(
-        re.search(r"\bpair half\b", one.pattern.text) for one in family.tensors
-    ):
+    if "rotary_fraction" in family.keys and False in _orders(family, "half", "pair"):
         raise UsageError(f"{path}: a head that rotates in part is `half pair`, no table can turn it into `pair half`")
     if family.facts.learned and family.rope_theta is not None:
         raise UsageError(f"{path}: its positions are learned, so rope_theta has to be {NONE!r}")

@@ -28,6 +28,7 @@ from formats.model.spec import ModelSpec, real, whole
 from formats.torch_files.pickle_values import Dtype, Opaque, keeps
 
 NAME = "megatron-llm"
+FRESH = "--no_load_optim --no_load_rng"
 TOKENIZER = "tokenizer.model"
 """Beside the tracker: the SentencePiece model that the training is told to use."""
 

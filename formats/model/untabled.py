@@ -12,7 +12,7 @@ from typing import Any
 
 from formats.errors import UnsupportedError
 from formats.layout.pattern import Axis, Pattern
-from formats.layout.table import Rule, Slot
+from formats.layout.table import ALONE, ORIGINAL, SHARED, Replica, Rule, Slot
 from formats.layout.tensors import TENSORS
 from formats.model.spec import Verbatim
 
@@ -85,13 +85,13 @@ def language(config: dict[str, Any]) -> dict[str, Any]:
 def slots(spec: Verbatim) -> Iterator[Slot]:
     """One physical tensor for each logical one, and one for each copy."""
     for key, shape in spec.shapes.items():
-        yield _slot(key, key, shape, "")
+        yield _slot(key, key, shape, ORIGINAL)
     for key, original in spec.copies.items():
-        yield _slot(key, original, spec.shapes[original], "copy")
+        yield _slot(key, original, spec.shapes[original], SHARED)
 
 
-def _slot(key: str, tensor: str, shape: tuple[int, ...], replica: str) -> Slot:
+def _slot(key: str, tensor: str, shape: tuple[int, ...], replica: Replica) -> Slot:
     axes = tuple(f"dim{i}" for i in range(len(shape)))
     conditions = frozenset({"copy", "optional"} if replica else ())
     rule = Rule(key, Pattern(f"{tensor}: {' '.join(axes)}", tensor, tuple(map(Axis, axes))), conditions)
-    return Slot("", (key,), shape, rule, (), tuple(zip(axes, shape, strict=True)), None, replica)
+    return Slot(ALONE, (key,), shape, rule, (), tuple(zip(axes, shape, strict=True)), None, replica)

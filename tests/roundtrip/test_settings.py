@@ -144,7 +144,7 @@ def test_what_a_training_drops_out_goes_on_in_megatron(model, convert, tmp_path,
     shutil.rmtree(tmp_path / "two/huggingface")
     assert convert("reshard", tmp_path / "two", tmp_path / "three").code == 0
     for folder in ("one", "two", "three"):
-        args = open_checkpoint(tmp_path / folder).extra["args"]
+        args = open_checkpoint(tmp_path / folder).details.args
         assert (args["attention_dropout"], args["hidden_dropout"]) == (0.25, 0.125)
 
 
@@ -153,5 +153,5 @@ def test_so_does_what_the_yml_of_neox_drops_out(model, convert, tmp_path):
     (yml,) = tmp_path.glob("neox/*/configs/*.yml")
     yml.write_text(f"{yml.read_text()}attention-dropout: 0.25\nhidden_dropout: 0.125\n")
     assert convert("hf2megatron", tmp_path / "neox", tmp_path / "run").code == 0
-    args = open_checkpoint(tmp_path / "run").extra["args"]
+    args = open_checkpoint(tmp_path / "run").details.args
     assert (args["attention_dropout"], args["hidden_dropout"]) == (0.25, 0.125)

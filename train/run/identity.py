@@ -22,7 +22,7 @@ from converters.prove.digest import total
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
 from formats.errors import RefusedError, SourceError, VitruvianError, some
-from formats.huggingface import folder as huggingface
+from formats.huggingface import HUGGINGFACE
 from formats.registry import open_checkpoint
 from train.data.tokens.tokenizers import FILES, names_digest, open_vocabulary
 from train.distributed import World
@@ -225,7 +225,7 @@ def recorded(checkpoint: Path) -> dict[str, str] | None:
 def _digests(folder: Path, world: World) -> dict[str, str]:
     """The digest of each tensor of a Hugging Face folder: each is read by one rank."""
     jobs: tuple[Job, ...] = world.told(
-        lambda: make_plan(open_checkpoint(folder, first=(huggingface.NAME,))).jobs  # which the trainer reads
+        lambda: make_plan(open_checkpoint(folder, first=(HUGGINGFACE,))).jobs  # which the trainer reads
     )
     mine = sorted(jobs, key=lambda job: -job.nbytes)[world.rank :: world.ranks]
     found: dict[str, str] | Exception

@@ -13,15 +13,14 @@ from formats.disk.json_file import read_json
 from formats.errors import SourceError, UnsupportedError, UsageError
 from formats.huggingface.folder import INDEX, SINGLE
 from formats.model.spec import Verbatim
+from formats.registry import FORMATS, open_checkpoint
 from train.data.tokens.tokenizers import open_vocabulary
 from train.settings.config import Config
 from train.start.run_folder import started
 
-TO_FOLDER = {
-    "fsdp": "fsdp2hf", "megatron": "megatron2hf", "megatron_dist": "megatron2hf", "neox": "neox2hf", "zero": "zero2hf",
-}  # fmt: skip
+TO_FOLDER = {form.name: form.to_folder for form in FORMATS.values() if form.to_folder}
 """Format of a checkpoint: the command that makes a Hugging Face folder of it."""
-MAKE = f"make one of a checkpoint: convert {', '.join(dict.fromkeys(TO_FOLDER.values()))} CHECKPOINT FOLDER"
+MAKE = f"make one of a checkpoint: convert {', '.join(sorted({*TO_FOLDER.values()}))} CHECKPOINT FOLDER"
 """A hint where a Hugging Face folder is wanted."""
 CONVERTED = "start"
 """Folder in `save.path` that holds the start of a training as a Hugging Face folder."""
@@ -91,7 +90,6 @@ def _opened(path: Path, config: Config, scratch: Path) -> tuple[Checkpoint, str]
     """A checkpoint with the tokenizer that it lacks, if that is given or named by its yml; and the tokenizer's hash."""
     from converters.assets.files import has_tokenizer
     from converters.assets.found_tokenizer import attached, load, named
-    from formats.registry import open_checkpoint
 
     given, settings = config.model.tokenizer, settings_of(config)
     source = open_checkpoint(path, settings)

@@ -319,7 +319,7 @@ def iteration_folder(run: Path, number: int | None) -> Path:
     """
     if number is None:
         return run
-    from formats.megatron.shards import name_of
+    from formats.megatron.folders import name_of
 
     folder = run / name_of(number)
     if not folder.is_dir():

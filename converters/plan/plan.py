@@ -167,11 +167,8 @@ def make_plan(
         if ORIGINAL not in sources or (target and ORIGINAL not in targets):
             raise RefusedError(f"nothing {'writes' if ORIGINAL in sources else 'holds'} {name}")
         twin = twins.get((tensor, layer), {}).get(ORIGINAL, [])
-        checked = (
-            ("source", sources, held_shape),
-            ("target", targets, shape),
-            ("module", {ORIGINAL: twin}, held_shape),
-        )
+        module: Copies = {ORIGINAL: twin}
+        checked = (("source", sources, held_shape), ("target", targets, shape), ("module", module, held_shape))
         for side, copies, box in checked if twin else checked[:2]:
             for copy, parts in copies.items():
                 prove_tiling([part.leaf for part in parts], box, f"{name} in the {side}{f' ({copy})' if copy else ''}")

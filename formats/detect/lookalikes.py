@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from formats.deepspeed import folders as deepspeed
 from formats.errors import SourceError, UnsupportedError
-from formats.megatron.shards import locate
+from formats.megatron.folders import locate
 from formats.torch_files import dcp, saved_names
 from formats.torch_files.pickle_values import Namespace
 

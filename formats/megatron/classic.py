@@ -31,6 +31,7 @@ from formats.megatron.args import flags, mla
 from formats.megatron.args.args import CORE, DIST, Options, from_megatron, main_dtype, namespace
 from formats.megatron.chained_optimizer import Parameter, spread
 from formats.megatron.details import details
+from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh, require_mesh
 from formats.megatron.optimizer import SHARDED, Optimizer
 from formats.megatron.pipeline import Pipeline, chunks, pipeline_of
@@ -38,15 +39,12 @@ from formats.megatron.shards import (
     DROPS,
     GROUPED,
     TIES,
-    TRACKER,
     args_of,
     check_apart,
     check_grid,
     flattened,
     folder_of,
-    locate,
     mesh_of,
-    name_of,
     names_of,
     read_shards,
     state_of,

@@ -21,8 +21,6 @@ from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Namespace, TensorRef
 from formats.torch_files.saves import require_same
 
-TRACKER = "latest_checkpointed_iteration.txt"
-
 TIES = ("iteration", "checkpoint_version", "consumed_train_samples", "consumed_valid_samples")
 """What each file says of the save that it is of (training/checkpointing.py `generate_state_dict`, 0.16: `args`, whose
 samples are counted on every rank, `checkpoint_version`, `iteration`)."""
@@ -69,33 +67,6 @@ class Shard:
         """(key, state dict) of each virtual pipeline chunk."""
         names = [name for name in self.file.value if isinstance(name, str) and re.fullmatch(r"model\d{0,3}", name)]
         return [(name, self.file.value[name]) for name in sorted(names, key=lambda name: int(name[5:] or 0))]
-
-
-def locate(path: Path) -> tuple[Path, Path]:
-    """The run folder and the folder of one iteration, from either of them.
-
-    Raises:
-        SourceError: the tracker names an iteration that is not there.
-    """
-    if any(path.glob("mp_rank_*")) or not (path / TRACKER).is_file():
-        run, iteration = (path.parent if (path.parent / TRACKER).is_file() else path), path
-    else:
-        with (path / TRACKER).open("rb") as file:
-            word = file.read(100).decode(errors="replace").strip()
-        if word != "release" and not re.fullmatch(r"[0-9]{1,18}", word):
-            raise SourceError(f"{path / TRACKER} says {short(word)}, which is neither an iteration nor `release`")
-        run, iteration = path, path / name_of(None if word == "release" else int(word))
-        if not iteration.is_dir():
-            raise SourceError(
-                f"{path / TRACKER} names {iteration.name}, which does not exist",
-                f"present: {', '.join(sorted(p.name for p in path.iterdir() if p.is_dir())) or 'nothing'}",
-            )
-    return run, iteration
-
-
-def name_of(iteration: int | None) -> str:
-    """The folder of an iteration, or of a release."""
-    return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
 def read_shards(iteration: Path) -> list[Shard]:

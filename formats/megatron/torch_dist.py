@@ -43,10 +43,11 @@ from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
 from formats.megatron.classic import FLAGS, MCORE, assets_of, spec_of, topology_of
 from formats.megatron.details import details
+from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
-from formats.megatron.shards import DROPS, STATE, TRACKER, args_of, locate, name_of
+from formats.megatron.shards import DROPS, STATE, args_of
 from formats.model.spec import MOST_LAYERS, ModelSpec
 from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import packed

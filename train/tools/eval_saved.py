@@ -21,7 +21,7 @@ import torch
 
 from formats.deepspeed import folders as deepspeed
 from formats.errors import RefusedError, SourceError, UsageError, some
-from formats.megatron import shards
+from formats.megatron import folders
 from train.data.rows import Rows, open_rows
 from train.distributed import World
 from train.engines.fsdp import read_weights, sharded
@@ -107,7 +107,7 @@ def _latest(save: Path) -> Path | None:
         return path
     if deepspeed.detect(save):
         return deepspeed.locate(save, None)[1]
-    return shards.locate(save)[1] if (save / shards.TRACKER).is_file() else None
+    return folders.locate(save)[1] if (save / folders.TRACKER).is_file() else None
 
 
 @contextmanager

@@ -25,7 +25,8 @@ from typing import Any
 from formats.errors import RefusedError, UsageError, short
 from formats.families import FAMILIES
 from formats.families.family import Family
-from formats.huggingface.config import HUGGINGFACE, SCALING
+from formats.huggingface.rope import SCALING
+from formats.huggingface.settings_table import USUAL
 from formats.layout.pattern import PatternError, lower
 from formats.layout.table import BIASES, CONDITIONS, Rule, model_tensors, rules
 from formats.layout.tensors import TENSORS
@@ -64,7 +65,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
 """Field of a `Family`, and its type; `table` becomes its tensors. The first four have to be there."""
 APART = ("table", "rope_theta", "drops", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
-SETTINGS = (*HUGGINGFACE, *CHOICES, "rope_theta")
+SETTINGS = (*USUAL, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
 OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
 OF_QUERIES = {"compressed", "uncompressed"}

@@ -20,8 +20,9 @@ from formats.disk.json_file import read_json
 from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import family_named
-from formats.huggingface.config import from_huggingface, require_biases, require_class
+from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
+from formats.huggingface.require import require_biases, require_class
 from formats.layout.table import Placed, Slot, match, slots
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled

@@ -22,7 +22,8 @@ from formats.deepspeed.neox import yml as neox_args
 from formats.errors import RefusedError, UnsupportedError
 from formats.families import FAMILIES, family_named
 from formats.families.family import Family
-from formats.huggingface.config import PARTIAL, SCALING, from_huggingface, to_huggingface
+from formats.huggingface.config import from_huggingface, to_huggingface
+from formats.huggingface.rope import PARTIAL, SCALING
 from formats.megatron import megatron_llm
 from formats.megatron.args import args as megatron_args
 from formats.megatron.args.args import CORE, Options

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from formats.errors import UsageError
 from formats.families import FAMILIES, known
 from formats.families.family import Family
-from formats.huggingface.config import HUGGINGFACE, from_huggingface, to_huggingface
+from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.family_file import load
+from formats.huggingface.settings_table import USUAL
 from tests.roundtrip.test_own_family import example
 
 OUTPUT = "output: hidden (group head dim)"
@@ -183,7 +184,7 @@ def test_a_family_that_megatron_lacks_says_why(tmp_path):
 
 def test_every_setting_may_have_a_key_of_its_own(tmp_path):
     """Whatever transformers calls it: a config in which nothing has its usual name."""
-    keys = {name: f"my_{name}" for name in HUGGINGFACE} | {"rope_theta": "my_rope_theta"}
+    keys = {name: f"my_{name}" for name in USUAL} | {"rope_theta": "my_rope_theta"}
     path = tmp_path / "own.toml"
     path.write_text(example() + "\n[keys]\n" + "\n".join(f'{name} = "{key}"' for name, key in keys.items()))
     family = load(path)

@@ -1,7 +1,6 @@
 """Arcee (AFM): Llama with an MLP without a gate, and the square of ReLU (transformers models/arcee, 5.23.0)."""
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -21,7 +20,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="arcee",
     architecture="ArceeForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"attention_bias": False, "mlp_bias": False},
     mha=True,
     keys={"activation": "hidden_act"},

@@ -6,7 +6,6 @@ the large one takes them out of groups that it ranks by their best expert.
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden
@@ -40,7 +39,7 @@ lm_head.weight                                                 embedding: vocab 
 FAMILY = Family(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={
         "hidden_act": "silu",
         "attention_bias": False,

@@ -7,7 +7,6 @@ second token, is not loaded of a model with 61 layers.
 from dataclasses import replace
 
 from formats.families import deepseek_v2
-from formats.layout.table import rules
 
 BIAS = "model.layers.{layer}.mlp.gate.e_score_correction_bias          router_bias: expert                     sparse"
 BEHIND = "model.layers.{layer}.mlp.shared_experts.gate_proj.weight"
@@ -17,7 +16,7 @@ FAMILY = replace(
     deepseek_v2.FAMILY,
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     drops=(r"model\.layers\.61\..*",),
     requires={
         "hidden_act": "silu",

@@ -4,7 +4,6 @@ Facts: transformers models/dots1/modeling_dots1.py and conversion_mapping.py, 5.
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden
@@ -37,7 +36,7 @@ lm_head.weight                                                 embedding: vocab 
 FAMILY = Family(
     name="dots1",
     architecture="Dots1ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": False},
     mha=True,
     keys={

@@ -4,7 +4,6 @@ So here the two halves of a head lie pair by pair (modeling_ernie4_5.py `rotate_
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -25,7 +24,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "use_bias": False},
     rope_theta=500000.0,
     head_dim=128,

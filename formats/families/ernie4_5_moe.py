@@ -5,7 +5,6 @@ token is not loaded; `apply_rotary_pos_emb` turns neighbours. megatron-core 0.16
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden
@@ -37,7 +36,7 @@ lm_head.weight                                                 embedding: vocab 
 FAMILY = Family(
     name="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     drops=(".*mtp.*",),
     requires={"hidden_act": "silu", "use_bias": False},
     rope_theta=500000.0,

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.layout.table import BIASES, Rule
+from formats.layout.table import BIASES, Rule, rules
 
 FAMILY_FILE = "family.toml"
 """Beside a config.json: the family of the user's own that the model was converted with."""
@@ -56,7 +56,7 @@ class Family:
     Attributes:
         name: `model_type` of its config.json, unless that is given apart.
         architecture: its class in transformers.
-        tensors: the layout of its Hugging Face files.
+        table: the layout of its Hugging Face files; `tensors` are its rules.
         drops: regular expressions of keys in those files that carry no weights.
         requires: config keys that must have one value, or be absent.
         model_type: that of the config, where several families have it.
@@ -84,7 +84,7 @@ class Family:
 
     name: str
     architecture: str
-    tensors: tuple[Rule, ...]
+    table: str
     drops: tuple[str, ...] = ()
     requires: Mapping[str, Any] = field(default_factory=dict)
     model_type: str = ""
@@ -108,13 +108,18 @@ class Family:
     file: Path | None = field(default=None, compare=False)
 
     @cached_property
+    def tensors(self) -> tuple[Rule, ...]:
+        """The rules of its table, parsed when they are first used."""
+        return rules(self.table)
+
+    @cached_property
     def holds(self) -> frozenset[str]:
         """The logical tensors that its models can have, without biases of which it leaves the choice."""
         return self._held(frozenset())
 
     def _held(self, biases: Collection[str]) -> frozenset[str]:
-        rules = (rule for rule in self.tensors if rule.conditions & BIASES <= set(biases))
-        return frozenset(name for rule in rules for name in rule.pattern.tensors)
+        held = (rule for rule in self.tensors if rule.conditions & BIASES <= set(biases))
+        return frozenset(name for rule in held for name in rule.pattern.tensors)
 
     def biases_of(self, said: Mapping[str, bool]) -> tuple[str, ...]:
         """The conditions of layout that hold for a model with these values of the keys of `biases`."""

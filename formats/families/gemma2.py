@@ -4,7 +4,6 @@ The weights of its norms are stored less one, and stay so: no format but Hugging
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -27,7 +26,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"attention_bias": False},
     head_dim=256,
     window="sliding_window",

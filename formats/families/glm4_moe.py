@@ -6,7 +6,6 @@ which predicts a second token, is not loaded of models with 46 and 92 layers; `a
 
 from formats.families import dots1
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden
@@ -43,7 +42,7 @@ FAMILY = Family(
     name="glm4_moe",
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     drops=(r"model\.layers\.(?:46|92)\..*",),
     marks={"use_qk_norm": True},
     biases={"attention_bias": ("qkv_bias", False)},

@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 from formats.families import glm4_moe
-from formats.layout.table import rules
 
 TABLE = "\n".join(line for line in glm4_moe.TABLE.splitlines() if "_norm: (half pair)" not in line)
 
 FAMILY = replace(
     glm4_moe.FAMILY,
     name="glm4_moe_air",
-    tensors=rules(TABLE),
+    table=TABLE,
     marks={},
     requires={"hidden_act": "silu", "use_qk_norm": False},
 )

@@ -6,7 +6,6 @@ matter of precision alone.
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden
@@ -44,7 +43,7 @@ lm_head.weight                                                 embedding: vocab 
 FAMILY = Family(
     name="hy_v3",
     architecture="HYV3ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     drops=(r"model\.layers\.80\..*",),
     requires={
         "hidden_act": "silu",

@@ -1,7 +1,6 @@
 """Llama 1, 2 and 3, and every model with their tensors (transformers models/llama/modeling_llama.py, 5.23.0)."""
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -29,7 +28,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     drops=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
     requires={"hidden_act": "silu"},
     biases={"attention_bias": ("qkv_bias output_bias", False), "mlp_bias": ("mlp_bias", False)},

@@ -5,7 +5,6 @@ pair by pair; gate and up are the two halves of an expert's columns; a layer wit
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                           embedding: vocab hidden
@@ -32,7 +31,7 @@ lm_head.weight                                                      embedding: v
 FAMILY = Family(
     name="llama4_text",
     architecture="Llama4ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": False},
     rope_theta=500000.0,
     head_dim=128,

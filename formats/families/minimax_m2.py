@@ -6,7 +6,6 @@ Facts: transformers models/minimax_m2/modeling_minimax_m2.py, configuration_mini
 
 from formats.families import mixtral
 from formats.families.family import Family
-from formats.layout.table import rules
 
 OUTPUT = "model.layers.{layer}.self_attn.o_proj.weight                           output: hidden (group head dim)\n"
 NORMS = """
@@ -20,7 +19,7 @@ TABLE = mixtral.TABLE.replace(OUTPUT, OUTPUT + NORMS)
 FAMILY = Family(
     name="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={
         "hidden_act": "silu",
         "attention_bias": False,

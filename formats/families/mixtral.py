@@ -4,7 +4,6 @@ transformers 5 fuses the experts of a layer in memory, and writes the Hub's name
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                              embedding: vocab hidden
@@ -29,7 +28,7 @@ lm_head.weight                                                         embedding
 FAMILY = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu"},
     rope_theta=1000000.0,
     window="sliding_window",

@@ -5,7 +5,6 @@ are in Megatron, where it comes from.
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -28,7 +27,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="nemotron",
     architecture="NemotronForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"attention_bias": False, "mlp_bias": False},
     centred=True,
     keys={"norm_epsilon": "norm_eps", "activation": "hidden_act", "rotary_fraction": "partial_rotary_factor"},

@@ -4,7 +4,6 @@ Facts: transformers models/olmo2/modeling_olmo2.py, 5.23.0.
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -27,7 +26,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": False},
     only_here="megatron-core has no norms behind attention and MLP, and none over all heads of a token",
     mha=True,

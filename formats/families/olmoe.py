@@ -1,7 +1,6 @@
 """OLMoE: Llama with experts, and norms over all queries and all keys (transformers models/olmoe, 5.23.0)."""
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden
@@ -27,7 +26,7 @@ lm_head.weight                                                 embedding: vocab 
 FAMILY = Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": False, "sliding_window": None},
     mha=True,
     keys={

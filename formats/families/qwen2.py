@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5: Llama with biases on query, key and value (transformers models/qwen2/modeling_qwen2.py, 5.23.0)."""
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -25,7 +24,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu"},
     switch="use_sliding_window",
     window_default=4096,

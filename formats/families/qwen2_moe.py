@@ -5,7 +5,6 @@ layer in memory.
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden
@@ -39,7 +38,7 @@ lm_head.weight                                                 embedding: vocab 
 FAMILY = Family(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "use_sliding_window": False, "qkv_bias": True},
     keys={
         "experts": "num_experts",

@@ -1,7 +1,6 @@
 """Qwen3: Llama with a norm on each query and key head (transformers models/qwen3/modeling_qwen3.py, 5.23.0)."""
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -28,7 +27,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu"},
     biases={"attention_bias": ("qkv_bias output_bias", False)},
     switch="use_sliding_window",

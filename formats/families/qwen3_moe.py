@@ -1,7 +1,6 @@
 """Qwen3-MoE: Qwen3 with experts (transformers models/qwen3_moe/modeling_qwen3_moe.py and conversion_mapping.py, 5.23.0)."""
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                      embedding: vocab hidden
@@ -30,7 +29,7 @@ lm_head.weight                                                 embedding: vocab 
 FAMILY = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": False},
     switch="use_sliding_window",
     window_default=4096,

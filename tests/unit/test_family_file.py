@@ -25,10 +25,9 @@ OUTPUT = "output: hidden (group head dim)"
 
 def dump(family: Family) -> str:
     """A family as TOML; JSON's texts, numbers and lists are TOML's too."""
-    rows = [f"{one.key}    {one.pattern.text}    {' '.join(sorted(one.conditions))}" for one in family.tensors]
-    held = {one.name: getattr(family, one.name) for one in fields(Family) if one.name not in ("tensors", "file")}
+    held = {one.name: getattr(family, one.name) for one in fields(Family) if one.name not in ("table", "file")}
     held = {name: "none" if name == "rope_theta" and value is None else value for name, value in held.items()}
-    lines = ["table = '''", *rows, "'''"]
+    lines = [f"table = '''{family.table}'''"]
     lines += [
         f"{name} = {json.dumps(one)}" for name, one in held.items() if not isinstance(one, dict) and one is not None
     ]
@@ -62,7 +61,8 @@ def test_each_of_ours_is_itself_again(name, changes):
         path = Path(folder) / "own.toml"
         path.write_text(dump(own))
         again = load(path)
-    assert again == own
+    assert again == replace(own, table=again.table)
+    assert again.tensors == own.tensors
     assert again.file == path
 
 

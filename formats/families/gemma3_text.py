@@ -1,7 +1,6 @@
 """Gemma 3 (text): Gemma 2 with norms on query and key, and two rotary bases (transformers models/gemma3, 5.23.0)."""
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -26,7 +25,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"attention_bias": False},
     rope_theta=1000000.0,
     head_dim=256,

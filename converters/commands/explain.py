@@ -34,14 +34,13 @@ HOLDERS = ("huggingface", "fsdp", "zero", "megatron", "megatron_dist", "megatron
 
 def held_by(family: Family) -> list[str]:
     """What can hold a family."""
-    from formats.deepspeed.neox import checkpoint as neox
     from formats.megatron import megatron_llm
 
     here = {
         "megatron": not family.only_here,
         "megatron_dist": not family.only_here,
         "megatron-llm": not (family.only_here or megatron_llm.lacks(family)),
-        "neox": family.name in neox.TABLES,
+        "neox": bool(family.neox),
     }
     return [name for name in HOLDERS if here.get(name, True)]
 

@@ -79,6 +79,8 @@ class Family:
         tokens: the ids above ten of special tokens that transformers assumes and can do without, by config key.
         switch: the config key that turns a sliding window on, false where it is absent, in a family of which only models
             without a window are supported; `window_default` and `full_until` then say which these are.
+        neox: the kind of GPT-NeoX's models that compute the same: with `rms` or `layernorm`; empty where none do.
+        torchtitan: the layout under torchtitan's native names, where there is one.
         file: the file of the user's that it was read from.
     """
 
@@ -105,6 +107,8 @@ class Family:
     full_until: tuple[str, int] | None = None
     switch: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
+    neox: str = ""
+    torchtitan: str = ""
     file: Path | None = field(default=None, compare=False)
 
     @cached_property

@@ -43,4 +43,5 @@ FAMILY = Family(
     defaults={"parallel_residual": True, "activation": "gelu", "norm_epsilon": 1e-5, "rotary_fraction": 0.25},
     mha=True,
     only_here="the residuals of megatron-core are serial, those of this family parallel as a rule",
+    neox="layernorm",
 )

@@ -25,6 +25,23 @@ lm_head.weight                                           head: vocab hidden     
 lm_head.weight                                           embedding: vocab hidden     tied optional
 """
 
+TORCHTITAN = """
+tok_embeddings.weight                                    embedding: vocab hidden
+layers.{layer}.attention.{wq|qkv_linear.wq}.weight       query: (group head pair half) hidden
+layers.{layer}.attention.{wk|qkv_linear.wk}.weight       key: (group pair half) hidden
+layers.{layer}.attention.{wv|qkv_linear.wv}.weight       value: (group dim) hidden
+layers.{layer}.attention.wo.weight                       output: hidden (group head dim)
+layers.{layer}.feed_forward.w1.weight                    gate: ffn hidden
+layers.{layer}.feed_forward.w3.weight                    up: ffn hidden
+layers.{layer}.feed_forward.w2.weight                    down: hidden ffn
+layers.{layer}.attention_norm.weight                     input_norm: hidden
+layers.{layer}.ffn_norm.weight                           post_norm: hidden
+norm.weight                                              final_norm: hidden
+{output|lm_head}.weight                                  head: vocab hidden          untied
+{output|lm_head}.weight                                  embedding: vocab hidden     tied optional
+"""
+"""The native names of torchtitan, which are those of Meta's own files too; it turns neighbouring rows of a head."""
+
 FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
@@ -33,4 +50,6 @@ FAMILY = Family(
     requires={"hidden_act": "silu"},
     biases={"attention_bias": ("qkv_bias output_bias", False), "mlp_bias": ("mlp_bias", False)},
     mha=True,
+    torchtitan=TORCHTITAN,
+    neox="rms",
 )

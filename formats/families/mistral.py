@@ -11,4 +11,5 @@ FAMILY = Family(
     requires={"hidden_act": "silu"},
     window="sliding_window",
     window_default=4096,
+    neox="rms",
 )

@@ -24,6 +24,25 @@ lm_head.weight                                           head: vocab hidden     
 lm_head.weight                                           embedding: vocab hidden     tied optional
 """
 
+TORCHTITAN = """
+tok_embeddings.weight                                    embedding: vocab hidden
+layers.{layer}.attention.{wq|qkv_linear.wq}.weight       query: (group head half pair) hidden
+layers.{layer}.attention.{wk|qkv_linear.wk}.weight       key: (group half pair) hidden
+layers.{layer}.attention.{wv|qkv_linear.wv}.weight       value: (group dim) hidden
+layers.{layer}.attention.wo.weight                       output: hidden (group head dim)
+layers.{layer}.attention.q_norm.weight                   query_norm: (half pair)
+layers.{layer}.attention.k_norm.weight                   key_norm: (half pair)
+layers.{layer}.feed_forward.w1.weight                    gate: ffn hidden
+layers.{layer}.feed_forward.w3.weight                    up: ffn hidden
+layers.{layer}.feed_forward.w2.weight                    down: hidden ffn
+layers.{layer}.attention_norm.weight                     input_norm: hidden
+layers.{layer}.ffn_norm.weight                           post_norm: hidden
+norm.weight                                              final_norm: hidden
+{output|lm_head}.weight                                  head: vocab hidden          untied
+{output|lm_head}.weight                                  embedding: vocab hidden     tied optional
+"""
+"""The native names of torchtitan, which turns halves of a head, as Hugging Face does."""
+
 FAMILY = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
@@ -34,4 +53,5 @@ FAMILY = Family(
     window_default=4096,
     full_until=("max_window_layers", 28),
     head_dim=128,
+    torchtitan=TORCHTITAN,
 )

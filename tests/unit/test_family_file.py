@@ -23,9 +23,13 @@ OUTPUT = "output: hidden (group head dim)"
 """A pattern of the example, in line 3 of its table."""
 
 
+APART = ("table", "file", "neox", "torchtitan")
+"""What a family has beside the fields of a file."""
+
+
 def dump(family: Family) -> str:
     """A family as TOML; JSON's texts, numbers and lists are TOML's too."""
-    held = {one.name: getattr(family, one.name) for one in fields(Family) if one.name not in ("table", "file")}
+    held = {one.name: getattr(family, one.name) for one in fields(Family) if one.name not in APART}
     held = {name: "none" if name == "rope_theta" and value is None else value for name, value in held.items()}
     lines = [f"table = '''{family.table}'''"]
     lines += [
@@ -61,7 +65,7 @@ def test_each_of_ours_is_itself_again(name, changes):
         path = Path(folder) / "own.toml"
         path.write_text(dump(own))
         again = load(path)
-    assert again == replace(own, table=again.table)
+    assert again == replace(own, table=again.table, neox="", torchtitan="")
     assert again.tensors == own.tensors
     assert again.file == path
 

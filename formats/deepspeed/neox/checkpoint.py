@@ -23,10 +23,12 @@ from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed import universal
 from formats.deepspeed.neox import checks as neox_checks
 from formats.deepspeed.neox import gqa_order
-from formats.deepspeed.neox.yml import from_neox, is_gated, read_yml
+from formats.deepspeed.neox.yml import from_neox, is_gated
+from formats.deepspeed.neox.yml_file import read_yml
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short, some
+from formats.families import family_named
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
 from formats.layout.table import Placed, Slot, match, rules, slots
@@ -83,7 +85,8 @@ GPT_NEOX = rules("""
 """LayerNorm, biases, not gated. With a parallel residual each rank adds its own bias before the sum over all ranks;
 with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`)."""
 
-TABLES = {"llama": LLAMA, "mistral": LLAMA, "gpt_neox": GPT_NEOX}
+TABLES = {"rms": LLAMA, "layernorm": GPT_NEOX}
+"""Kind of model: layout."""
 DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
 TIED = re.compile(r"tied_modules\.embed\.")
 """What the optimizer of a pipeline calls the embedding that two stages share."""
@@ -380,7 +383,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
         raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
     table = [
         replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda one: names[one[0]], rule.key))
-        for rule in TABLES[spec.family]
+        for rule in TABLES[family_named(spec.family).neox]
     ]
     for rank in range(tp):
         for slot in slots(

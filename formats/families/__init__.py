@@ -16,7 +16,7 @@ from typing import Any
 from formats.errors import UnsupportedError, short
 from formats.families.family import FAMILY_FILE, Family
 
-NO_FAMILIES = ("family",)
+NO_FAMILIES = ("blocks", "family")
 """Files here that hold none."""
 
 

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 from formats.families import glm4_moe
+from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
+from formats.families.dots1 import ROUTER
 
-TABLE = "\n".join(line for line in glm4_moe.TABLE.splitlines() if "_norm: (half pair)" not in line)
+TABLE = glm4_moe.ATTENTION_WITH_BIASES + DENSE_MLP + EXPERTS + ROUTER + SHARED_EXPERTS + NORMS + HEAD
 
 FAMILY = replace(
     glm4_moe.FAMILY,

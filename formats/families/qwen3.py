@@ -1,8 +1,9 @@
 """Qwen3: Llama with a norm on each query and key head (transformers models/qwen3/modeling_qwen3.py, 5.23.0)."""
 
+from formats.families.blocks import GATED_MLP, HEAD, NORMS, QK_NORMS
 from formats.families.family import Family
 
-TABLE = """
+ATTENTION_WITH_BIASES = """
 model.embed_tokens.weight                                embedding: vocab hidden
 model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
 model.layers.{layer}.self_attn.q_proj.bias               query_bias: (group head half pair)  qkv_bias
@@ -12,17 +13,8 @@ model.layers.{layer}.self_attn.v_proj.weight             value: (group dim) hidd
 model.layers.{layer}.self_attn.v_proj.bias               value_bias: (group dim)     qkv_bias
 model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
 model.layers.{layer}.self_attn.o_proj.bias               output_bias: hidden         output_bias
-model.layers.{layer}.self_attn.q_norm.weight             query_norm: (half pair)
-model.layers.{layer}.self_attn.k_norm.weight             key_norm: (half pair)
-model.layers.{layer}.mlp.gate_proj.weight                gate: ffn hidden
-model.layers.{layer}.mlp.up_proj.weight                  up: ffn hidden
-model.layers.{layer}.mlp.down_proj.weight                down: hidden ffn
-model.layers.{layer}.input_layernorm.weight              input_norm: hidden
-model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
-model.norm.weight                                        final_norm: hidden
-lm_head.weight                                           head: vocab hidden          untied
-lm_head.weight                                           embedding: vocab hidden     tied optional
 """
+TABLE = ATTENTION_WITH_BIASES + QK_NORMS + GATED_MLP + NORMS + HEAD
 
 TORCHTITAN = """
 tok_embeddings.weight                                    embedding: vocab hidden

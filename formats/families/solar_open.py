@@ -5,10 +5,10 @@ the width of nothing, and its class has no such key.
 """
 
 from formats.families import dots1
+from formats.families.blocks import ATTENTION, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
 from formats.families.family import Family
 
-WHOLE = dots1.TABLE.splitlines()
-TABLE = "\n".join(one for one in WHOLE if "_norm: (half pair)" not in one and not one.endswith(" dense"))
+TABLE = ATTENTION + EXPERTS + dots1.ROUTER + SHARED_EXPERTS + NORMS + HEAD
 
 FAMILY = Family(
     name="solar_open",

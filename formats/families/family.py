@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.layout.table import BIASES, Rule
+from formats.layout.table import BIASES, Rule, rules
 
 FAMILY_FILE = "family.toml"
 """Beside a config.json: the family of the user's own that the model was converted with."""
@@ -56,7 +56,7 @@ class Family:
     Attributes:
         name: `model_type` of its config.json, unless that is given apart.
         architecture: its class in transformers.
-        tensors: the layout of its Hugging Face files.
+        table: the layout of its Hugging Face files; `tensors` are its rules.
         drops: regular expressions of keys in those files that carry no weights.
         requires: config keys that must have one value, or be absent.
         model_type: that of the config, where several families have it.
@@ -79,12 +79,14 @@ class Family:
         tokens: the ids above ten of special tokens that transformers assumes and can do without, by config key.
         switch: the config key that turns a sliding window on, false where it is absent, in a family of which only models
             without a window are supported; `window_default` and `full_until` then say which these are.
+        neox: the kind of GPT-NeoX's models that compute the same: with `rms` or `layernorm`; empty where none do.
+        torchtitan: the layout under torchtitan's native names, where there is one.
         file: the file of the user's that it was read from.
     """
 
     name: str
     architecture: str
-    tensors: tuple[Rule, ...]
+    table: str
     drops: tuple[str, ...] = ()
     requires: Mapping[str, Any] = field(default_factory=dict)
     model_type: str = ""
@@ -105,7 +107,14 @@ class Family:
     full_until: tuple[str, int] | None = None
     switch: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
+    neox: str = ""
+    torchtitan: str = ""
     file: Path | None = field(default=None, compare=False)
+
+    @cached_property
+    def tensors(self) -> tuple[Rule, ...]:
+        """The rules of its table, parsed when they are first used."""
+        return rules(self.table)
 
     @cached_property
     def holds(self) -> frozenset[str]:
@@ -113,8 +122,8 @@ class Family:
         return self._held(frozenset())
 
     def _held(self, biases: Collection[str]) -> frozenset[str]:
-        rules = (rule for rule in self.tensors if rule.conditions & BIASES <= set(biases))
-        return frozenset(name for rule in rules for name in rule.pattern.tensors)
+        held = (rule for rule in self.tensors if rule.conditions & BIASES <= set(biases))
+        return frozenset(name for rule in held for name in rule.pattern.tensors)
 
     def biases_of(self, said: Mapping[str, bool]) -> tuple[str, ...]:
         """The conditions of layout that hold for a model with these values of the keys of `biases`."""

@@ -25,7 +25,8 @@ from typing import Any
 from formats.errors import RefusedError, UsageError, short
 from formats.families import FAMILIES
 from formats.families.family import Family
-from formats.huggingface.config import HUGGINGFACE, SCALING
+from formats.huggingface.rope import SCALING
+from formats.huggingface.settings_table import USUAL
 from formats.layout.pattern import PatternError, lower
 from formats.layout.table import BIASES, CONDITIONS, Rule, model_tensors, rules
 from formats.layout.tensors import TENSORS
@@ -61,10 +62,10 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "switch": (str,),
     "tokens": (dict,),
 }
-"""Field of a `Family`, and its type; `table` becomes its tensors. The first four have to be there."""
-APART = ("table", "rope_theta", "drops", "full_until", "biases")
+"""Field of a `Family`, and its type. The first four have to be there."""
+APART = ("rope_theta", "drops", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
-SETTINGS = (*HUGGINGFACE, *CHOICES, "rope_theta")
+SETTINGS = (*USUAL, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
 OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
 OF_QUERIES = {"compressed", "uncompressed"}
@@ -112,9 +113,9 @@ def load(path: Path) -> Family:
             raise UsageError(f"{path}: tokens.{key} = {short(token)} is no id of a token")
     layers = {name: held for name, held in values["defaults"].items() if name in LISTS and isinstance(held, list)}
     values["defaults"] |= {name: tuple(held) for name, held in layers.items()}
+    _check_lines(values["table"], path)
     family = Family(
         **{name: value for name, value in values.items() if name not in APART},
-        tensors=tuple(_rules(values["table"], path)),
         drops=tuple(_drops(values.get("drops", []), path)),
         rope_theta=_theta(values["rope_theta"], path),
         full_until=_full_until(values.get("full_until"), path),
@@ -186,17 +187,17 @@ def _drops(values: list[Any], path: Path) -> Iterator[str]:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def _rules(table: str, path: Path) -> Iterator[Rule]:
-    """The rules of a table, each proved by itself."""
+def _check_lines(table: str, path: Path) -> None:
+    """Each line of a table is a rule, and right by itself."""
     lines = table.splitlines()
     if len(lines) > MOST_LINES:
         raise UsageError(f"{path}: its table has {len(lines)} lines, more than {MOST_LINES}")
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield _rule(line.strip(), f"{path}, line {number} of its table")
+            _check_line(line.strip(), f"{path}, line {number} of its table")
 
 
-def _rule(line: str, where: str) -> Rule:
+def _check_line(line: str, where: str) -> None:
     columns = re.split(r"\s{2,}", line)
     names = {name for column in columns[2:] for name in column.split()}
     if len(columns) < 2:
@@ -222,7 +223,6 @@ def _rule(line: str, where: str) -> Rule:
     except ValueError:
         hint = f"tensors: {', '.join(TENSORS)}"
         raise UsageError(f"{where} names a tensor that there is not: {columns[1]}", hint) from None
-    return rule
 
 
 def _check_rule(rule: Rule, where: str) -> None:

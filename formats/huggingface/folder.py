@@ -22,8 +22,9 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.families.family import Family
 from formats.huggingface import HUGGINGFACE
-from formats.huggingface.config import from_huggingface, require_biases, require_class
+from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
+from formats.huggingface.require import require_biases, require_class
 from formats.layout.table import ALONE, Placed, Rule, Slot, match, slots
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled

@@ -88,21 +88,25 @@ class Rule:
         return self.pattern.meshes | ({"ep"} if self.of_expert else frozenset())
 
 
-def rules(table: str, without: Collection[str] = ()) -> tuple[Rule, ...]:
-    """Parse a layout table; lines that hold only under a condition of `without` are left out."""
+def rules(table: str) -> tuple[Rule, ...]:
+    """Parse a layout table."""
     parsed = []
-    for line in table.strip().splitlines():
+    for line in filter(str.strip, table.splitlines()):
         key, pattern, *conditions = re.split(r"\s{2,}", line.strip())
         names = frozenset(" ".join(conditions).split())
         if names - set(CONDITIONS):
             raise ValueError(f"unknown condition in: {line}")
-        if names & set(without):
-            continue
         rule = Rule(key, parse(pattern), names)
         if set(rule.pattern.tensors) - set(TENSORS):
             raise ValueError(f"unknown tensor in: {line}")
         parsed.append(rule)
     return tuple(parsed)
+
+
+def without(table: str, conditions: Collection[str]) -> str:
+    """A layout table without the lines that hold only under one of some conditions."""
+    lines = table.splitlines()
+    return "\n".join(line for line in lines if not set(conditions) & {*" ".join(re.split(r"\s{2,}", line)[2:]).split()})
 
 
 class Cut(NamedTuple):

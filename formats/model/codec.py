@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Spelled = Mapping[str, Any]
@@ -27,10 +28,14 @@ class Context(NamedTuple):
     Attributes:
         values: the settings of the rows above when reading, all settings when writing.
         where: what to call the file in an error.
+        file: all keys of the file that is read, or that what is written goes into.
+        notes: a reader adds to them what it took from a documented default.
     """
 
     values: Mapping[str, Any]
     where: str
+    file: Spelled
+    notes: list[str]
 
 
 class Codec(NamedTuple):
@@ -95,9 +100,20 @@ def rows(table: str, codecs: Mapping[str, Maker]) -> tuple[Row, ...]:
     return tuple(parsed)
 
 
-def read(table: Iterable[Row], spelled: Spelled, conditions: Collection[str], where: str) -> dict[str, Any]:
-    """The settings of the rows that hold, from a framework's keys; a codec raises what its keys say wrongly."""
-    values: dict[str, Any] = {}
+def read(
+    table: Iterable[Row],
+    spelled: Spelled,
+    conditions: Collection[str],
+    where: str,
+    known: Mapping[str, Any] = MappingProxyType({}),
+    notes: list[str] | None = None,
+) -> dict[str, Any]:
+    """The settings of the rows that hold, from a framework's keys; a codec raises what its keys say wrongly.
+
+    `known` are settings without a row, which codecs may look at; `notes` get what came from a documented default.
+    """
+    values: dict[str, Any] = dict(known)
+    context = Context(values, where, spelled, [] if notes is None else notes)
     for row in table:
         if not row.condition or row.condition in conditions:
             given = {
@@ -106,15 +122,22 @@ def read(table: Iterable[Row], spelled: Spelled, conditions: Collection[str], wh
                 for name in reversed(names)
                 if spelled.get(name) is not None
             }
-            values[row.setting] = row.codec.read(given, Context(values, where))
+            values[row.setting] = row.codec.read(given, context)
     return values
 
 
-def write(table: Iterable[Row], values: Mapping[str, Any], conditions: Collection[str], where: str) -> dict[str, Any]:
-    """The keys of the rows that hold, for the settings of a model, under each of their names."""
+def write(
+    table: Iterable[Row],
+    values: Mapping[str, Any],
+    conditions: Collection[str],
+    where: str,
+    file: Spelled = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The keys of the rows that hold, for the settings of a model, under each of their names; `file` will hold them."""
     spelled: dict[str, Any] = {}
+    context = Context(values, where, file, [])
     for row in table:
         if not row.condition or row.condition in conditions:
-            written = row.codec.write(values.get(row.setting), Context(values, where))
+            written = row.codec.write(values.get(row.setting), context)
             spelled |= {name: written[names[0]] for names in row.keys for name in names if names[0] in written}
     return spelled

@@ -19,10 +19,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from formats.checkpoint import Settings
 from formats.deepspeed.neox import yml as neox_args
+from formats.deepspeed.neox.yml_file import dump_yml
 from formats.errors import RefusedError, UnsupportedError
 from formats.families import FAMILIES, family_named
 from formats.families.family import Family
-from formats.huggingface.config import PARTIAL, SCALING, from_huggingface, to_huggingface
+from formats.huggingface.config import from_huggingface, to_huggingface
+from formats.huggingface.rope import PARTIAL, SCALING
 from formats.megatron import megatron_llm
 from formats.megatron.args import args as megatron_args
 from formats.megatron.args.args import CORE, Options
@@ -59,7 +61,7 @@ def write_megatron_llm(spec: ModelSpec) -> Spoken:
 
 def write_neox(spec: ModelSpec) -> Spoken:
     """The yml of GPT-NeoX, and what of the model its weights alone tell."""
-    yml = neox_args.dump_yml(neox_args.to_neox(spec, 1, 0, 128, {}))
+    yml = dump_yml(neox_args.to_neox(spec, 1, 0, 128, {}))
     biases = "output_bias" in family_named(spec.family).holds
     return {"config": yaml.safe_load(yml), "ffn": spec.ffn, "vocab": spec.vocab, "biases": biases}
 
@@ -82,7 +84,7 @@ FORMATS = {
         lambda told, base: neox_args.from_neox(
             **told, settings={}, where="the yml", family=base.family if base else None
         ),
-        lambda family: family.name in ("llama", "mistral", "gpt_neox"),
+        lambda family: bool(family.neox),
         examples=100,
     ),
 }

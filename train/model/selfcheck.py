@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from formats.errors import UnsupportedError, UsageError, VerificationError
-from formats.huggingface.config import ORIGINAL
+from formats.huggingface.rope import ORIGINAL
 from train.data.rows import Flat
 from train.model import kernels
 from train.model.attention import BACKENDS, forward_words, keep_apart, named

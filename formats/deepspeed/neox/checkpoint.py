@@ -22,8 +22,9 @@ from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.neox import checks as neox_checks
 from formats.deepspeed.neox import gqa_order
-from formats.deepspeed.neox.tables import GPT_NEOX, LLAMA, TABLES, file_of, slots_of
-from formats.deepspeed.neox.yml import from_neox, is_gated, read_yml
+from formats.deepspeed.neox.tables import GPT_NEOX, LLAMA, file_of, slots_of
+from formats.deepspeed.neox.yml import from_neox, is_gated
+from formats.deepspeed.neox.yml_file import read_yml
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short, some
@@ -73,7 +74,7 @@ def tables() -> dict[str, tuple[Rule, ...]]:
 
 def holders(family: Family) -> dict[str, bool]:
     """It holds the families of its tables."""
-    return {NAME: family.name in TABLES}
+    return {NAME: bool(family.neox)}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

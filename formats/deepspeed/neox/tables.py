@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from formats.deepspeed import folders as deepspeed
 from formats.errors import RefusedError
+from formats.families import family_named
 from formats.layout.table import Place, Slot, rules, slots
 from formats.model.spec import ModelSpec
 
@@ -61,7 +62,8 @@ GPT_NEOX = rules("""
 """LayerNorm, biases, not gated. With a parallel residual each rank adds its own bias before the sum over all ranks;
 with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`)."""
 
-TABLES = {"llama": LLAMA, "mistral": LLAMA, "gpt_neox": GPT_NEOX}
+TABLES = {"rms": LLAMA, "layernorm": GPT_NEOX}
+"""Kind of model: layout."""
 
 
 def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:
@@ -71,7 +73,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
         raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
     table = [
         replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda one: names[one[0]], rule.key))
-        for rule in TABLES[spec.family]
+        for rule in TABLES[family_named(spec.family).neox]
     ]
     for rank in range(tp):
         for slot in slots(

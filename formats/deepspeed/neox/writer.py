@@ -15,7 +15,8 @@ from typing import Any
 from formats.checkpoint import OutputFile, Target, slot_dtype
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.neox.tables import slots_of
-from formats.deepspeed.neox.yml import dump_yml, to_neox
+from formats.deepspeed.neox.yml import to_neox
+from formats.deepspeed.neox.yml_file import dump_yml
 from formats.errors import RefusedError
 from formats.layout.table import Slot
 from formats.model.spec import ModelSpec

@@ -70,14 +70,14 @@ def test_nobody_elses_checkpoint_is_replaced(save, tmp_path):
     (save / "global_step6").mkdir()
     (save / "global_step7_good").mkdir()
     require_places(save, Progress(6, 0, 4, 1, "rows", 9, 24), 10)
-    with pytest.raises(OutputError, match="global_step6 is no checkpoint of this run"):
+    with pytest.raises(OutputError, match="global_step6 is not a checkpoint of this run"):
         require_places(save, Progress(0, 0, 4, 1, "rows", 9, 24), 6)
     (save / "global_step6").rmdir()
     (save / "global_step6").symlink_to(save / "global_step4")
     with pytest.raises(OutputError, match="global_step6 is no checkpoint"):
         require_places(save, Progress(0, 0, 4, 1, "rows", 9, 24), 6)
     (save / "global_step6").unlink()
-    with pytest.raises(OutputError, match="global_step4 is no checkpoint of this run"):  # but of one that began at 0
+    with pytest.raises(OutputError, match="global_step4 is not a checkpoint of this run"):  # but of one that began at 0
         require_places(save, Progress(0, 3, 4, 1, "rows", 0, 24), 6)
     shutil.copytree(save / "global_step2", save / "global_step2_good")
     assert [path.name for path in ours(save)] == ["global_step2", "global_step4"]
@@ -216,7 +216,7 @@ WORKS_ALONE = """
 import time
 from train.distributed import world
 with world(1, 0.1) as ranks:  # 6 seconds
-    assert ranks.told(lambda: time.sleep(9) or ["found by", ranks.rank]) == ["found by", 0]
+    assert ranks.from_first(lambda: time.sleep(9) or ["found by", ranks.rank]) == ["found by", 0]
     assert ranks.sums(1) == [2]
 """
 

@@ -29,7 +29,7 @@ def follows(settings, monkeypatch):
         monkeypatch.setattr("train.run.step.evaluate", lambda *_: did.append("evaluate"))
         saver = SimpleNamespace(finish=lambda: did.append("finish"), start=lambda *_: did.append("save"))
         run = SimpleNamespace(
-            made=SimpleNamespace(config=config, total=8), saver=saver, sets=sets, world=None, judge=None,
+            prepared=SimpleNamespace(config=config, total=8), saver=saver, sets=sets, world=None, judge=None,
             engine=SimpleNamespace(trainee=None), watch=SimpleNamespace(again=None),
         )  # fmt: skip
         progress = Progress(done, 100, 8, 1234, "rows", 9, 64)

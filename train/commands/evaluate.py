@@ -51,9 +51,9 @@ def evaluate(
     Hugging Face folder in RUN for as long as it is read. Under torchrun or srun the numbers are the same on any number
     of ranks.
     """
-    from train.once import told_once
+    from train.once import reported_once
 
-    with told_once():
+    with reported_once():
         _evaluate(run, overrides, checkpoint, whole, texts, out, as_json)
 
 
@@ -82,7 +82,7 @@ def _evaluate(
     save = settings.save.path
     folder = out or (save / CSV / texts.resolve().name if texts else save / CSV)
     with world(1, settings.parallel.timeout_minutes) as ranks:
-        places = ranks.told(
+        places = ranks.from_first(
             lambda: (
                 [one for one in every(save) if not (folder / f"{one.step}.csv").is_file()]
                 if whole

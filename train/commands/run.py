@@ -36,9 +36,9 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     Every setting of the file can be given as a dotted word. Under srun with a task for each GPU torchrun is not needed.
     Run again, it goes on from its latest checkpoint.
     """  # noqa: D301  # \b is the sign of click for lines as they stand
-    from train.once import told_once
+    from train.once import reported_once
 
-    with told_once():
+    with reported_once():
         _run(config, overrides)
 
 

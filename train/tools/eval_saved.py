@@ -131,7 +131,7 @@ def readable(place: Place, config: Config, world: World) -> Iterator[Place]:
             }
             return folder_of(config.model_copy(update=sections))
 
-        yield Place(world.told(made), None)
+        yield Place(world.from_first(made), None)
         world.wait()
 
 
@@ -183,7 +183,7 @@ def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Pat
             scratch = TemporaryDirectory(prefix="texts.", dir=config.save.path.absolute())
             return _tokenize(files, Path(stack.enter_context(scratch)), tokenizer)
 
-        folder = world.told(made)
+        folder = world.from_first(made)
         data = config.data.model_copy(update={"loss": "all", "control_tokens": {}})
         yield {file.stem: open_rows(data, [folder / file.stem], config.seed) for file in files}
         world.wait()
@@ -227,7 +227,7 @@ def score(
         first: Mapping[str, Any] = {}
         for place in places:
             with readable(place, config, world) as held:
-                settings = world.told(partial(read_settings, held.path))
+                settings = world.from_first(partial(read_settings, held.path))
                 if made is not None and (other := differing(first, settings)):
                     raise RefusedError(
                         f"{place.path} is not of the model that {places[0].path} is of: {some(other, 4)}",

@@ -334,7 +334,7 @@ def test_errors(fetch, tmp_path, text, content, code, said):
     ("words", "code", "said"),
     [
         ((), 2, "no recipe is named"),
-        (("r.yml", "--seed", "3"), 2, "--seed says which sample"),
+        (("r.yml", "--seed", "3"), 2, "--seed has no effect without --sample"),
         (("r.yml", "--sample", "0"), 2, "0 is not in the range"),
         (("r.yml", "--split", "train"), 2, "splits has no meaning for in.jsonl"),
         (("r.yml", "--cache", "c"), 2, "--cache copies a set of the Hub"),

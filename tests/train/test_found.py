@@ -129,7 +129,7 @@ def test_more_epochs_behind_a_short_step_are_refused(tmp_path):
         (PLAIN + "train_batch_size: 8\n", [], r"batch\.size says 4, train_batch_size says 8"),
         (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": 5.0e-6}}\n', [], r"optim\.lr says 0\.1"),
         (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": "abc"}}\n', [], "no number"),
-        (PLAIN + "optim: {lr: 5.0}\n", [], "optim stands twice, in lines 4 and 6"),
+        (PLAIN + "optim: {lr: 5.0}\n", [], "optim is given twice, in lines 4 and 6"),
         (PLAIN + "lora:\n", [], "lora is empty"),
         (PLAIN, ["--save.keep", "true"], "keep is true, which is no value for it"),
         (PLAIN, ["--optim.lr", ".inf"], r"optim\.lr"),

@@ -76,7 +76,7 @@ def test_a_file_stands_upon_its_base(tmp_path):
     assert {"checkpoint_factor -> save.every: 100", "pack_impl -> data.packing: packed"} <= set(notes)
     assert not [note for note in notes if "train_iters" in note or "k_bin" in note]
     for base, message in (
-        ("long/hot.yml", "is a file that it is the base of"),
+        ("long/hot.yml", "is a file that has it as its base"),
         ("[a.yml]", "base is"),
         ("n.yml", "n.yml: No"),
     ):

@@ -104,7 +104,7 @@ class SentencePiece:
             proto.DiscardUnknownFields()  # among them a self-test with the types before
             self.model.LoadFromSerializedProto(proto.SerializeToString())
         except Exception as error:  # noqa: BLE001  # protobuf and the library raise nothing narrower in common
-            raise SourceError(f"{path} is no SentencePiece model, or cut off: {short(str(error))}") from None
+            raise SourceError(f"{path} is not a SentencePiece model, or cut off: {short(str(error))}") from None
         self.path, self.digest = path, blake3(raw).hexdigest()
         self.size = self.model.get_piece_size()
         kinds = (UNKNOWN, CONTROL, USER_DEFINED)

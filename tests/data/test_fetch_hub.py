@@ -440,7 +440,7 @@ def test_a_copy_with_another_byte_is_not_taken(hub, env, tmp_path):
     path.write_bytes(content)
     (ran,) = there(env, ["aya-basque", tmp_path / "1.jsonl", "--cache", tmp_path / "copy"])
     assert ran.code == 6, ran.err
-    assert "has not the hash that the Hub says" in ran.err
+    assert "does not have the hash that the Hub gives" in ran.err
     assert not (tmp_path / "1.jsonl").exists()
 
 

@@ -125,7 +125,7 @@ def test_only_a_plan_is_replaced(train, prefix, tmp_path):
     (tmp_path / "P.pack/thesis.tex").write_text("years of work")
     ran = train("pack", prefix, "--seq-length", 127, "--force")
     assert ran.code == 7
-    assert "holds 1 files that are no part of a plan, such as 'thesis.tex'" in ran.err
+    assert "holds 1 files that are not part of a plan, such as 'thesis.tex'" in ran.err
     assert (tmp_path / "P.pack/thesis.tex").exists()
     (tmp_path / "P.pack/thesis.tex").rename(tmp_path / "thesis.tex")
     (tmp_path / "P.pack.partial").mkdir()
@@ -183,7 +183,7 @@ def test_damaged_plans(prefix, tmp_path, name):
     write_plan(make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1), tmp_path / "plan")
     content = (tmp_path / "plan" / name).read_bytes()
     (tmp_path / "plan" / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(SourceError, match="is no pack plan"):
+    with pytest.raises(SourceError, match="is not a pack plan"):
         open_plan(tmp_path / "plan")
 
 
@@ -310,7 +310,7 @@ def test_showing(train, tmp_path):
     neox = train("show", words[0], "--compat", "neox", "--control-tokens", "user=7,assistant=8", "--document", 0)
     assert "5 trained" in neox.out
     unknown = train("show", words[0], "--document", 0)
-    assert "document 0, 16 tokens, of which nothing tells which are trained: --control-tokens" in unknown.out
+    assert "document 0, 16 tokens, it is not known which of them are trained: --control-tokens" in unknown.out
     assert "»" not in unknown.out
     assert "15 trained" in train("show", words[0], "--document", 0, "--loss", "all").out
     small = made(tmp_path / "S", [300])

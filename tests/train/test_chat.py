@@ -199,7 +199,7 @@ def test_every_format_has_a_command_that_makes_a_folder_of_it():
         (template("{{ messages | nothing }}"), [], 3, "does not render", ""),
         (template("<|im_start|>{{ messages }}"), [], 5, "which", "convert assets"),
         (lambda folder, _: folder, ["--system", "x"], 5, "knows the roles user and assistant only", ""),
-        (lambda folder, _: folder, ["--prompt", "\udcff"], 2, "no UTF-8", ""),
+        (lambda folder, _: folder, ["--prompt", "\udcff"], 2, "not UTF-8", ""),
         (lambda folder, _: folder, ["--temperature", "nan"], 2, "is not a temperature", ""),
         (lambda folder, _: folder, ["--backend", "vllm"], 4, "vLLM is not installed", "pip install vllm"),
     ],
@@ -217,4 +217,4 @@ def test_a_line_that_is_no_text_is_refused(talker, train, told):
     told(b"\xff\n")
     ran = train("chat", talker)
     assert ran.code == 2
-    assert "no UTF-8" in ran.err
+    assert "not UTF-8" in ran.err

@@ -74,7 +74,7 @@ def test_nobody_elses_checkpoint_is_replaced(save, tmp_path):
         require_places(save, Progress(0, 0, 4, 1, "rows", 9, 24), 6)
     (save / "global_step6").rmdir()
     (save / "global_step6").symlink_to(save / "global_step4")
-    with pytest.raises(OutputError, match="global_step6 is no checkpoint"):
+    with pytest.raises(OutputError, match="global_step6 is not a checkpoint"):
         require_places(save, Progress(0, 0, 4, 1, "rows", 9, 24), 6)
     (save / "global_step6").unlink()
     with pytest.raises(OutputError, match="global_step4 is not a checkpoint of this run"):  # but of one that began at 0
@@ -128,7 +128,7 @@ def test_more_epochs_behind_a_short_step_are_refused(tmp_path):
     [
         (PLAIN + "train_batch_size: 8\n", [], r"batch\.size says 4, train_batch_size says 8"),
         (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": 5.0e-6}}\n', [], r"optim\.lr says 0\.1"),
-        (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": "abc"}}\n', [], "no number"),
+        (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": "abc"}}\n', [], "is not a number"),
         (PLAIN + "optim: {lr: 5.0}\n", [], "optim is given twice, in lines 4 and 6"),
         (PLAIN + "lora:\n", [], "lora is empty"),
         (PLAIN, ["--save.keep", "true"], "keep is true, which is no value for it"),
@@ -177,7 +177,7 @@ def test_a_save_folder_is_safe(settings, run, model, tmp_path):
     assert not (done.save / "RESUME").exists()
     nothing = run(config, "--optim.lr", 1e30, "--optim.clip", 0, "--steps.train_iters", 5, save="nan")
     assert nothing.code == 6, nothing.out
-    assert "nothing of it was saved" in nothing.out
+    assert "this step was not saved" in nothing.out
 
     other = run(settings("qwen3", steps={"train_iters": 4}))
     assert (other.code, "model_type: 'llama' | 'qwen3'" in other.out) == (5, True), other.out

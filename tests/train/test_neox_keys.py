@@ -156,7 +156,10 @@ def test_files_with_weights_are_refused(read):
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_what_follows_an_end_of_document_is_no_label(read, value):
     _, notes = read(BARE + f"eod_mask_loss: {value}\n")
-    assert any(note.startswith("eod_mask_loss: no effect, the token after the end of a document is never a label") for note in notes)
+    assert any(
+        note.startswith("eod_mask_loss: no effect, the token after the end of a document is never a label")
+        for note in notes
+    )
     rows = open_rows(Data(train=["P"], seq_length=512, loss="all"), [GOLDEN / "sft_text_document"], 1)
     flat = rows.flat(range(len(rows)))
     ends = np.flatnonzero(flat.input_ids == 3)
@@ -204,5 +207,5 @@ def test_files_of_the_users_own_tool_are_masked(read):
     other = config.data.model_copy(update={"control_tokens": {"user": 8, "assistant": 7}})
     assert open_rows(other, [prefix], 1).digest != rows.digest
     wrong = config.data.model_copy(update={"control_tokens": {"user": 7, "assistant": 252}})
-    with pytest.raises(RefusedError, match="is 252, which is said to open what the assistant says"):
+    with pytest.raises(RefusedError, match="is 252, the given control token of the assistant"):
         open_rows(wrong, [prefix], 1)

@@ -122,7 +122,7 @@ def test_settings_without_effect(settings, train, words, told):
 
 def test_what_a_phase_takes_up_is_said(read):
     (said,) = [note for note in read(BARE)[1] if note.startswith("no finetune")]
-    assert "resumes from a checkpoint of this trainer, moments and all" in said
+    assert "resumes from a checkpoint of this trainer with its moments" in said
 
 
 def test_settings_that_are_no_utf_8(tmp_path, settings, train):

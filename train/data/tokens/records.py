@@ -1,6 +1,6 @@
-"""Records: what a line of training data says, as turns of roles, or why it cannot be used.
+"""Records: the turns of a line of training data, or the reason why it cannot be used.
 
-A record is never repaired. Whatever is wrong with it has one of the names in `REASONS`, under which it is counted.
+A record is never repaired. Each fault has a name in `REASONS`, under which it is counted.
 
     {"text": "<<<|user|>>>…<<<|user|>>><<<|assistant|>>>…<<<|assistant|>>>"}    control-text: a marker on both sides
     {"conversations": [{"role": "user", "content": "…"}, …]}                    conversations ("messages" too)
@@ -14,13 +14,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from train.data.tokens.shapes import FIELDS, MARKER, SPELLED, shapes_of, turns_field
-from train.data.tokens.shapes import told as told_shapes
-from train.data.tokens.turn_flags import Unclear, check_record, check_text, is_empty, told
+from train.data.tokens.shapes import FIELDS, MARKER, SPELLED, describe, shapes_of, turns_field
+from train.data.tokens.turn_flags import Unclear, check_record, check_text, is_empty, is_trained
 
 READ = re.compile(r"""(\w+)(?:\.|\[["'])(\w+)""")
 NO_TURN = re.compile("loop|ns$|namespace|tool|function|param")
-"""What a chat template reads of something, and the names of what is no turn."""
+"""Attributes that a chat template reads of a variable; and names of variables that are not turns."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 REASONS: Mapping[str, str] = {
     "json": "the line is no JSON that can be read (NaN and Infinity are none)",
@@ -61,9 +60,9 @@ class Record(NamedTuple):
     """A dialogue, or a text without roles.
 
     Attributes:
-        roles: who speaks, for each turn; empty for plain text.
-        contents: what is said, for each turn; one text if there are no roles.
-        left_out: numbers of the replies that are not trained because the record says so.
+        roles: role of each turn; empty for plain text.
+        contents: text of each turn; one text if there are no roles.
+        left_out: indices of replies that the record excludes from the training.
     """
 
     roles: Sequence[str]
@@ -72,7 +71,7 @@ class Record(NamedTuple):
 
 
 class Malformed(Exception):
-    """A record that cannot be used; `reason` is a key of `REASONS`, `detail` says what of the record it is."""
+    """A record that cannot be used; `reason` is a key of `REASONS`, `detail` names the part of the record."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(REASONS[reason])
@@ -83,7 +82,7 @@ Reader = Callable[[Any], Record]
 
 
 GRAVE = ("unknown", "weight", "asked", "record", "both", "shapes", "key")
-"""Reasons that end the work: what the data says of the training is not understood, so no other record is trusted."""
+"""Reasons that abort: the data says something about the training that is not understood, so no record is trusted."""
 
 
 def reader(
@@ -98,15 +97,15 @@ def reader(
 
     Args:
         form: one of `shapes.FORMS`.
-        roles: roles that have a control token; empty if a chat template judges roles.
-        key: the field that holds text.
-        any_turns: whether turns may have no text and conversations no reply, as role bins have them; plain text is
-            no record then.
+        roles: roles that have a control token; empty if a chat template checks roles.
+        key: the field with text.
+        any_turns: whether turns may have no text and conversations no reply, as in role bins; plain text is then not a
+            record.
         template: the chat template, which may read more of a turn than its role and its content.
-        auto: whether nobody named the format, so that nobody chose among the fields of a record.
+        auto: whether the format was detected, so that the user did not choose among the fields of a record.
 
     Returns:
-        A function that takes a JSON value and gives its record, or raises Malformed.
+        A function from a JSON value to its record; it raises Malformed.
     """
     known = frozenset(roles)
     read = frozenset(key for base, key in READ.findall(template or "") if not NO_TURN.search(base))
@@ -114,16 +113,16 @@ def reader(
     shared = _conversation(known, any_turns, SPELLED, SHAREGPT, read)
 
     def control_text(value: Any) -> Record:
-        found = _field(value, key, str)
+        content = _field(value, key, str)
         _judged(check_record, value, ())
-        return _dialogue(found, known)
+        return _dialogue(content, known)
 
     def text(value: Any) -> Record:
-        found = _field(value, key, str)
-        if MARKER.search(found):
+        content = _field(value, key, str)
+        if MARKER.search(content):
             raise Malformed("marker")
         _judged(check_text, value)
-        return _plain(found)
+        return _plain(content)
 
     def mixed(value: Any) -> Record:
         if isinstance(value, dict) and turns_field(value) is None:
@@ -135,33 +134,33 @@ def reader(
             return text(value)
         return turns(value)
 
-    found: Reader = {
+    read_record: Reader = {
         "control-text": control_text,
         "conversations": conversations,
         "sharegpt": shared,
         "text": text,
         "mixed": mixed,
     }[form]
-    return _unambiguous(found, key, auto) if auto or form == "mixed" else found
+    return _unambiguous(read_record, key, auto) if auto or form == "mixed" else read_record
 
 
 def _unambiguous(read: Reader, key: str, auto: bool) -> Reader:
-    """A reader that refuses records of two shapes; with auto also those of a shape that nothing reads."""
+    """A reader that refuses records of two shapes; with `auto` also those of a shape that no format reads."""
 
     def judged(value: Any) -> Record:
         if isinstance(value, dict):
             shapes = [shape for shape in shapes_of(value, key) if auto or shape.is_read]
             if len(shapes) > 1 and shapes[0].is_read:
-                raise Malformed("shapes", told_shapes(shapes, key))
+                raise Malformed("shapes", describe(shapes, key))
             if shapes and not shapes[0].is_read:
-                raise Malformed("recipe", told_shapes(shapes, key))
+                raise Malformed("recipe", describe(shapes, key))
         return read(value)
 
     return judged
 
 
 def _judged(check: Callable[..., None], *of: Any) -> None:
-    """Refuse what a check does not understand."""
+    """Turn the `Unclear` of a check into Malformed."""
     try:
         check(*of)
     except Unclear as error:
@@ -232,7 +231,7 @@ def _turns(value: Any) -> list[dict[str, Any]]:
 def _conversation(
     known: frozenset[str], any_turns: bool, keys: tuple[str, str], names: Mapping[str, str], template: frozenset[str]
 ) -> Reader:
-    """The reader of turns whose speaker and text have these keys; `names` has their roles, if not the same."""
+    """The reader of turns with these keys for speaker and text; `names` maps speakers to roles, if they differ."""
 
     def read(value: Any) -> Record:
         turns = _turns(value)
@@ -240,14 +239,14 @@ def _conversation(
         contents: list[Any] = [turn.get(keys[1]) for turn in turns]
         if None in roles or None in contents:
             raise Malformed("keys" if keys != SPELLED and SPELLED[0] in turns[0] else "field")
-        if not all(isinstance(one, str) for one in (*roles, *contents)):
+        if not all(isinstance(content, str) for content in (*roles, *contents)):
             raise Malformed("type")
         if names and not names.keys() >= set(roles):
             raise Malformed("role")
         roles = [names.get(role, role) for role in roles]
         try:
             check_record(value, [text for role, text in zip(roles, contents, strict=True) if role == "system"])
-            flags = [told(turn, number, keys, template) for number, turn in enumerate(turns, 1)]
+            flags = [is_trained(turn, number, keys, template) for number, turn in enumerate(turns, 1)]
         except Unclear as error:
             raise Malformed(error.reason, error.detail) from None
         record = _checked(roles, contents, known, any_turns)
@@ -259,18 +258,18 @@ def _conversation(
 
 
 def _left_out(roles: Sequence[str], flags: Sequence[bool | None], any_turns: bool) -> frozenset[int]:
-    """The replies that their record leaves out of the training.
+    """The replies that their record excludes from the training.
 
     Raises:
-        Malformed: something else than a reply is to be trained, no reply is, or role bins cannot tell.
+        Malformed: a turn of another role is marked as trained, no reply is trained, or role bins cannot express it.
     """
     for number, (role, flag) in enumerate(zip(roles, flags, strict=True), 1):
         if flag and role != "assistant":
             raise Malformed("asked", f"turn {number}, of the role {role!r}")
     replies = [number for number, role in enumerate(roles) if role == "assistant"]
-    found = frozenset(number for number in replies if flags[number] is False)
-    if found and any_turns:
+    left_out = frozenset(number for number in replies if flags[number] is False)
+    if left_out and any_turns:
         raise Malformed("bins")
-    if replies and len(found) == len(replies):
+    if replies and len(left_out) == len(replies):
         raise Malformed("untrained")
-    return found
+    return left_out

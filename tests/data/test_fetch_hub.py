@@ -241,7 +241,7 @@ def test_a_program_is_not_run(hub, env, tmp_path):
     made = recipe(tmp_path / "r.yml", "source: acme/script\nuser: q\nassistant: a\n")
     (ran,) = there(env, [made, tmp_path / "out.jsonl"])
     assert ran.code == 4, ran.err
-    assert "no program of others is run here" in ran.err
+    assert "scripts of others are not run here" in ran.err
     assert not (tmp_path / "ran").exists()
 
 

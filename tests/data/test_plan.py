@@ -148,7 +148,7 @@ def test_prefixes_without_a_name(train, tmp_path, name):
     for words in (("count", name), ("show", name), ("pack", name, "--seq-length", 8),
                   ("packs", "append-eod", name, 3, "append")):  # fmt: skip
         ran = train(*words)
-        assert (ran.code, "no prefix" in ran.err) == (2, True), words
+        assert (ran.code, "not a prefix" in ran.err) == (2, True), words
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
     words = ("--vocab-file", GOLDEN / "1_sft/model.model", "--format", "text", "--output-prefix", name)
     assert train("tokenize", "--input", tmp_path / "x.jsonl", *words).code == 2
@@ -277,14 +277,14 @@ def test_odd_facts(tmp_path, change):
     facts_path(tmp_path / "P").write_text(json.dumps(held))
     assert read_facts(tmp_path / "P") == Facts(**held)
     facts_path(tmp_path / "P").write_text(json.dumps(held | change))
-    with pytest.raises(SourceError, match=f"does not tell how the tokens were made: .*{next(iter(change))}"):
+    with pytest.raises(SourceError, match=f"does not say how the tokens were made: .*{next(iter(change))}"):
         read_facts(tmp_path / "P")
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{", "[" * 100_000])
 def test_facts_that_are_none(tmp_path, text):
     facts_path(tmp_path / "P").write_text(text)
-    with pytest.raises(SourceError, match="does not tell how the tokens were made"):
+    with pytest.raises(SourceError, match="does not say how the tokens were made"):
         read_facts(tmp_path / "P")
 
 

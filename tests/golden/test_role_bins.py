@@ -300,7 +300,7 @@ def test_packing_needs_a_token_that_begins_a_text(train, tmp_path):
     words = ["role-bins", "--input", source, "--vocab-file", tmp_path / "x.model", "--do-packing", "--output-prefix"]
     ran = train(*words, tmp_path / "P", "--no-new-tokens")
     assert ran.code == 2
-    assert "no token that begins a text" in ran.err
+    assert "no BOS token" in ran.err
     assert train(*words, tmp_path / "P").code == 0
     row = open_indexed(tmp_path / "P-text")[0].tolist()
     assert row[(len(row) - 1) // 2] == 705, "<BOS> is new, behind <PAD>"

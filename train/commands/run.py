@@ -75,7 +75,7 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
 def _hints(settings: Config) -> list[str]:
     """Notes on environment variables and names that have no effect here, but have one in GPT-NeoX."""
     idle = [(name, os.environ[name], instead) for name, instead in VARIABLES.items() if name in os.environ]
-    notes = [f"{name} {value} in the environment has no effect: {told}" for name, value, told in idle]
+    notes = [f"{name} {value} in the environment has no effect: {instead}" for name, value, instead in idle]
     return notes + [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]
 
 

@@ -17,7 +17,7 @@ from train.settings.batching import seed_of
 
 
 def noise_for(model: Any, flat: Flat, alpha: float, seed: tuple[int, ...]) -> torch.Tensor:
-    """Noise for flattened rows, a function of the seed alone.
+    """Noise for flattened rows, a function of the seed only.
 
     Args:
         model: of transformers, for the width of its embedding.

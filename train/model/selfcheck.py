@@ -194,7 +194,7 @@ def require_masks(config: Any, length: int, rows: int = 1) -> None:
         limits += [config.attention_chunk_size, *([config.floor_scale - 1] if hasattr(config, "floor_scale") else [])]
     if limits and length * rows > min(limits):
         raise UsageError(
-            f"{config.model_type} counts the tokens of a row, not of a document: those behind {min(limits)} differ",
+            f"{config.model_type} counts the tokens of a row, not of a document: those after {min(limits)} differ",
             f"--data.seq_length {min(limits)} --batch.micro 1",
         )
 

@@ -145,7 +145,7 @@ def _open(prepared: Prepared, world: World, say: Callable[[str], None]) -> Run:
             say(f"note       {passes_note}")
         say(f"batch      {prepared.sizes}")
         say(f"steps      {prepared.total}, from global step {prepared.progress.offset + prepared.progress.step + 1}")
-        say(f"attention  {backend}, packed documents differ by {apart:.1e} from documents alone")
+        say(f"attention  {backend}, packed documents differ by {apart:.1e} from unpacked ones")
         say(f"kernels    {engine.kernels}")
         say(f"weights    {prepared.start or config.model.path}")
         if config.lora is not None:

@@ -109,7 +109,7 @@ def _attention(device: torch.device, config: Any) -> Iterator[Finding]:
             yield Finding(name, str(error), fault=backend == chosen)
         else:
             taken = ", taken by model.attention auto" if backend == chosen else ""
-            yield Finding(name, f"documents of a row differ by {apart:.1e} from documents alone{taken}")
+            yield Finding(name, f"documents of a row differ by {apart:.1e} from unpacked ones{taken}")
 
 
 def _sum(world: World) -> Finding:

@@ -159,7 +159,7 @@ def _check(recipe: Recipe, content: Mapping[str, Any]) -> None:
         raise UsageError("it has a seed and no sample", "sample: N")
     output = {"text"} if recipe.form != "conversations" else {"conversations", "messages"}
     if clash := output & set(recipe.keep):
-        raise UsageError(f"keep names {clash.pop()}, which is what is written")
+        raise UsageError(f"keep names {clash.pop()}, which is a field of the output")
     check_local(recipe)
 
 

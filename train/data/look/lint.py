@@ -19,7 +19,7 @@ from train.data.tokens.workers import Job, encoder, job_reader
 NOTES = {
     "token": "contents that spell a control token; they stay text",
     "twice": "records that occur twice",
-    "left out": "records with a reply that they leave out of the training",
+    "left out": "records that exclude a reply from the training",
 }
 """Findings for which no record is dropped."""
 OVER = "documents longer than a row"

@@ -170,7 +170,7 @@ def make_plan(
     sizes, capacity = document_sizes(indexed), seq_length + 1
     if algorithm == "k_bin" and len([share for share in split if share]) > 1:
         raise UsageError(
-            "k_bin packs all documents whatever the split says, so that validation data would be trained",
+            "k_bin packs all documents whatever the split, so validation data would be trained",
             "pack with bfd, or tokenize validation data into a file of its own",
         )
     long, empty = sizes > capacity, sizes == 0

@@ -193,8 +193,8 @@ class _Longer:
         if self.marks is None:
             sizes += 1
             return sizes
-        first, behind = bisect_right(self.marks, low), bisect_right(self.marks, high)
-        sizes[np.asarray(self.marks[first:behind]) - 1 - low] += 1
+        first, stop = bisect_right(self.marks, low), bisect_right(self.marks, high)
+        sizes[np.asarray(self.marks[first:stop]) - 1 - low] += 1
         return sizes
 
 
@@ -221,15 +221,15 @@ def _blocks(work: Work) -> Iterator[_Block]:
     total, begin, document, start = work.indexed.total, 0, 0, 0
     while begin < total or document < work.documents:
         end = min(total, begin + CHUNK)
-        behind = _ended(work, end)
-        if behind > document + CHUNK:  # many empty documents
-            behind = document + CHUNK
-            end = int(_starts(work, behind, behind + 1)[0])
-        ends = _starts(work, document + 1, behind + 1)
+        stop = _ended(work, end)
+        if stop > document + CHUNK:  # many empty documents
+            stop = document + CHUNK
+            end = int(_starts(work, stop, stop + 1)[0])
+        ends = _starts(work, document + 1, stop + 1)
         full = np.diff(ends, prepend=start) > 0
         yield _Block(begin, end - begin, ends - begin, full, document)
         start = int(ends[-1]) if len(ends) else start
-        begin, document = end, behind
+        begin, document = end, stop
 
 
 def _ended(work: Work, token: int) -> int:

@@ -88,8 +88,8 @@ def write_slice(part: Slice, out: Path, advance: Advance, stop: Stop) -> None:
         if part.source.masked:
             files.copy_range(mask_path(indexed.prefix), low, part.count, mask_path(prefix), advance, stop)
         files.write_facts(prefix, facts_of(part))
-        first, behind = part.sequences
-        write_index(idx_path(prefix), indexed.dtype, indexed.sizes[first:behind], marks_in(part))
+        first, end = part.sequences
+        write_index(idx_path(prefix), indexed.dtype, indexed.sizes[first:end], marks_in(part))
         advance(idx_path(prefix).stat().st_size)
 
 

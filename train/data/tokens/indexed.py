@@ -168,7 +168,7 @@ def _header(path: Path) -> tuple[np.dtype[Any], int, int]:
             f"{path} is an index of the old kind (lazy or cached)", "tokenize again with --dataset-impl mmap"
         )
     if len(head) < HEADER and (MAGIC.startswith(head) or head.startswith(MAGIC)):
-        raise SourceError(f"{path} is cut short: it has {len(head)} bytes, its head alone has {HEADER}", AGAIN)
+        raise SourceError(f"{path} is cut short: it has {len(head)} bytes, its header has {HEADER}", AGAIN)
     if not head.startswith(MAGIC):
         raise SourceError(f"{path} is no index of token files: it begins with {head[:9]!r}")
     version, code, n, m = struct.unpack("<QBQQ", head[len(MAGIC) :])
@@ -178,7 +178,7 @@ def _header(path: Path) -> tuple[np.dtype[Any], int, int]:
         raise UnsupportedError(f"{path} has tokens of the type {code}, which is no type of integers")
     length, expected = path.stat().st_size, HEADER + 12 * n + 8 * m
     if length not in (expected, expected + n):
-        what = "is cut short" if length < expected else "has bytes that nothing tells of"
+        what = "is cut short" if length < expected else "has bytes that are not accounted for"
         raise SourceError(
             f"{path} {what}: it has {length} bytes; {n} sequences and {m} document marks take {expected}", AGAIN
         )

@@ -136,7 +136,16 @@ def make_job(options: Mapping[str, Any]) -> tuple[Job, Packing | None]:
         packing = Packing(options["length"] or LENGTH, *separator(vocabulary, special))
     size = full_size(vocabulary, special)
     names = names_digest(vocabulary, size, special)
-    job = Job(vocabulary.path, vocabulary.digest, size, names, options["form"], "text", {}, None, None, None, special)
+    job = Job(
+        tokenizer=vocabulary.path,
+        digest=vocabulary.digest,
+        vocabulary=size,
+        names=names,
+        form=options["form"],
+        key="text",
+        control={},
+        special=special,
+    )
     return job, packing
 
 

@@ -151,9 +151,19 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     if "/" in key:
         raise UsageError(f"--jsonl-keys {key} becomes part of a file name, and cannot hold a slash")
     return Job(
-        vocabulary.path, vocabulary.digest, vocabulary.size, names_digest(vocabulary, vocabulary.size), form, key,
-        control, eod, token, template, ftfy=_ftfy() if options["ftfy"] else None, auto=options["form"] == "auto",
-    )  # fmt: skip
+        tokenizer=vocabulary.path,
+        digest=vocabulary.digest,
+        vocabulary=vocabulary.size,
+        names=names_digest(vocabulary, vocabulary.size),
+        form=form,
+        key=key,
+        control=control,
+        eod=eod,
+        eod_token=token,
+        template=template,
+        ftfy=_ftfy() if options["ftfy"] else None,
+        auto=options["form"] == "auto",
+    )
 
 
 def _ftfy() -> str:
@@ -210,9 +220,15 @@ def make_request(options: Mapping[str, Any], job: Job, parts: Ranges, out: Path)
         raise UsageError(f"the folder {out.parent} of --output-prefix is not there", f"mkdir -p {out.parent}")
     workers = options["workers"] or len(os.sched_getaffinity(0))
     return Request(
-        job, parts, out, workers, options["force"], options["max_drop_rate"], options["strict"],
-        options["quiet"] or options["as_json"],
-    )  # fmt: skip
+        job=job,
+        parts=parts,
+        prefix=out,
+        workers=workers,
+        force=options["force"],
+        most_dropped=options["max_drop_rate"],
+        strict=options["strict"],
+        quiet=options["quiet"] or options["as_json"],
+    )
 
 
 def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str, str]) -> bool:

@@ -170,8 +170,8 @@ def lengths(documents: Documents, plan: Plan) -> NDArray[Any]:
     sizes = documents.indexed.sizes
     if plan.algorithm == "packed":
         return np.asarray(sizes)
-    taken = slice(int(plan.rows[0]), int(plan.rows[-1]))
-    return sizes[plan.documents[taken]] if plan.pieces is None else plan.pieces[taken, 1]
+    pieces = slice(int(plan.rows[0]), int(plan.rows[-1]))
+    return sizes[plan.documents[pieces]] if plan.pieces is None else plan.pieces[pieces, 1]
 
 
 def open_rows(data: Data, paths: Sequence[Path], seed: int, split: str = "train") -> Rows:

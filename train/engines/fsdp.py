@@ -152,16 +152,16 @@ def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     All have the names that torch's `get_state_dict` gives them.
     """
-    named, state = lora.adapters(model) or weights(model), optimizer.state
+    tensors_by_name, state = lora.adapters(model) or weights(model), optimizer.state
     return {
-        "model": named,
-        "optim": {"state": {name: state[tensor] for name, tensor in named.items() if tensor in state}},
+        "model": tensors_by_name,
+        "optim": {"state": {name: state[tensor] for name, tensor in tensors_by_name.items() if tensor in state}},
     }
 
 
-def _groups(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+def _groups(optimizer: torch.optim.Optimizer, tensors_by_name: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
     """The parameter groups of AdamW with parameter names. This trainer ignores them; other trainers require them."""
-    names = {tensor: name for name, tensor in named.items()}
+    names = {tensor: name for name, tensor in tensors_by_name.items()}
     return [{**group, "params": [names[tensor] for tensor in group["params"]]} for group in optimizer.param_groups]
 
 

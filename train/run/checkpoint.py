@@ -116,8 +116,8 @@ def require_places(save: Path, progress: Progress, total: int) -> None:
         )
     for path in save.glob(f"{PREFIX}*"):
         number = re.fullmatch(rf"{PREFIX}(\d+)", path.name)
-        taken = number and progress.step < int(number[1]) - progress.offset <= total
-        if taken and (path.is_symlink() or not is_ours(path) or read_progress(path).offset != progress.offset):
+        planned = number and progress.step < int(number[1]) - progress.offset <= total
+        if planned and (path.is_symlink() or not is_ours(path) or read_progress(path).offset != progress.offset):
             raise OutputError(
                 f"{path} is not a checkpoint of this run, and this run would replace it",
                 "take another save.path, or the steps.iteration_offset of the checkpoint to start from",

@@ -114,7 +114,15 @@ def estimate(config: Config, ranks: int) -> Estimate:
     head = ((spec.nope_dim or 0) + spec.rope_dim + spec.head_dim) / 2 if spec.rope_dim else spec.head_dim
     once = factor * inputs.sum() + 12.0 * layers * spec.heads * head * pairs
     parameters = counted + trained if config.lora else counted
-    return Estimate(sizes, steps, rows, parameters, trained, memory, float(once) * order.samples / len(rows))
+    return Estimate(
+        sizes=sizes,
+        steps=steps,
+        rows=rows,
+        parameters=parameters,
+        trained=trained,
+        memory=memory,
+        flops=float(once) * order.samples / len(rows),
+    )
 
 
 def _idle(spec: ModelSpec) -> int:

@@ -124,8 +124,8 @@ def line_of(step: int | None, scores: Mapping[str, Score]) -> str:
     """One line for people, with the metric names of ControlLLM's logs; without a global step where there is none."""
     parts = []
     for name, score in scores.items():
-        named = {"ppl": score.perplexity, "epoch_loss": score.loss} | dict(score.texts)
-        parts.append(f"{name}: " + " ".join(f"eval_{key}={value:.6g}" for key, value in named.items()))
+        metrics = {"ppl": score.perplexity, "epoch_loss": score.loss} | dict(score.texts)
+        parts.append(f"{name}: " + " ".join(f"eval_{key}={value:.6g}" for key, value in metrics.items()))
     return ("" if step is None else f"global_step={step} ") + ", ".join(parts)
 
 
@@ -155,13 +155,13 @@ def write_csv(folder: Path, step: int, scores: Mapping[str, Score]) -> None:
     They are followed by the set's ROUGE and BLEU, where they were asked for.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    named = {
+    columns = {
         f"{name}_{column}": value
         for name, score in scores.items()
         for column, value in {"TotalCE": score.total, "CE": score.loss, "PPL": score.perplexity, **score.texts}.items()
     }
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    writer.writerow(["time", "step", *named])
-    writer.writerow([datetime.now().isoformat(timespec="seconds"), step, *named.values()])
+    writer.writerow(["time", "step", *columns])
+    writer.writerow([datetime.now().isoformat(timespec="seconds"), step, *columns.values()])
     write_file(folder / f"{step}.csv", text.getvalue().encode())

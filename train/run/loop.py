@@ -152,8 +152,16 @@ def _open(prepared: Prepared, world: World, say: Callable[[str], None]) -> Run:
             sizes = [(tensor.numel(), tensor.requires_grad) for tensor in engine.model.parameters()]
             trained = sum(count for count, trains in sizes if trains)
             say(f"adapters   {trained:,} of {sum(count for count, _ in sizes):,} parameters are trained")
-    saver = Saver(config.save, beside, world)
-    return Run(prepared, world, engine, saver, sets, judge, multiplied(engine.model), Watch(config))
+    return Run(
+        prepared=prepared,
+        world=world,
+        engine=engine,
+        saver=Saver(config.save, beside, world),
+        sets=sets,
+        judge=judge,
+        parameters=multiplied(engine.model),
+        watch=Watch(config),
+    )
 
 
 def _step(run: Run, number: int, stopped: bool) -> Step:

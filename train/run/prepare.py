@@ -65,7 +65,16 @@ def prepare(config: Config, world: World) -> Prepared:
     check_schedule(config, total)
     check_effect(config, total)
     kind = ENGINES[config.engine][2]
-    fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, order.samples, kind)
+    fresh = Progress(
+        step=0,
+        offset=config.steps.iteration_offset,
+        size=sizes.size,
+        seed=config.seed,
+        rows=rows.digest,
+        tokens=0,
+        samples=order.samples,
+        engine=kind,
+    )
     start, progress = world.from_first(lambda: _start(config, fresh))
     notes = list[str]()
     if start is not None:
@@ -83,7 +92,16 @@ def prepare(config: Config, world: World) -> Prepared:
         world.from_first(lambda: check_tokenizer(rows.documents, path))
         rows = fitted(rows, path)
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-    return Prepared(config, rows, sizes, order, total, progress, start, tuple(filter(None, notes)))
+    return Prepared(
+        config=config,
+        rows=rows,
+        sizes=sizes,
+        order=order,
+        total=total,
+        progress=progress,
+        start=start,
+        notes=tuple(filter(None, notes)),
+    )
 
 
 def choose_attention(config: Config, world: World, rows: int = 1) -> tuple[Any, str, float]:

@@ -97,7 +97,18 @@ def reduce_counts(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
     mine = sum(flat.trained for flat in batches), sum(flat.tokens for flat in batches)
     due = run.world.first and run.saver.due
     trained, tokens, flops, stops, written, saves = run.world.sums(*mine, flops, stopped, ready, due)
-    return Step(0.0, 0.0, int(trained), int(tokens), flops, 0, 0.0, stops > 0, written == run.world.ranks, saves > 0)
+    return Step(
+        loss=0.0,
+        norm=0.0,
+        trained=int(trained),
+        tokens=int(tokens),
+        flops=flops,
+        memory=0,
+        rate=0.0,
+        stop=stops > 0,
+        written=written == run.world.ranks,
+        due=saves > 0,
+    )
 
 
 def loss_of(run: Run, trainee: Any, flat: Flat, seed: tuple[int, ...]) -> torch.Tensor:

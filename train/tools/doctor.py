@@ -108,8 +108,8 @@ def _attention(device: torch.device, config: Any) -> Iterator[Finding]:
         except (UnsupportedError, VerificationError) as error:
             yield Finding(name, str(error), fault=backend == chosen)
         else:
-            taken = ", taken by model.attention auto" if backend == chosen else ""
-            yield Finding(name, f"documents of a row differ by {apart:.1e} from unpacked ones{taken}")
+            note = ", taken by model.attention auto" if backend == chosen else ""
+            yield Finding(name, f"documents of a row differ by {apart:.1e} from unpacked ones{note}")
 
 
 def _sum(world: World) -> Finding:

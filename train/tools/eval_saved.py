@@ -53,8 +53,8 @@ class Place(NamedTuple):
         """The global step, from the progress or the folder's name; None if neither says it."""
         if self.progress is not None:
             return self.progress.offset + self.progress.step
-        named = STEP.fullmatch(self.path.name)
-        return int(named[1]) if named else None
+        match = STEP.fullmatch(self.path.name)
+        return int(match[1]) if match else None
 
     @property
     def sharded(self) -> bool:
@@ -198,9 +198,18 @@ def _tokenize(files: list[Path], folder: Path, tokenizer: Path) -> Path:
 
     known = open_vocabulary(tokenizer)
     names = names_digest(known, known.size)
-    job = Job(known.path, known.digest, known.size, names, "text", "text", {}, None, None, None)
+    job = Job(
+        tokenizer=known.path,
+        digest=known.digest,
+        vocabulary=known.size,
+        names=names,
+        form="text",
+        key="text",
+        control={},
+    )
     for file in files:
-        tokenize(Request(job, ranges([file]), folder / file.stem, workers=1, strict=True, quiet=True))
+        parts, prefix = ranges([file]), folder / file.stem
+        tokenize(Request(job=job, parts=parts, prefix=prefix, workers=1, strict=True, quiet=True))
     return folder
 
 

@@ -37,14 +37,14 @@ class Figures(NamedTuple):
 
 def measure(world: World) -> list[Figures]:
     """Measure all nodes. Collective: all ranks call it."""
-    names, taken = [""] * world.ranks, [(0.0, 0.0)] * world.ranks
+    names, measured = [""] * world.ranks, [(0.0, 0.0)] * world.ranks
     dist.all_gather_object(names, os.environ.get("SLURMD_NODENAME") or socket.gethostname(), group=world.numbers)
     nodes: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         nodes.setdefault(name, []).append(rank)
-    dist.all_gather_object(taken, (_matmul(world), _link(world, list(nodes.values()))), group=world.numbers)
+    dist.all_gather_object(measured, (_matmul(world), _link(world, list(nodes.values()))), group=world.numbers)
     return [
-        Figures(name, *(max(figures) for figures in zip(*(taken[rank] for rank in ranks), strict=True)))
+        Figures(name, *(max(figures) for figures in zip(*(measured[rank] for rank in ranks), strict=True)))
         for name, ranks in nodes.items()
     ]
 
@@ -75,10 +75,10 @@ def compare(figures: Sequence[Figures], slower: float) -> tuple[str, dict[str, s
     if link:
         usual += f", {size(EXCHANGED)} to and from a neighbour in {link * 1e3:.1f} ms"
     slow = dict[str, str]()
-    for node, *taken in figures:
+    for node, *figures_of_node in figures:
         reasons = [
             f"{what} {mine * 1e3:.1f} ms, the median is {middle * 1e3:.1f} ms"
-            for what, mine, middle in zip(("matmul", "link"), taken, (matmul, link), strict=True)
+            for what, mine, middle in zip(("matmul", "link"), figures_of_node, (matmul, link), strict=True)
             if mine > slower * middle
         ]
         if reasons:
@@ -103,14 +103,14 @@ def _link(world: World, nodes: Sequence[Sequence[int]]) -> float:
         return 0.0
     sent, received = (torch.ones(EXCHANGED // 4, device=world.device) for _ in range(2))
     at = next(number for number, ranks in enumerate(nodes) if world.rank in ranks)
-    taken = []
+    seconds = []
     for pairs in rounds(len(nodes)):
         world.wait()
         for pair in pairs:
             if at in pair:
                 peer = nodes[sum(pair) - at][nodes[at].index(world.rank)]
-                taken.append(_seconds(world, partial(_exchange, sent, received, peer)))
-    return min(taken, default=0.0)
+                seconds.append(_seconds(world, partial(_exchange, sent, received, peer)))
+    return min(seconds, default=0.0)
 
 
 def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
@@ -121,11 +121,11 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
 
 def _seconds(world: World, work: Callable[[], object]) -> float:
     """Median seconds of some work; the median ignores the warm-up."""
-    taken = []
+    seconds = []
     for _ in range(REPEATS):
         began = time.monotonic()
         work()
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-        taken.append(time.monotonic() - began)
-    return median(taken)
+        seconds.append(time.monotonic() - began)
+    return median(seconds)

@@ -170,13 +170,13 @@ def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
         read_back = judge(value)
         if turns is not None and (list(read_back.roles), list(read_back.contents)) != (turns.roles, turns.contents):
             raise Malformed("marker")  # the text would read back as other turns
-        asked = (
+        prompt = (
             read_back.contents[list(read_back.roles).index("user")]
             if "user" in read_back.roles
             else read_back.contents[0]
         )
         value.update({name: record[name] for name in recipe.keep if record.get(name) is not None})
-        return Made(_line(value), asked)
+        return Made(_line(value), prompt)
 
     return make
 

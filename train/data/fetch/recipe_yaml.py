@@ -51,14 +51,14 @@ def load(name: str) -> Recipe:
 
 def override(recipe: Recipe, source: str | None = None, splits: Iterable[str] = (), **changes: Any) -> Recipe:
     """A recipe with the options of the command line; None keeps the recipe's value."""
-    given = {name: value for name, value in changes.items() if value is not None}
+    overrides = {name: value for name, value in changes.items() if value is not None}
     if source:
-        given["source"] = _sources(source, "source")
+        overrides["source"] = _sources(source, "source")
         if is_local(source):
-            given["revision"] = None
+            overrides["revision"] = None
         if is_local(source) and not is_folder(source):
-            given |= {"config": (), "splits": ()}
-    changed = replace(recipe, **(given | ({"splits": tuple(splits)} if splits else {})))
+            overrides |= {"config": (), "splits": ()}
+    changed = replace(recipe, **(overrides | ({"splits": tuple(splits)} if splits else {})))
     check_local(changed)
     return changed
 
@@ -127,12 +127,12 @@ def _recipe(content: Mapping[Any, Any], name: str) -> Recipe:
             raise UsageError(f"{short(key)} is no key of a recipe{nearest(str(key), KEYS)}", "keys: " + ", ".join(KEYS))
     if "source" not in content:
         raise UsageError("it has no source", "source: org/name, or ./file.jsonl")
-    taken = {
+    fields = {
         key: read(content[key], key) for key, read in _READERS.items() if key in content and (content[key] is not None)
     }
-    taken["form"] = taken.pop("as", "text" if "text" in content else "conversations")
-    speakers = tuple((role, taken.pop(role)) for role in ROLES if role in taken)
-    recipe = Recipe(name, speakers=speakers, **taken)
+    fields["form"] = fields.pop("as", "text" if "text" in content else "conversations")
+    speakers = tuple((role, fields.pop(role)) for role in ROLES if role in fields)
+    recipe = Recipe(name, speakers=speakers, **fields)
     _check(recipe, content)
     return recipe
 
@@ -222,11 +222,11 @@ def _mapping(value: Any, key: str) -> dict[str, Any]:
 
 
 def _turns(value: Any, key: str) -> tuple[str, str]:
-    given = _mapping(value, key)
-    for name in given:
+    keys_given = _mapping(value, key)
+    for name in keys_given:
         if name not in TURN:
             raise UsageError(f"{key} names {short(name)}{nearest(name, TURN)}", "turns: {role: from, content: value}")
-    keys = {**TURN, **{name: _text(new_name, f"{key} {name}") for name, new_name in given.items()}}
+    keys = {**TURN, **{name: _text(new_name, f"{key} {name}") for name, new_name in keys_given.items()}}
     return keys["role"], keys["content"]
 
 

@@ -112,8 +112,8 @@ class Plan:
             )
         begin, stop = self.splits[name]
         rows = self.rows[begin : stop + 1]
-        taken = slice(int(rows[0]), int(rows[-1]))
-        kept = _tokens(self.documents[taken], None if self.pieces is None else self.pieces[taken], sizes)
+        pieces = slice(int(rows[0]), int(rows[-1]))
+        kept = _tokens(self.documents[pieces], None if self.pieces is None else self.pieces[pieces], sizes)
         return replace(self, rows=rows, counts={**self.counts, **_filling(kept, stop - begin, self.capacity)})
 
 

@@ -81,8 +81,8 @@ def special_tokens(vocabulary: SentencePiece, extra: Sequence[str], new: bool) -
             f"--vocab-extra-ids-list '{','.join([*missing, *extra])}'",
         )
     model, size, ids = vocabulary.model, vocabulary.size, dict[str, int]()
-    named = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
-    own = [model.id_to_piece(number) if number >= 0 else name for name, number in named.items()]
+    edge_tokens = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
+    own = [model.id_to_piece(number) if number >= 0 else name for name, number in edge_tokens.items()]
     for token, add in (*((token, new) for token in (*NEW, *own)), *((token, True) for token in extra)):
         piece_id = model.piece_to_id(token)
         if model.id_to_piece(piece_id) == token:

@@ -122,20 +122,20 @@ def write_append(work: Work, *, doubled: bool, quiet: bool) -> None:
     """
     files.check_space(work.out.parent, work.nbytes)
     kinds = [bin_path, mask_path] if work.masked else [bin_path]
-    with stoppable() as stop, files.fresh(work.out) as made, Progress("writing", work.nbytes, quiet) as progress:
+    with stoppable() as stop, files.fresh(work.out) as staged, Progress("writing", work.nbytes, quiet) as progress:
         with ExitStack() as stack:
             readers = [stack.enter_context(kind(work.indexed.prefix).open("rb")) for kind in kinds]
-            writers = [stack.enter_context(synced(kind(made))) for kind in kinds]
+            writers = [stack.enter_context(synced(kind(staged))) for kind in kinds]
             for block in _blocks(work):
                 if stop():
                     raise files.stop_here()
                 progress.advance(_write_block(work, block, readers, writers, doubled))
         write_index(
-            idx_path(made), work.indexed.dtype, _Longer(work) if work.appended else work.indexed.sizes, work.marks
+            idx_path(staged), work.indexed.dtype, _Longer(work) if work.appended else work.indexed.sizes, work.marks
         )
         counts = {"documents": work.documents, "tokens": work.tokens}
-        files.write_facts(made, work.facts and replace(work.facts, eod=work.eod, counts=counts))
-        open_indexed(made)
+        files.write_facts(staged, work.facts and replace(work.facts, eod=work.eod, counts=counts))
+        open_indexed(staged)
 
 
 def _write_block(

@@ -125,9 +125,9 @@ def fresh(prefix: Path) -> Iterator[Path]:
             yield staging / prefix.name
             sync_folder(staging)
             idx_path(prefix).unlink(missing_ok=True)
-            for made, place in zip(members(staging / prefix.name), members(prefix), strict=True):
-                if made.exists():
-                    made.replace(place)
+            for staged, place in zip(members(staging / prefix.name), members(prefix), strict=True):
+                if staged.exists():
+                    staged.replace(place)
                 else:
                     place.unlink(missing_ok=True)
             sync_folder(prefix.parent)

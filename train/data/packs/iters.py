@@ -62,7 +62,7 @@ def count(root: Path) -> list[Count]:
     for folder, prefixes in prefixes_of.items():
         mine = [prefix for prefix in prefixes if _original(prefix) not in tokens and prefix not in merged]
         if mine or not (prefixes or folder.name == "states"):
-            own[folder], copies[folder] = sum(tokens[one] for one in mine), []
+            own[folder], copies[folder] = sum(tokens[member] for member in mine), []
     for folder, prefixes in prefixes_of.items():
         for member in prefixes:
             source = merged.get(member)

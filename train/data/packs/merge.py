@@ -183,18 +183,22 @@ def write_merge(merge: Merge, out: Path, *, jobs: int, verify: bool, quiet: bool
     files.check_space(out, merge.nbytes)
     kinds = [bin_path, mask_path] if merge.masked else [bin_path]
     total = merge.tokens * (merge.parts[0].dtype.itemsize + merge.masked)
-    with stoppable() as stop, files.fresh(prefix) as made, Progress("merging", total * (1 + verify), quiet) as progress:
+    with (
+        stoppable() as stop,
+        files.fresh(prefix) as staged,
+        Progress("merging", total * (1 + verify), quiet) as progress,
+    ):
         sums = []
         for kind in kinds:
             pieces = _pieces([kind(part.prefix) for part in merge.parts])
-            sums.append(_copy(pieces, kind(made), jobs, progress.advance, stop))
+            sums.append(_copy(pieces, kind(staged), jobs, progress.advance, stop))
             if verify:
-                _verify(pieces, kind(made), sums[-1], jobs, progress.advance, stop)
+                _verify(pieces, kind(staged), sums[-1], jobs, progress.advance, stop)
         marks = [files.marks_of(part) for part in merge.parts]
         sizes = Joined([(part.sizes, 0) for part in merge.parts], "<i4")
-        write_index(idx_path(made), merge.parts[0].dtype, sizes, _documents(merge.parts, marks))
-        files.write_facts(made, merge.facts)
-        open_indexed(made)
+        write_index(idx_path(staged), merge.parts[0].dtype, sizes, _documents(merge.parts, marks))
+        files.write_facts(staged, merge.facts)
+        open_indexed(staged)
         seconds = time.monotonic() - began
         write_file(out / f"{merge.prefix}.merge.log", _log(merge, prefix, sums, verify, seconds))
     return prefix

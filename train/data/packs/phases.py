@@ -120,11 +120,11 @@ def packs(pools: dict[str, Pool], schedule: Schedule) -> tuple[Pack, ...]:
     Raises:
         RefusedError: the warm-up or the cool-down does not fit.
     """
-    made: list[Pack] = []
+    pack_list: list[Pack] = []
     for phase, tokens in _phases(pools, schedule).items():
-        number = 0 if phase == "warmup" else 1 + sum(pack.phase != "warmup" for pack in made)
-        made += [Pack(number + i, phase, part) for i, part in enumerate(cut(tokens, schedule.most))]
-    return tuple(_with_targets(made, pools))
+        number = 0 if phase == "warmup" else 1 + sum(pack.phase != "warmup" for pack in pack_list)
+        pack_list += [Pack(number + i, phase, part) for i, part in enumerate(cut(tokens, schedule.most))]
+    return tuple(_with_targets(pack_list, pools))
 
 
 def _phases(pools: dict[str, Pool], schedule: Schedule) -> dict[str, int]:
@@ -171,30 +171,31 @@ def cut(tokens: int, most: int) -> list[int]:
     return [most] * full + ([rest] if rest else [])
 
 
-def _with_targets(made: Sequence[Pack], pools: dict[str, Pool]) -> list[Pack]:
+def _with_targets(pack_list: Sequence[Pack], pools: dict[str, Pool]) -> list[Pack]:
     """The packs, with the tokens that each takes of each data set."""
-    taken = {name: (0, (0,) * len(source_pool.totals)) for name, source_pool in pools.items()}
-    last = {pack.phase: pack.number for pack in made}
+    taken_of = {name: (0, (0,) * len(source_pool.totals)) for name, source_pool in pools.items()}
+    last = {pack.phase: pack.number for pack in pack_list}
     done = []
-    for pack in made:
+    for pack in pack_list:
         source = ORDER[pack.phase]
-        source_pool, (before, given) = pools[source], taken[source]
-        targets = take(source_pool, before + pack.tokens, given, pack.tokens)
-        taken[source] = before + pack.tokens, tuple(map(sum, zip(given, targets, strict=True)))
+        source_pool, (before, given_before) = pools[source], taken_of[source]
+        targets = take(source_pool, before + pack.tokens, given_before, pack.tokens)
+        taken_of[source] = before + pack.tokens, tuple(map(sum, zip(given_before, targets, strict=True)))
         whole = pack.phase not in ("warmup", "U3_cd") and last[pack.phase] == pack.number
         named = names_of(source_pool, pack.tokens, whole)
         done.append(Pack(pack.number, pack.phase, pack.tokens, targets, named))
     return done
 
 
-def take(source_pool: Pool, upto: int, given: Sequence[int], tokens: int) -> tuple[int, ...]:
+def take(source_pool: Pool, upto: int, given_before: Sequence[int], tokens: int) -> tuple[int, ...]:
     """The tokens that a pack takes of each data set, so that each has given its share of the pool up to there.
 
     Shares count from the beginning of the pool, so the rounding of one pack is corrected in the next, and the last pack
     takes everything that is left.
     """
     shares = [
-        Fraction(total * upto, source_pool.total) - had for total, had in zip(source_pool.totals, given, strict=True)
+        Fraction(total * upto, source_pool.total) - share_before
+        for total, share_before in zip(source_pool.totals, given_before, strict=True)
     ]
     return largest_remainders(shares, tokens)
 
@@ -209,12 +210,12 @@ def names_of(source_pool: Pool, tokens: int, last: bool) -> tuple[int, ...]:
     return tuple(floor(size * share / exact) for share in source_pool.requested)
 
 
-def ends(made: Sequence[Pack], schedule: Schedule) -> list[int]:
+def ends(pack_list: Sequence[Pack], schedule: Schedule) -> list[int]:
     """The step at which each pack is used up."""
-    return list(accumulate(pack.steps(schedule) for pack in made))
+    return list(accumulate(pack.steps(schedule) for pack in pack_list))
 
 
-def sums(made: Sequence[Pack], pools: dict[str, Pool]) -> dict[str, int]:
+def sums(pack_list: Sequence[Pack], pools: dict[str, Pool]) -> dict[str, int]:
     """The tokens of all packs of each pool, recounted by packs and by data sets.
 
     Raises:
@@ -222,7 +223,7 @@ def sums(made: Sequence[Pack], pools: dict[str, Pool]) -> dict[str, int]:
     """
     counted = {}
     for name, source_pool in pools.items():
-        own = [pack for pack in made if ORDER[pack.phase] == name]
+        own = [pack for pack in pack_list if ORDER[pack.phase] == name]
         sets = tuple(sum(pack.targets[i] for pack in own) for i in range(len(source_pool.totals)))
         counted[name] = sum(pack.tokens for pack in own)
         if (

@@ -113,14 +113,14 @@ def is_whole(part: Slice, out: Path) -> bool:
     """Whether a slice is complete on disk: files of the right sizes, an index with its sequences, and its sidecar."""
     prefix = prefix_in(part, out)
     try:
-        made = open_indexed(prefix, tokens=False)
-        same = made.dtype == part.source.indexed.dtype and len(made) == part.sequences[1] - part.sequences[0]
-        same = same and bin_path(prefix).stat().st_size == part.count * made.dtype.itemsize
+        written = open_indexed(prefix, tokens=False)
+        same = written.dtype == part.source.indexed.dtype and len(written) == part.sequences[1] - part.sequences[0]
+        same = same and bin_path(prefix).stat().st_size == part.count * written.dtype.itemsize
         same = same and mask_path(prefix).exists() == part.source.masked
         same = same and (not part.source.masked or mask_path(prefix).stat().st_size == part.count)
         sizes = part.source.indexed.sizes[part.sequences[0] : part.sequences[1]]
         same = same and all(
-            np.array_equal(column, sizes[low : low + len(column)]) for low, column in chunks(made.sizes)
+            np.array_equal(column, sizes[low : low + len(column)]) for low, column in chunks(written.sizes)
         )
         return same and read_facts(prefix) == facts_of(part)
     except (VitruvianError, OSError):
@@ -134,7 +134,7 @@ def make_record(plan: Plan, schedule: Schedule) -> dict[str, Any]:
     """The content of `packs.json`: arguments, inputs, and every slice."""
     packs = []
     for pack in plan.packs:
-        slices = {one.source.name: _slice_record(one) for one in plan.of(pack)}
+        slices = {part.source.name: _slice_record(part) for part in plan.of(pack)}
         packs.append({"name": pack.name, "tokens": pack.tokens, "train_iters": pack.steps(schedule), "slices": slices})
     inputs = {name: _input_record(source) for name, source in plan.sources.items()}
     return {"version": 1, "arguments": asdict(schedule), "inputs": inputs, "packs": packs}
@@ -203,15 +203,15 @@ def _make_way(plan: Plan, record: Mapping[str, Any], out: Path, force: bool) -> 
 
 def difference(previous: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     """The difference between two records as text; empty if they are equal."""
-    for part, words in DIFFERENCES.items():
+    for part, text in DIFFERENCES.items():
         before, now = previous.get(part), record[part]
         if before != now:
             if not isinstance(before, dict) or not isinstance(now, dict):
-                return words
+                return text
             parts = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
             if part == "arguments":
                 return ", ".join(f"{OPTIONS.get(key, key)} {before.get(key)}, not {now.get(key)}" for key in parts)
-            return f"{words}: " + ", ".join(parts)
+            return f"{text}: " + ", ".join(parts)
     return ""
 
 

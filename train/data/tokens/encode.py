@@ -274,11 +274,11 @@ class TemplateEncoder:
     def _render(self, roles: Sequence[str], contents: Sequence[str], asking: bool) -> tuple[str, list[tuple[int, int]]]:
         from converters.assets.jinja_sandbox import render
 
-        named = self.vocabulary.named
+        special_tokens = self.vocabulary.named
         messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
         try:
             return render(
-                self.template, messages, bos_token=named.get("bos"), eos_token=named.get("eos"),
+                self.template, messages, bos_token=special_tokens.get("bos"), eos_token=special_tokens.get("eos"),
                 add_generation_prompt=asking,
             )  # fmt: skip
         except SourceError as error:
@@ -366,12 +366,14 @@ def probed(vocabulary: Fast, template: str) -> tuple[Probe, str | None]:
     """
     from converters.assets.chat_template import probe
 
-    named = vocabulary.named
-    seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
-    asked = sorted(name for name in seen.names if name.endswith("_token") and name not in ("bos_token", "eos_token"))
-    if asked:
+    special_tokens = vocabulary.named
+    seen = probe(template, bos_token=special_tokens.get("bos"), eos_token=special_tokens.get("eos"))
+    unknown_variables = sorted(
+        name for name in seen.names if name.endswith("_token") and name not in ("bos_token", "eos_token")
+    )
+    if unknown_variables:
         raise RefusedError(
-            f"the chat template asks for {asked[0]}, which is not passed to it", "write the token itself"
+            f"the chat template asks for {unknown_variables[0]}, which is not passed to it", "write the token itself"
         )
     strange = [token for token in seen.markers() if vocabulary.id_of(token) is None]
     if strange:
@@ -382,4 +384,4 @@ def probed(vocabulary: Fast, template: str) -> tuple[Probe, str | None]:
             f"`convert tokenizer MODEL FOLDER --add {' '.join(f'--control {token!r}' for token in strange)}`",
         )
     vocabulary.known.require_single(seen.markers(), str(vocabulary.path))
-    return seen, seen.terminator({*vocabulary.added, *seen.markers(), *named.values()})
+    return seen, seen.terminator({*vocabulary.added, *seen.markers(), *special_tokens.values()})

@@ -52,7 +52,7 @@ HINTS = {
 """Hints for reasons that abort, where they differ from `HINT`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """A tokenization to run.
 
@@ -92,7 +92,7 @@ class Request:
         return blake3(json.dumps(facts).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Done:
     """The progress of the work.
 
@@ -143,10 +143,10 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
         The progress, and a function that says whether a signal came.
     """
     staging = request.staging
-    taken = [path for path in finals.values() if path.exists()]
-    half = staging.is_dir() and not any(path.suffix == ".idx" for path in taken)  # killed while it published
-    if taken and not (request.force or half):
-        raise OutputError(f"{taken[0]} exists", "choose another --output-prefix, or replace it with --force")
+    existing = [path for path in finals.values() if path.exists()]
+    half = staging.is_dir() and not any(path.suffix == ".idx" for path in existing)  # killed while it published
+    if existing and not (request.force or half):
+        raise OutputError(f"{existing[0]} exists", "choose another --output-prefix, or replace it with --force")
     staging.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         handle = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -166,7 +166,8 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
 
 def _resumed(request: Request) -> Done:
     """The progress of an earlier run; the streams are truncated to it."""
-    path, fresh = request.staging / "done.json", Done(request.fingerprint, 0, dict.fromkeys(STREAMS, 0), 0, {}, {})
+    path, streams = request.staging / "done.json", dict.fromkeys(STREAMS, 0)
+    fresh = Done(fingerprint=request.fingerprint, ranges=0, lengths=streams, lines=0, counts={}, examples={})
     done = fresh
     if path.is_file():
         done = _read_done(path)
@@ -210,11 +211,11 @@ def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Do
         workers = stack.enter_context(Workers(request.job, min(request.workers, len(parts) - done.ranges)))
         files = {stream: stack.enter_context((staging / stream).open("ab")) for stream in STREAMS}
         waiting: deque[Future[Part]] = deque()
-        asked, noted = done.ranges, monotonic()
+        submitted, recorded = done.ranges, monotonic()
         while done.ranges < len(parts) and _grave(done) is None:
-            while asked < len(parts) and len(waiting) < AHEAD * request.workers:
-                waiting.append(workers.submit(parts[asked], folder / str(asked)))
-                asked += 1
+            while submitted < len(parts) and len(waiting) < AHEAD * request.workers:
+                waiting.append(workers.submit(parts[submitted], folder / str(submitted)))
+                submitted += 1
             part = _first_of(waiting, stopped)
             if part is None:
                 workers.kill()
@@ -226,9 +227,9 @@ def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Do
                 _move(folder / f"{done.ranges}.{stream}", files[stream])
             done = _counted(done, part, parts)
             progress.advance(parts.size(parts[done.ranges - 1]))
-            if monotonic() - noted > EVERY:
+            if monotonic() - recorded > EVERY:
                 _note(request, done, files)
-                noted = monotonic()
+                recorded = monotonic()
         _note(request, done, files)
     return done
 
@@ -336,7 +337,14 @@ def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Fact
     counts = dict(counts) | {name: number for name, number in done.counts.items() if name in names}
     masked = job.template is None and UNTRAINED in counts
     facts = Facts(
-        job.digest, job.vocabulary, dict(job.control), job.eod, job.template_digest, counts, job.names, masked
+        tokenizer=job.digest,
+        vocabulary=job.vocabulary,
+        control=dict(job.control),
+        eod=job.eod,
+        template=job.template_digest,
+        counts=counts,
+        names=job.names,
+        masked=masked,
     )
     write_file(request.staging / "json", facts_text(facts).encode())
     return facts

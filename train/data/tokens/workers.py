@@ -45,7 +45,7 @@ Dropped = tuple[int, str, str]
 """Line of a dropped record, the reason, and the part of the record."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """How records become tokens.
 
@@ -72,9 +72,9 @@ class Job:
     form: str
     key: str
     control: dict[str, int]
-    eod: int | None
-    eod_token: str | None
-    template: str | None
+    eod: int | None = None
+    eod_token: str | None = None
+    template: str | None = None
     special: dict[str, int] | None = None
     ftfy: str | None = None
     auto: bool = False

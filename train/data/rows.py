@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,9 +125,7 @@ class Rows:
             if documents.facts is None and documents.control
         ]
         digest = blake3(repr([[sorted(plan.made_from.items()) for plan in self.plans], self.loss, *controls]).encode())
-        for array in (
-            array_or_none for plan in self.plans for array_or_none in (plan.documents, plan.rows, plan.pieces)
-        ):
+        for array in chain.from_iterable((plan.documents, plan.rows, plan.pieces) for plan in self.plans):
             digest.update(b"" if array is None else np.ascontiguousarray(array).view(np.uint8).data)
         return digest.hexdigest()
 

@@ -79,9 +79,8 @@ class Recipe:
     def fields(self) -> tuple[str, ...]:
         """Every field that is read, in the order of the recipe."""
         templates = [template for _, template in self.speakers] + ([self.text] if self.text else [])
-        names = [condition.field for condition in self.where] + [
-            name for condition in templates for name in condition.fields
-        ]
+        names = [condition.field for condition in self.where]
+        names += [name for template in templates for name in template.fields]
         return tuple(dict.fromkeys([*names, *([self.conversations] if self.conversations else []), *self.keep]))
 
 

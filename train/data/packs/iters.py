@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from formats.errors import SourceError
@@ -45,13 +46,7 @@ def count(root: Path) -> list[Count]:
     folders = [path for path in sorted(root.iterdir()) if path.is_dir()]
     prefixes_of = {folder: _finished(folder.rglob("*.bin")) for folder in folders}
     direct = _finished(root.glob("*.bin"))
-    tokens = {
-        prefix: _tokens(prefix)
-        for prefix in (
-            *direct,
-            *(prefix_of_folder for prefixes in prefixes_of.values() for prefix_of_folder in prefixes),
-        )
-    }
+    tokens = {prefix: _tokens(prefix) for prefix in chain(direct, *prefixes_of.values())}
     merged = _merged(tokens)
     if any(prefix not in merged and _original(prefix) not in merged for prefix in direct):
         prefixes_of = {root: sorted(tokens)}

@@ -13,7 +13,7 @@ from formats.errors import RefusedError, UnsupportedError, UsageError
 from tests.models import SMALL, settings_of
 from train.data.rows import IGNORED, Flat, open_rows
 from train.data.tokens.documents import open_documents
-from train.model.attention import forward_words
+from train.model.attention import forward_kwargs
 from train.model.neftune import noise_for
 from train.model.selfcheck import require_masks, self_check
 from train.model.trainee import Trainee, summed_loss
@@ -62,9 +62,9 @@ def test_packed_is_unpacked_in_losses_and_gradients(model, documents, family):
 
 
 def test_a_cache_would_mix_documents(model, documents):
-    """What the arguments of `forward_words` protect from: the default of every model."""
+    """What the arguments of `forward_kwargs` protect from: the default of every model."""
     trainee = loaded(model("llama", vocab_size=253))
-    words = forward_words(flat_of(documents), CPU, "sdpa")
+    words = forward_kwargs(flat_of(documents), CPU, "sdpa")
     assert words["use_cache"] is False
     assert "attention_mask" not in words
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_the_self_check_refuses_what_mixes_documents(model, monkeypatch):
 
     config = AutoConfig.from_pretrained(model("llama", vocab_size=253))
     assert self_check(config, CPU, "sdpa", torch.float32) < 1e-5
-    monkeypatch.setattr(selfcheck, "forward_words", lambda *_: forward_words(*_) | {"use_cache": True})
+    monkeypatch.setattr(selfcheck, "forward_kwargs", lambda *_: forward_kwargs(*_) | {"use_cache": True})
     with pytest.raises(VerificationError, match="documents of a row see each other"):
         self_check(config, CPU, "sdpa", torch.float32)
 
@@ -222,5 +222,5 @@ def test_a_decoder_that_is_none_is_refused():
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("modernbert-decoder", **SMALL, pad_token_id=0)
-    with pytest.raises(UnsupportedError, match="does not tell its decoder from its head"):
+    with pytest.raises(UnsupportedError, match="does not separate its decoder from its head"):
         self_check(config, CPU, "sdpa", torch.float32)

@@ -82,7 +82,7 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     from converters.plan.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
     from formats.deepspeed.neox import writer as neox_writer
     from formats.megatron import megatron_llm
-    from formats.megatron.args.args import CORE, DIST, Options
+    from formats.megatron.args.options import CORE, DIST, Options
 
     for name, known in CUTS.items():
         _require_effect(name, options[name], to, known)

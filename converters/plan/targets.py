@@ -23,7 +23,7 @@ from formats.huggingface import folder as huggingface
 from formats.megatron import classic as megatron
 from formats.megatron import megatron_llm, torch_dist
 from formats.megatron.args import flags
-from formats.megatron.args.args import DIST, Options
+from formats.megatron.args.options import DIST, Options
 from formats.megatron.optimizer import Optimizer
 from formats.model.spec import Spec, Verbatim
 from formats.model.vocab_rows import grown, rows

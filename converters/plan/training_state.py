@@ -21,7 +21,7 @@ from formats.layout.table import Placed
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import classic as megatron
 from formats.megatron import optimizer_reader, portable_optimizer, torch_dist
-from formats.megatron.args.args import Options
+from formats.megatron.args.options import Options
 from formats.megatron.optimizer import Optimizer as Native
 from formats.megatron.optimizer import of_kind
 from formats.megatron.torch_dist import OPTIMIZER

@@ -29,6 +29,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
+    general=True,
     tensors=rules(TABLE),
     drops=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
     requires={"hidden_act": "silu"},

@@ -7,6 +7,7 @@ from formats.layout.table import BIASES, rules
 FAMILY = Family(
     name="mistral",
     architecture="MistralForCausalLM",
+    general=True,
     tensors=rules(TABLE, without=BIASES),
     requires={"hidden_act": "silu"},
     window="sliding_window",

@@ -30,6 +30,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="starcoder2",
     architecture="Starcoder2ForCausalLM",
+    general=True,
     tensors=rules(TABLE),
     requires={"use_bias": True},
     window="sliding_window",

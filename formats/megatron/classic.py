@@ -29,7 +29,8 @@ from formats.layout.table import Slot, match, rules, slots
 from formats.megatron import megatron_llm
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, mla
-from formats.megatron.args.args import CORE, DIST, Options, from_megatron, main_dtype, namespace
+from formats.megatron.args.args import from_megatron
+from formats.megatron.args.options import CORE, DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import Parameter, spread
 from formats.megatron.mesh import Mesh, require_mesh
 from formats.megatron.optimizer import SHARDED, Optimizer

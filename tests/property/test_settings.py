@@ -24,8 +24,8 @@ from formats.families import FAMILIES, family_named
 from formats.families.family import Family
 from formats.huggingface.config import PARTIAL, SCALING, from_huggingface, to_huggingface
 from formats.megatron import megatron_llm
-from formats.megatron.args import args as megatron_args
-from formats.megatron.args.args import CORE, Options
+from formats.megatron.args.args import from_megatron
+from formats.megatron.args.options import CORE, Options, namespace
 from formats.megatron.classic import topology_of
 from formats.model.spec import ModelSpec
 from tests.property.specs import specs
@@ -47,7 +47,7 @@ class Format(NamedTuple):
 def write_megatron(spec: ModelSpec) -> Spoken:
     """The args of a classic checkpoint."""
     padded = topology_of(spec, Options())[1]
-    return megatron_args.namespace(spec, ["BF16"], Options(), padded, {}, None)
+    return namespace(spec, ["BF16"], Options(), padded, {}, None)
 
 
 def write_megatron_llm(spec: ModelSpec) -> Spoken:
@@ -67,7 +67,7 @@ def write_neox(spec: ModelSpec) -> Spoken:
 FORMATS = {
     CORE: Format(
         write_megatron,
-        lambda args, base: megatron_args.from_megatron(args, {}, base, "args", settled=True),
+        lambda args, base: from_megatron(args, {}, base, "args", settled=True),
         lambda family: not family.only_here,
         examples=25,
     ),

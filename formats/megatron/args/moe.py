@@ -11,69 +11,116 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.families import family_named
 from formats.megatron.mesh import Mesh
-from formats.model.spec import EXPERTS, ModelSpec, real, some_layers, whole
-
-ARGS = {
-    "experts": "num_experts",
-    "top_k": "moe_router_topk",
-    "expert_ffn": "moe_ffn_hidden_size",
-    "shared_ffn": "moe_shared_expert_intermediate_size",
-    "router_scale": "moe_router_topk_scaling_factor",
-    "router_groups": "moe_router_num_groups",
-    "router_top_groups": "moe_router_group_topk",
-}
-"""Setting: argument."""
+from formats.model.codec import Codec, Context, scalar
+from formats.model.spec import ModelSpec, real, whole
 
 INTERLEAVE = {"interleave": "moe_mlp_glu_interleave_size", "shared_interleave": "moe_shared_expert_glu_interleave_size"}
 """Rows of gate and of up that alternate in an expert, and in the shared ones: since 0.18, and 0.19."""
 ACTS = {"interleave": "moe_grouped_gemm", "shared_interleave": "use_grouped_gemm_for_shared_expert"}
 """The argument without which each has no effect (transformer/moe/experts.py, shared_experts.py, 0.19.2)."""
 
+ROUTERS = ("softmax", "sigmoid")
 BALANCING = (None, "aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """How loads may be balanced: by losses alone, which leave the choice of experts to their scores."""
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
+# --- codecs ----------------------------------------------------------------------------------------------------------
 
 
-def found(args: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], frozenset[str], str]:
-    """What args say of experts: the settings, the tensors by which families are told apart, and the router's function.
+def score(key: str) -> Codec:
+    """How the router makes weights of scores."""
 
-    Raises:
-        UnsupportedError: the router computes what no family here does.
-    """
-    if args.get("num_experts") is None:
-        return {}, frozenset(), ""
-    score = args.get("moe_router_score_function") or "softmax"
-    balancing = args.get("moe_router_load_balancing_type")
-    if score not in ("softmax", "sigmoid"):
-        raise UnsupportedError(f"{where}: moe_router_score_function = {short(score)} is not supported")
-    for kind in balancing if isinstance(balancing, list) else [balancing]:
-        if kind not in BALANCING:
-            raise UnsupportedError(f"{where}: moe_router_load_balancing_type = {short(kind)} is not supported")
-    settings: dict[str, Any] = {name: args.get(key) for name, key in ARGS.items()}
-    settings["expert_ffn"] = settings["expert_ffn"] or values.get("ffn")
-    single = settings["top_k"] == 1
-    settings["router_normalized"] = not (single if score == "sigmoid" else args.get("moe_router_pre_softmax"))
-    scale = settings["router_scale"]
-    settings["router_scale"] = 1.0 if scale is None else real(scale, "router_scale", where)
-    if not settings["router_top_groups"]:
-        settings |= {"router_groups": 1, "router_top_groups": 1}
-    elif not _ranks_by_two(settings["top_k"], settings["router_top_groups"]):
-        raise UnsupportedError(
-            f"{where}: moe_router_group_topk = {short(settings['router_top_groups'])} is not supported with "
-            f"moe_router_topk = {short(settings['top_k'])}, only half of it"
-        )
-    settings["dense_layers"] = _dense(args.get("moe_layer_freq", 1), values.get("layers"), where)
-    has = {
-        "router": True,
-        "router_bias": args.get("moe_router_enable_expert_bias"),
-        "shared_up": settings["shared_ffn"] is not None,
-        "shared_router": args.get("moe_shared_expert_gate"),
-    }
-    return settings, frozenset(name for name, there in has.items() if there), score
+    def read(spelled: Any, context: Context) -> Any:
+        if (spelled or ROUTERS[0]) not in ROUTERS:
+            raise UnsupportedError(f"{context.where}: {key} = {short(spelled)} is not supported")
+        return spelled or ROUTERS[0]
+
+    return scalar(key, read, lambda router, _: router)
+
+
+def balancing(key: str) -> Codec:
+    """How loads are balanced, which no model has to know."""
+
+    def read(spelled: Any, context: Context) -> None:
+        for kind in spelled if isinstance(spelled, list) else [spelled]:
+            if kind not in BALANCING:
+                raise UnsupportedError(f"{context.where}: {key} = {short(kind)} is not supported")
+
+    return Codec(lambda spelled, context: read(spelled.get(key), context), lambda *_: {})
+
+
+def width(key: str) -> Codec:
+    """The width of an expert, that of the MLP where nothing else is said."""
+    return scalar(
+        key,
+        lambda spelled, context: spelled or context.values["ffn"],
+        lambda value, context: value or context.values["ffn"],
+    )
+
+
+def scale(key: str) -> Codec:
+    """What weights are multiplied by, 1 where nothing is said."""
+    return scalar(
+        key,
+        lambda spelled, context: 1.0 if spelled is None else real(spelled, "router_scale", context.where),
+        lambda value, _: value if value != 1.0 else None,
+    )
+
+
+def normalized(key: str) -> Codec:
+    """Whether weights add up to 1: of a softmax if it is taken of the chosen, of a sigmoid if more than one is."""
+
+    def read(spelled: Any, context: Context) -> bool:
+        return not (context.values["top_k"] == 1 if context.values["router"] == "sigmoid" else spelled)
+
+    def write(value: bool, context: Context) -> bool:
+        sigmoid, single = context.values["router"] == "sigmoid", context.values["top_k"] == 1
+        if sigmoid and not value and not single:
+            raise RefusedError(_cannot(context, "of a sigmoid's scores its weights always add up to 1"))
+        if value and single:
+            raise RefusedError(_cannot(context, "of a single expert it has no weight that is normalized"))
+        return not sigmoid and not value
+
+    return scalar(key, read, write)
+
+
+def groups(key: str, top_groups: str) -> Codec:
+    """Into how many groups experts fall; one where there is no choice of them."""
+    return Codec(
+        lambda spelled, _: spelled.get(key) if spelled.get(top_groups) else 1,
+        lambda value, _: {key: value if value > 1 else None},
+    )
+
+
+def top_groups(key: str) -> Codec:
+    """How many groups are chosen. Megatron ranks them by `top_k` // groups of their experts, transformers by two."""
+
+    def read(spelled: Any, context: Context) -> Any:
+        top_k = context.values["top_k"]
+        if spelled and not (type(top_k) is int and type(spelled) is int and spelled > 0 and top_k // spelled == 2):
+            raise UnsupportedError(
+                f"{context.where}: {key} = {short(spelled)} is not supported with moe_router_topk = {short(top_k)}, "
+                "only half of it"
+            )
+        return spelled or 1
+
+    def write(value: int, context: Context) -> int | None:
+        grouped, top_k = context.values["router_groups"] > 1, context.values["top_k"]
+        if grouped and top_k // value != 2:
+            raise RefusedError(
+                _cannot(context, f"it ranks groups by {top_k} // {value} of their experts, this model by 2")
+            )
+        return value if grouped else None
+
+    return scalar(key, read, write)
+
+
+def _cannot(context: Context, why: str) -> str:
+    return f"megatron-core cannot compute this {context.values['family']}: {why}"
+
+
+# --- how experts are stored ------------------------------------------------------------------------------------------
 
 
 def interleaves_of(args: Mapping[str, Any], where: str) -> dict[str, int]:
@@ -87,80 +134,6 @@ def interleaves_of(args: Mapping[str, Any], where: str) -> dict[str, int]:
     return {
         name: whole(size, INTERLEAVE[name], where) if size is not None and known[name] else 0
         for name, size in sizes.items()
-    }
-
-
-def _ranks_by_two(top_k: Any, groups: Any) -> bool:
-    """Whether Megatron ranks groups as transformers does: by their two best experts."""
-    return type(top_k) is int and type(groups) is int and groups > 0 and top_k // groups == 2
-
-
-def _dense(frequency: Any, layers: Any, where: str) -> tuple[int, ...]:
-    """The layers without experts (models/gpt/gpt_layer_specs.py `get_gpt_decoder_layer_specs`)."""
-    match frequency:
-        case int() if frequency > 0:
-            return tuple(layer for layer in some_layers(layers) if layer % frequency)
-        case list() if len(frequency) == layers and all(type(one) is int and one in (0, 1) for one in frequency):
-            return tuple(layer for layer, one in enumerate(frequency) if not one)
-    raise UnsupportedError(f"{where}: moe_layer_freq = {short(frequency)} says nothing about {short(layers)} layers")
-
-
-def chosen(values: Mapping[str, Any], base: ModelSpec | None, where: str) -> dict[str, Any]:
-    """The settings as their family has them: None where it leaves no choice.
-
-    Without a dense layer `ffn` is the width of nothing, and Megatron may say anything: it is that of the config.
-
-    Raises:
-        UnsupportedError: it leaves no choice, and computes something else.
-    """
-    family, settings = values["family"], dict(values)
-    keys = family_named(family).keys
-    if keys.get("expert_ffn") in (None, keys.get("ffn")):  # one key for both, or one width
-        settings["ffn"] = settings["expert_ffn"]
-    elif base and not settings["dense_layers"]:
-        settings["ffn"] = base.ffn
-    for name, only in EXPERTS.items():
-        if name in keys:
-            continue
-        if only is not None and settings[name] != only:
-            said = short(settings[name])
-            raise UnsupportedError(f"{where}: {name} = {said} is not supported for {family}, only {only}")
-        settings[name] = None
-    return settings
-
-
-def arguments(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of a model's experts; those of a model without any say so.
-
-    Raises:
-        RefusedError: Megatron has no such router.
-    """
-    if not spec.experts:
-        return {"num_experts": None}
-    family = family_named(spec.family)
-    held = {name: only if getattr(spec, name) is None else getattr(spec, name) for name, only in EXPERTS.items()}
-    sigmoid, normalized, grouped = family.router == "sigmoid", held["router_normalized"], held["router_groups"] > 1
-    reasons = {
-        "of a sigmoid's scores its weights always add up to 1": sigmoid and not normalized and spec.top_k != 1,
-        "of a single expert it has no weight that is normalized": normalized and spec.top_k == 1,
-        f"it ranks groups by {spec.top_k} // {held['router_top_groups']} of their experts, this model by 2": (
-            grouped and not _ranks_by_two(spec.top_k, held["router_top_groups"])
-        ),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise RefusedError(f"megatron-core cannot compute this {spec.family}: {reason}")
-    sparse = spec.sparse_layers
-    return {key: held[name] for name, key in ARGS.items()} | {
-        "moe_ffn_hidden_size": spec.expert_ffn or spec.ffn,
-        "moe_router_num_groups": held["router_groups"] if grouped else None,
-        "moe_router_group_topk": held["router_top_groups"] if grouped else None,
-        "moe_router_topk_scaling_factor": held["router_scale"] if held["router_scale"] != 1.0 else None,
-        "moe_router_score_function": family.router,
-        "moe_router_pre_softmax": not sigmoid and not normalized,
-        "moe_router_enable_expert_bias": "router_bias" in family.facts.experts,
-        "moe_shared_expert_gate": "shared_router" in family.facts.experts,
-        "moe_layer_freq": [int(layer in sparse) for layer in range(spec.layers)] if spec.mixed else 1,
     }
 
 
@@ -178,6 +151,3 @@ def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
         **{INTERLEAVE[name]: size or None for name, size in mesh.interleaves.items()},
         ACTS["shared_interleave"]: bool(mesh.shared_interleave),
     }
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------

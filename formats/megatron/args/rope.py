@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
+from formats.model.codec import Codec, Context, Spelled, scalar
 from formats.model.spec import ModelSpec, real
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -40,44 +41,10 @@ ASSUMED = {"original_max_position_embeddings": 4096, **DEFAULTS, **NO_SCALE}
 INERT = {"linear": ("original_max_position_embeddings", "finetuned"), "llama3": ("finetuned",)}
 """Kind of scaling: what transformers 5.23.0 accepts beside it, and does not read."""
 
-ARGS = ("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", *YARN.values())
-
-
-def scaling(args: Mapping[str, Any], base: ModelSpec | None, where: str) -> Mapping[str, Any] | None:
-    """The rope scaling that args say, in transformers' terms.
-
-    Args:
-        args: those of the checkpoint.
-        base: the spec of the config that travels with it, whose spelling is taken where it means the same.
-        where: what to call the file in an error.
-
-    Raises:
-        SourceError: a number is missing.
-        UnsupportedError: transformers has no such scaling.
-    """
-    kind, linear = args.get("position_embedding_type"), args.get("rotary_seq_len_interpolation_factor")
-    if kind == "none":
-        raise UnsupportedError(f"{where}: nothing rotates")
-    if kind == "yarn":
-        if args.get("rotary_percent") not in (None, 1.0):  # which its class does not heed
-            said = short(args["rotary_percent"])
-            raise UnsupportedError(f"{where}: YaRN with rotary_percent = {said} is not supported")
-        return yarn_of(args, YARN, base, where)
-    if args.get("use_rope_scaling") and linear is not None:  # since 0.19 it is scaled by both
-        raise UnsupportedError(f"{where}: use_rope_scaling with rotary_seq_len_interpolation_factor is not supported")
-    if args.get("use_rope_scaling"):
-        factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
-        return _as_config({"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}, base)
-    if linear is not None:
-        factor = real(linear, "rotary_seq_len_interpolation_factor", where)
-        return _as_config({"rope_type": "linear", "factor": factor}, base)
-    return None
-
-
-def _as_config(found: Mapping[str, Any], base: ModelSpec | None) -> Mapping[str, Any]:
-    """A rope scaling, as the config spells it where that means the same."""
-    same = base and base.rope_scaling and plain(base.rope_scaling, base.max_positions) == found
-    return base.rope_scaling if base and base.rope_scaling and same else found
+NONE = {"use_rope_scaling": False, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None}
+"""No scaling."""
+DIRECT_KEYS = " ".join((*NONE, "position_embedding_type", *YARN.values()))
+LATENT_KEYS = " ".join(("rope_type", *LATENT.values()))
 
 
 def plain(scaling: Mapping[str, Any], positions: int | None) -> dict[str, Any]:
@@ -97,22 +64,6 @@ def plain(scaling: Mapping[str, Any], positions: int | None) -> dict[str, Any]:
             if all(math.isclose(said[name], value * times) for name, value in LLAMA3_SCALING.items()):
                 said |= LLAMA3_SCALING
     return said
-
-
-def yarn_of(args: Mapping[str, Any], names: Mapping[str, str], base: ModelSpec | None, where: str) -> Mapping[str, Any]:
-    """YaRN's parameters; what Megatron assumes of one that is None is in `_apply_yarn_config_from_args`."""
-    said: dict[str, Any] = {name: args.get(key) for name, key in names.items()}
-    said |= {name: value for name, value in ASSUMED.items() if said.get(name) is None}
-    for name in ("factor", "beta_fast", "beta_slow"):
-        said[name] = real(said[name], names[name], where)
-    scale = {name: said.pop(name) for name in NO_SCALE}
-    said |= {} if scale == NO_SCALE else scale
-    scaling = {"rope_type": "yarn", **said}
-    spelled = yarn(scaling, names, None)
-    if spelled is None or not (scale == NO_SCALE or all(scale.values())):
-        raise UnsupportedError(f"{where}: YaRN with {short(said)} has no counterpart in transformers")
-    same = base and base.rope_scaling and yarn(base.rope_scaling, names, base.max_positions) == spelled
-    return base.rope_scaling if base and base.rope_scaling and same else scaling
 
 
 def _meant(scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,35 +100,117 @@ def yarn(scaling: Mapping[str, Any], names: Mapping[str, str], positions: int | 
     return {key: said[name] for name, key in names.items()}
 
 
-def arguments(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of a model's rope scaling; those of a model without any say so.
+def _read_yarn(args: Mapping[str, Any], names: Mapping[str, str], where: str) -> Mapping[str, Any]:
+    """YaRN's parameters; what Megatron assumes of one that is None is in `_apply_yarn_config_from_args`."""
+    said: dict[str, Any] = {name: args.get(key) for name, key in names.items()}
+    said |= {name: value for name, value in ASSUMED.items() if said.get(name) is None}
+    for name in ("factor", "beta_fast", "beta_slow"):
+        said[name] = real(said[name], names[name], where)
+    scale = {name: said.pop(name) for name in NO_SCALE}
+    said |= {} if scale == NO_SCALE else scale
+    scaling = {"rope_type": "yarn", **said}
+    if yarn(scaling, names, None) is None or not (scale == NO_SCALE or all(scale.values())):
+        raise UnsupportedError(f"{where}: YaRN with {short(said)} has no counterpart in transformers")
+    return scaling
 
-    Raises:
-        RefusedError: Megatron has no such scaling.
-    """
-    none = {"use_rope_scaling": False, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None}
-    scaling = plain(spec.rope_scaling or {}, spec.max_positions)
-    factor, turned = scaling.get("factor"), yarn(scaling, YARN, spec.max_positions) if scaling else None
-    whole_heads = spec.rotary_fraction in (None, 1.0)  # its class turns all of a head
-    number = type(factor) in (int, float)
-    match scaling.pop("rope_type", None):
-        case None:
-            return none
-        case "llama3" if number and scaling == {"factor": factor, **LLAMA3_SCALING}:
-            return none | {"use_rope_scaling": True, "rope_scaling_factor": float(factor or 0)}
-        case "linear" if number and scaling.keys() == {"factor"} and factor == int(factor or 0):
-            return none | {"rotary_seq_len_interpolation_factor": int(factor or 0)}
-        case "yarn" if turned and whole_heads:
-            return none | {"position_embedding_type": "yarn", **turned}
-        case "dynamic" if scaling.keys() <= {"factor"}:
-            raise RefusedError(
-                "Megatron has no rope scaling dynamic",
-                f"--set rope_scaling=none computes the same up to {spec.max_positions} tokens",
+
+def direct(*_: str) -> Codec:
+    """The rope scaling of heads without latents."""
+
+    def read(_: Spelled, context: Context) -> Mapping[str, Any] | None:
+        args, where = context.file, context.where
+        kind, linear = args.get("position_embedding_type"), args.get("rotary_seq_len_interpolation_factor")
+        if kind == "none":
+            raise UnsupportedError(f"{where}: nothing rotates")
+        if kind == "yarn":
+            if args.get("rotary_percent") not in (None, 1.0):  # which its class does not heed
+                fraction = short(args["rotary_percent"])
+                raise UnsupportedError(f"{where}: YaRN with rotary_percent = {fraction} is not supported")
+            return _read_yarn(args, YARN, where)
+        if args.get("use_rope_scaling") and linear is not None:  # since 0.19 it is scaled by both
+            raise UnsupportedError(
+                f"{where}: use_rope_scaling with rotary_seq_len_interpolation_factor is not supported"
             )
-        case kind:
-            foreign = _meant(scaling).keys() - YARN.keys() if kind == "yarn" else ()
-            raise RefusedError(
-                f"Megatron has no rope scaling {kind} with these settings: {', '.join(sorted(foreign) or scaling)}",
-                f"it knows llama3 with {LLAMA3_SCALING} or multiples of these three, linear with a whole factor, and "
-                "yarn of whole heads with a factor above 1 and no attention_factor but YaRN's own",
+        if args.get("use_rope_scaling"):
+            factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
+            return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
+        if linear is not None:
+            return {"rope_type": "linear", "factor": real(linear, "rotary_seq_len_interpolation_factor", where)}
+        return None
+
+    def write(value: Mapping[str, Any] | None, context: Context) -> Spelled:
+        positions = context.values["max_positions"]
+        scaling = plain(value or {}, positions)
+        factor, turned = scaling.get("factor"), yarn(scaling, YARN, positions) if scaling else None
+        whole_heads = context.values["rotary_fraction"] == 1.0  # its class turns all of a head
+        number = type(factor) in (int, float)
+        match scaling.pop("rope_type", None):
+            case None:
+                return NONE
+            case "llama3" if number and scaling == {"factor": factor, **LLAMA3_SCALING}:
+                return NONE | {"use_rope_scaling": True, "rope_scaling_factor": float(factor or 0)}
+            case "linear" if number and scaling.keys() == {"factor"} and factor == int(factor or 0):
+                return NONE | {"rotary_seq_len_interpolation_factor": int(factor or 0)}
+            case "yarn" if turned and whole_heads:
+                return NONE | {"position_embedding_type": "yarn", **turned}
+            case "dynamic" if scaling.keys() <= {"factor"}:
+                raise RefusedError(
+                    "Megatron has no rope scaling dynamic",
+                    f"--set rope_scaling=none computes the same up to {positions} tokens",
+                )
+            case kind:
+                foreign = _meant(scaling).keys() - YARN.keys() if kind == "yarn" else ()
+                raise RefusedError(
+                    f"Megatron has no rope scaling {kind} with these settings: {', '.join(sorted(foreign) or scaling)}",
+                    f"it knows llama3 with {LLAMA3_SCALING} or multiples of these three, linear with a whole factor, "
+                    "and yarn of whole heads with a factor above 1 and no attention_factor but YaRN's own",
+                )
+
+    return Codec(read, write)
+
+
+def latent(*_: str) -> Codec:
+    """The rope scaling of heads with latents: YaRN, whose factor of 1 is plain rope (MLATransformerConfig)."""
+
+    def read(_: Spelled, context: Context) -> Mapping[str, Any] | None:
+        args, where = context.file, context.where
+        kind, scale = args.get("rope_type") or "yarn", args.get("mscale_all_dim")
+        if kind == "yarn":
+            return None if args.get("rotary_scaling_factor") == 1 else _read_yarn(args, LATENT, where)
+        if kind != "rope" or scale:  # by which scores are scaled, even then
+            raise UnsupportedError(
+                f"{where}: rope_type = {short(kind)} with mscale_all_dim = {short(scale)} is not supported"
             )
+        return None
+
+    def write(value: Mapping[str, Any] | None, context: Context) -> Spelled:
+        if not value:
+            return {"rope_type": "rope", "rotary_scaling_factor": 1.0, **NO_SCALE}
+        turned = yarn(value, LATENT, context.values["max_positions"])
+        if turned is None or (value.get("mscale_all_dim") and not value.get("mscale")):
+            raise RefusedError(
+                f"megatron-core has no rope scaling with latents like this: {short(dict(value))}",
+                "it knows YaRN with a factor above 1, original_max_position_embeddings, mscale and mscale_all_dim both "
+                "or neither, and no truncate, or attention_factor but YaRN's own",
+            )
+        return {"rope_type": "yarn", **turned}
+
+    return Codec(read, write)
+
+
+def as_config(scaling: Mapping[str, Any] | None, base: ModelSpec | None) -> Mapping[str, Any] | None:
+    """A rope scaling of args, as the config that travels along spells it where that means the same."""
+    if not (scaling and base and base.rope_scaling):
+        return scaling
+    names = LATENT if base.latent_rank else YARN
+    if scaling["rope_type"] == "yarn":
+        same = yarn(base.rope_scaling, names, base.max_positions) == yarn(scaling, names, None)
+    else:
+        same = plain(base.rope_scaling, base.max_positions) == scaling
+    return base.rope_scaling if same else scaling
+
+
+def base(key: str) -> Codec:
+    """The base, 10000 where positions are learned; a whole number is written as such."""
+    spelled = lambda theta, _: 10000 if theta is None else int(theta) if theta == int(theta) else theta  # noqa: E731
+    return scalar(key, lambda theta, _: theta, spelled)

@@ -15,22 +15,24 @@ FAMILY_FILE = "family.toml"
 """Beside a config.json: the family of the user's own that the model was converted with."""
 
 
-TRAITS: Mapping[str, frozenset[str]] = {
-    "qkv_bias": frozenset({"query_bias"}),
-    "output_bias": frozenset({"output_bias"}),
-    "mlp_bias": frozenset({"down_bias", "expert_down_bias"}),
-    "qk_norm": frozenset({"query_norm"}),
-    "layer_norm": frozenset({"final_norm_bias"}),
-    "learned": frozenset({"positions"}),
-    "sinks": frozenset({"sinks"}),
-    "latent": frozenset({"latent_down"}),
-    "moe": frozenset({"router"}),
-    "router_bias": frozenset({"router_bias"}),
-    "shared_experts": frozenset({"shared_up"}),
-    "shared_router": frozenset({"shared_router"}),
+SIGNS = {
+    "qkv_bias": {"query_bias"},
+    "output_bias": {"output_bias"},
+    "mlp_bias": {"down_bias", "expert_down_bias"},
+    "qk_norm": {"query_norm"},
+    "layer_norm": {"final_norm_bias"},
+    "learned": {"positions"},
+    "sinks": {"sinks"},
+    "latent": {"latent_down"},
+    "moe": {"router"},
+    "router_bias": {"router_bias"},
+    "shared_experts": {"shared_up"},
+    "shared_router": {"shared_router"},
 }
-"""Trait of a model: the logical tensors of which any is the sign of it. `ungated` and `centred` are traits too: an MLP
-without a gate, and norms whose weights are stored less one."""
+"""Trait of a model: the logical tensors of which any is the sign of it."""
+TRAITS = (*SIGNS, "ungated", "every_bias", "centred", "sigmoid")
+"""All traits; the last are an MLP without a gate, biases in every linear layer, norms whose weights are stored less one,
+and a router whose scores are those of a sigmoid."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,14 @@ class Family:
     def traits_with(self, biases: Collection[str]) -> frozenset[str]:
         """What its tensors tell of its models with such biases."""
         held = self._held(biases)
-        traits = {trait for trait, tensors in TRAITS.items() if tensors & held}
-        traits |= {"ungated"} if not {"gate", "expert_gate"} & held else set()
-        return frozenset(traits | ({"centred"} if self.centred else set()))
+        traits = {trait for trait, tensors in SIGNS.items() if tensors & held}
+        others = {
+            "ungated": not {"gate", "expert_gate"} & held,
+            "every_bias": traits >= BIASES,
+            "centred": self.centred,
+            "sigmoid": self.router == "sigmoid",
+        }
+        return frozenset(traits | {trait for trait, there in others.items() if there})
 
     def bias_choices(self) -> Iterator[tuple[str, ...]]:
         """The conditions of layout that its config can turn on, each choice of them."""

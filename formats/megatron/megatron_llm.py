@@ -10,7 +10,7 @@ tests/golden/megatron_llm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from formats.families.family import Family
 from formats.layout.table import Rule, rules
 from formats.megatron.args import fields
 from formats.megatron.args.args import agreed
-from formats.megatron.args.mlp import choice
+from formats.megatron.args.codecs import choice, one, only
 from formats.megatron.args.options import Options, main_dtype
 from formats.megatron.args.table import conditions, described
 from formats.megatron.pipeline import Pipeline
-from formats.model.codec import Codec, Context, Maker, read, rows, scalar, write
+from formats.model.codec import Context, read, rows, write
 from formats.model.spec import ModelSpec, real, whole
 from formats.torch_files.pickle_values import Dtype, Opaque, keeps
 
@@ -55,33 +55,16 @@ LOST = {"norm_epsilon": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "slid
 """What the re-sharder forgets, and the defaults that its files have instead (tools/checkpoint_saver_megatron.py)."""
 
 
-def _unless(usual: Callable[[Mapping[str, Any]], Any]) -> Maker:
-    """A codec of an argument that may be left out, or 0."""
-    return lambda key: scalar(key, lambda value, context: value or usual(context.values), lambda value, _: value)
+def _read_head_dim(value: Any, context: Context) -> int:
+    hidden, heads = (whole(context.values[name], name, context.where) for name in ("hidden", "heads"))
+    if value not in (None, hidden // heads):
+        raise UnsupportedError(f"{context.where}: Megatron-LLM turns {hidden // heads} elements of a head, not {value}")
+    return hidden // heads
 
 
-def _per_head(key: str) -> Codec:
-    """Elements of a head, of which its rotary embedding turns hidden / heads."""
-
-    def read(value: Any, context: Context) -> int:
-        hidden, heads = (whole(context.values[name], name, context.where) for name in ("hidden", "heads"))
-        if value not in (None, hidden // heads):
-            raise UnsupportedError(
-                f"{context.where}: Megatron-LLM turns {hidden // heads} elements of a head, not {value}"
-            )
-        return hidden // heads
-
-    return scalar(key, read, lambda value, _: value)
-
-
-def _linear(key: str) -> Codec:
-    """The factor of a linear rope scaling, 1 for none."""
-
-    def read(value: Any, context: Context) -> Mapping[str, Any] | None:
-        factor = real(value or 1.0, key, context.where)
-        return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
-
-    return scalar(key, read, lambda scaling, _: (scaling or {}).get("factor", 1.0))
+def _read_scaling(value: Any, context: Context) -> Mapping[str, Any] | None:
+    factor = real(value or 1.0, "rope_scaling_factor", context.where)
+    return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
 TABLE = rows(
@@ -89,12 +72,12 @@ TABLE = rows(
 layers            num_layers|encoder_num_layers
 hidden            hidden_size
 heads             num_attention_heads
-kv_heads          num_attention_heads_kv         heads unless said
+kv_heads          num_attention_heads_kv         as heads
 head_dim          kv_channels                    hidden / heads
 ffn               ffn_hidden_size
 max_positions     max_position_embeddings
 norm_epsilon      layernorm_epsilon
-rope_theta        rope_theta                     10000 unless said
+rope_theta        rope_theta                     or 10000
 sliding_window    sliding_window_size
 -                 glu_activation                 swiglu
 -                 use_rms_norm                   true
@@ -109,15 +92,17 @@ rope_scaling      rope_scaling_factor            linear
 vocab             true_vocab_size
 """,
     {
-        "heads unless said": _unless(lambda values: values["heads"]),  # hf_to_megatron.py names them where they differ
-        "hidden / heads": _per_head,
-        "10000 unless said": _unless(lambda _: LOST["rope_theta"]),  # the parser's default, where Llama's is left out
-        "swiglu": choice(("swiglu", None)),
-        "true": choice((True, None)),
-        "false": choice((False, None)),
+        "as heads": one(lambda value, context: value or context.values["heads"]),  # named where they differ
+        "hidden / heads": one(_read_head_dim),
+        "or 10000": one(
+            lambda value, _: value or LOST["rope_theta"]
+        ),  # the parser's default, where Llama's is left out
+        "swiglu": only("swiglu"),
+        "true": only(True),
+        "false": only(False),
         "never": choice((False, False)),
-        "rotary": choice(("rotary", None)),
-        "linear": _linear,
+        "rotary": only("rotary"),
+        "linear": one(_read_scaling, lambda scaling, _: (scaling or {}).get("factor", 1.0)),
     },
 )
 """Setting and argument (megatron/arguments.py). The values that change what the model computes are those that its Llama

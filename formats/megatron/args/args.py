@@ -93,7 +93,8 @@ def agreed(
         RefusedError: args and config contradict each other.
     """
     values = {**values, **settings}
-    values |= {name: FIXED[name] for name in ("rotary_fraction",) if values.get(name) is None}
+    if values.get("rotary_fraction") is None:
+        values["rotary_fraction"] = FIXED["rotary_fraction"]
     values |= layers_of(values, where)
     if values["sliding_window"] is not None:
         whole(values["sliding_window"], "sliding_window", where)

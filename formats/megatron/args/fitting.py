@@ -16,7 +16,7 @@ from formats.model.spec import FIXED, ModelSpec
 OPEN = ("sliding_window", "full_layers", "layer_types", "nope_layers", "rotary_fraction")
 FREE = {name: FIXED.get(name) for name in OPEN}
 """Settings that only some families have, by which they are told apart, and what holds in the others."""
-FITTED = [row for row in TABLE if row.setting in (*TRAITS, *FREE, "linear_biases", "centred", "router", "-")]
+FITTED = [row for row in TABLE if row.setting in (*TRAITS, *FREE, "-")]
 
 Args = Mapping[str, Any]
 
@@ -35,10 +35,10 @@ def fitting(values: Args, holding: Collection[str], base: ModelSpec | None, wher
         UnsupportedError: no family fits.
     """
     args = write(FITTED, {"family": "model", **values}, holding, where)
+    if base and (biases := _biases(family_named(base.family), values, args)) is not None:
+        return base.family, biases
     choices = {family.name: _biases(family, values, args) for family in FAMILIES.values()}
     fits = {name: biases for name, biases in choices.items() if biases is not None}
-    if base and base.family in fits:
-        return base.family, fits[base.family]
     if base:
         raise RefusedError(
             f"{where} describes a model like {' or '.join(_ordered(fits)) or 'none known'}, its config a {base.family}"
@@ -64,7 +64,7 @@ def _written(family: Family, biases: Collection[str], values: Args) -> Args | No
     traits = family.traits_with(biases)
     fixed = {name: value for name, value in FREE.items() if name not in family.choices}
     with suppress(RefusedError):
-        theirs = {**values, "family": family.name, **fixed, **described(traits, family.router)}
+        theirs = {**values, "family": family.name, **fixed, **described(traits)}
         return write(FITTED, theirs, conditions(traits), "")
     return None
 

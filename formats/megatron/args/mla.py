@@ -15,7 +15,8 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import rules
-from formats.model.codec import Codec, Context, scalar
+from formats.megatron.args.codecs import cannot, one
+from formats.model.codec import Context
 from formats.model.spec import ModelSpec
 
 RULES = rules("""
@@ -35,25 +36,20 @@ EPSILON = 1e-6
 STATES = ("linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
 
 
-def epsilon(key: str) -> Codec:
-    """The epsilon of all norms, where it has to be that of latents."""
+def _read_epsilon(spelled: Any, context: Context) -> Any:
+    if spelled != EPSILON:
+        only = f"layernorm_epsilon = {short(spelled)} is not supported with latents, only {EPSILON}"
+        raise UnsupportedError(f"{context.where}: {only}")
+    return spelled
 
-    def read(spelled: Any, context: Context) -> Any:
-        if spelled != EPSILON:
-            raise UnsupportedError(
-                f"{context.where}: {key} = {short(spelled)} is not supported with latents, only {EPSILON}"
-            )
-        return spelled
 
-    def write(value: float, context: Context) -> float:
-        if value != EPSILON:
-            raise RefusedError(
-                f"megatron-core cannot compute this {context.values['family']}: its norms have an epsilon of {value:g}, "
-                f"those of its latents {EPSILON:g}"
-            )
-        return value
+def _write_epsilon(value: float, context: Context) -> float:
+    if value != EPSILON:
+        raise cannot(context, f"its norms have an epsilon of {value:g}, those of its latents {EPSILON:g}")
+    return value
 
-    return scalar(key, read, write)
+
+epsilon = one(_read_epsilon, _write_epsilon)
 
 
 def require_names(spec: ModelSpec, norm: str, tp: int) -> None:

@@ -1,9 +1,8 @@
-"""The codecs of norms, biases, and MLPs: with a gate, without one, and with the clamped one of GPT-OSS.
+"""The codecs of biases, of activations, and of the clamped MLP of GPT-OSS.
 
 Facts: megatron-core 0.16.1, fusions/fused_bias_gelu.py (the approximation with tanh), activations.py `squared_relu`,
-fusions/fused_layer_norm.py (`zero_centered_gamma`), transformer/transformer_config.py (the fusions that it refuses),
-transformer/mlp.py (`glu`: the clamp and the offset), fusions/fused_bias_geglu.py `quick_gelu`;
-megatron/training/arguments.py and checkpointing.py at d98e8a64 for the names.
+transformer/transformer_config.py (the fusions that it refuses), transformer/mlp.py (`glu`: the clamp and the offset),
+fusions/fused_bias_geglu.py `quick_gelu`; megatron/training/arguments.py at d98e8a64 for the names.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.megatron.args.fields import equal
+from formats.layout.table import BIASES
+from formats.megatron.args.codecs import cannot, choice, one
 from formats.megatron.args.versions import version_of
-from formats.model.codec import Codec, Context, Maker, Spelled, scalar
+from formats.model.codec import Codec, Context, Spelled
 from formats.model.spec import real
 
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
@@ -28,66 +28,19 @@ SQUARED = "relu2"
 FUSION = "bias_gelu_fusion"
 ALPHA = 1.702
 """The gain of Megatron's quick GELU."""
-EVERYWHERE = ("mlp_bias", "output_bias", "qkv_bias")
-"""The biases of `add_bias_linear`, which is every linear layer's; those of `add_qkv_bias` are the last."""
 
 
-def choice(*spellings: tuple[Any, Any]) -> Maker:
-    """A codec of an argument that may have some values: (argument, setting), the first where it is absent."""
-
-    def of(key: str) -> Codec:
-        def read(_: Any, context: Context) -> Any:
-            spelled = context.file.get(key, spellings[0][0])
-            for known, value in spellings:
-                if equal(spelled, known):
-                    return value
-            only = f"{key} = {short(spelled)} is not supported, only {spellings[0][0]!r}"
-            raise UnsupportedError(f"{context.where}: {only}")
-
-        def write(value: Any, _: Context) -> Any:
-            return next((spelled for spelled, known in spellings if known == value), spellings[0][0])
-
-        return scalar(key, read, write)
-
-    return of
+def _write_qkv_bias(value: bool, context: Context) -> bool:
+    every, biases = context.values["every_bias"], [name for name in sorted(BIASES) if context.values[name]]
+    if not every and biases not in ([], ["qkv_bias"]):
+        raise RefusedError(
+            "megatron-core has biases on query, key and value alone (--add-qkv-bias) or on every linear layer, "
+            f"and this {context.values['family']} has {' and '.join(biases)} alone"
+        )
+    return value and (context.values["sinks"] or not every)
 
 
-def _require_agreement(given: Mapping[str, bool], opposite: Collection[str], context: Context) -> None:
-    """Switches mean the same, those that are `opposite` by being off.
-
-    Raises:
-        UnsupportedError: they do not.
-    """
-    if len({value is not (key in opposite) for key, value in given.items()}) > 1:
-        words = " and ".join(f"{key} = {value}" for key, value in given.items())
-        raise UnsupportedError(f"{context.where}: {words} contradict each other")
-
-
-def linear_biases(*allowed: bool) -> Maker:
-    """The biases of linear layers: all of them if `add_bias_linear`, one of `allowed`, by default the first."""
-
-    def of(every: str, none: str, qkv: str) -> Codec:
-        def read(_: Spelled, context: Context) -> tuple[str, ...]:
-            given = {every: context.file.get(every, allowed[0]), none: context.file.get(none, not allowed[0])}
-            for key, value in given.items():
-                if not any(equal(value, flag is (key == every)) for flag in allowed):
-                    only = allowed[0] is (key == every)
-                    raise UnsupportedError(f"{context.where}: {key} = {short(value)} is not supported, only {only}")
-            _require_agreement({key: value for key, value in given.items() if key in context.file}, {none}, context)
-            biased = given[every] if every in context.file or none not in context.file else not given[none]
-            return EVERYWHERE if biased else EVERYWHERE[-1:] if context.file.get(qkv) else ()
-
-        def write(biases: tuple[str, ...], context: Context) -> Spelled:
-            if biases not in ((), EVERYWHERE[-1:], EVERYWHERE):
-                raise RefusedError(
-                    "megatron-core has biases on query, key and value alone (--add-qkv-bias) or on every linear layer, "
-                    f"and this {context.values['family']} has {' and '.join(biases)} alone"
-                )
-            return {every: biases == EVERYWHERE, none: biases != EVERYWHERE}
-
-        return Codec(read, write)
-
-    return of
+qkv_bias = one(lambda spelled, context: bool(spelled) or context.values["every_bias"], _write_qkv_bias)
 
 
 def activation(squared: str, fusion: str) -> Codec:
@@ -96,14 +49,14 @@ def activation(squared: str, fusion: str) -> Codec:
     def read(spelled: Spelled, context: Context) -> str:
         if choice((False, False), (True, True))(squared).read(spelled, context):
             return SQUARED
-        fused = context.file.get(fusion, True) if context.values["linear_biases"] == EVERYWHERE else False
+        fused = context.file.get(fusion, True) if context.values["every_bias"] else False  # as `validate_args` does
         names = [name for name, kernel in GELU.items() if kernel is fused]
         if not names:
             raise UnsupportedError(f"{context.where}: {fusion} = {short(fused)} is neither true nor false")
-        return "gelu_new" if context.values["learned"] and "gelu_new" in names else names[0]
+        return "gelu_new" if context.values["learned"] and fused else names[0]
 
     def write(value: str, context: Context) -> Spelled:
-        biased, fused = context.values["linear_biases"] == EVERYWHERE, GELU.get(value, False)
+        biased, fused = context.values["every_bias"], GELU.get(value, False)
         if value not in (*GELU, SQUARED) or (fused and not biased):
             known = [*(name for name, kernel in GELU.items() if biased or not kernel), SQUARED]
             without = "" if biased else " without biases"
@@ -113,44 +66,24 @@ def activation(squared: str, fusion: str) -> Codec:
     return Codec(read, write)
 
 
-def centred(*keys: str) -> Codec:
-    """Norms whose weights are stored less one. Older trees heed the one of its arguments, newer ones the other."""
-
-    def read(spelled: Spelled, context: Context) -> bool:
-        given = {key: choice((False, False), (True, True))(key).read(spelled, context) for key in keys}
-        _require_agreement({key: value for key, value in given.items() if key in context.file}, (), context)
-        return any(given.values())
-
-    return Codec(read, lambda value, _: dict.fromkeys(keys, bool(value)))
-
-
-# --- the clamped MLP of GPT-OSS --------------------------------------------------------------------------------------
-
-
 def gain() -> Codec:
-    """The gain of its activation, which no argument says."""
+    """The gain of the clamped MLP's activation, which no argument says."""
 
     def write(value: float, context: Context) -> Spelled:
         if value != ALPHA:
-            _refuse(context, f"the gain of its activation is {ALPHA}, this model's {short(value)}")
+            raise cannot(context, f"the gain of its activation is {ALPHA}, this model's {short(value)}")
         return {}
 
     return Codec(lambda *_: ALPHA, write)
 
 
-def clamp(key: str) -> Codec:
-    """Where gate and up are clamped."""
-
-    def write(limit: Any, context: Context) -> float:
-        if type(limit) not in (int, float) or not limit > 0:
-            _refuse(context, f"its clamp is a number, this model's {short(limit)}")
-        return float(limit)
-
-    return scalar(key, lambda spelled, context: real(spelled, key, context.where), write)
+def _write_clamp(limit: Any, context: Context) -> float:
+    if type(limit) not in (int, float) or not limit > 0:
+        raise cannot(context, f"its clamp is a number, this model's {short(limit)}")
+    return float(limit)
 
 
-def _refuse(context: Context, why: str) -> None:
-    raise RefusedError(f"megatron-core cannot compute this {context.values['family']}: {why}")
+clamp = one(lambda spelled, context: real(spelled, "activation_func_clamp_value", context.where), _write_clamp)
 
 
 def clamped(args: Mapping[str, Any], accept: Collection[str], where: str) -> list[str]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from formats.errors import RefusedError, UnsupportedError, short
+from formats.errors import UnsupportedError, short
+from formats.megatron.args.codecs import cannot, one
 from formats.megatron.mesh import Mesh
-from formats.model.codec import Codec, Context, scalar
+from formats.model.codec import Codec, Context, Maker
 from formats.model.spec import ModelSpec, real, whole
 
 INTERLEAVE = {"interleave": "moe_mlp_glu_interleave_size", "shared_interleave": "moe_shared_expert_glu_interleave_size"}
@@ -20,7 +21,6 @@ INTERLEAVE = {"interleave": "moe_mlp_glu_interleave_size", "shared_interleave": 
 ACTS = {"interleave": "moe_grouped_gemm", "shared_interleave": "use_grouped_gemm_for_shared_expert"}
 """The argument without which each has no effect (transformer/moe/experts.py, shared_experts.py, 0.19.2)."""
 
-ROUTERS = ("softmax", "sigmoid")
 BALANCING = (None, "aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """How loads may be balanced: by losses alone, which leave the choice of experts to their scores."""
 
@@ -28,96 +28,70 @@ BALANCING = (None, "aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 # --- codecs ----------------------------------------------------------------------------------------------------------
 
 
-def score(key: str) -> Codec:
-    """How the router makes weights of scores."""
-
-    def read(spelled: Any, context: Context) -> Any:
-        if (spelled or ROUTERS[0]) not in ROUTERS:
-            raise UnsupportedError(f"{context.where}: {key} = {short(spelled)} is not supported")
-        return spelled or ROUTERS[0]
-
-    return scalar(key, read, lambda router, _: router)
+def _read_score(spelled: Any, context: Context) -> bool:
+    if (spelled or "softmax") not in ("softmax", "sigmoid"):
+        raise UnsupportedError(f"{context.where}: moe_router_score_function = {short(spelled)} is not supported")
+    return bool(spelled == "sigmoid")
 
 
-def balancing(key: str) -> Codec:
-    """How loads are balanced, which no model has to know."""
-
-    def read(spelled: Any, context: Context) -> None:
-        for kind in spelled if isinstance(spelled, list) else [spelled]:
-            if kind not in BALANCING:
-                raise UnsupportedError(f"{context.where}: {key} = {short(kind)} is not supported")
-
-    return Codec(lambda spelled, context: read(spelled.get(key), context), lambda *_: {})
+def _read_balancing(spelled: Any, context: Context) -> None:
+    for kind in spelled if isinstance(spelled, list) else [spelled]:
+        if kind not in BALANCING:
+            raise UnsupportedError(f"{context.where}: moe_router_load_balancing_type = {short(kind)} is not supported")
 
 
-def width(key: str) -> Codec:
-    """The width of an expert, that of the MLP where nothing else is said."""
-    return scalar(
-        key,
-        lambda spelled, context: spelled or context.values["ffn"],
-        lambda value, context: value or context.values["ffn"],
-    )
+def _write_normalized(value: bool, context: Context) -> bool:
+    sigmoid, single = context.values["sigmoid"], context.values["top_k"] == 1
+    if sigmoid and not value and not single:
+        raise cannot(context, "of a sigmoid's scores its weights always add up to 1")
+    if value and single:
+        raise cannot(context, "of a single expert it has no weight that is normalized")
+    return not sigmoid and not value
 
 
-def scale(key: str) -> Codec:
-    """What weights are multiplied by, 1 where nothing is said."""
-    return scalar(
-        key,
+def _ranks_by_two(top_k: Any, groups: Any) -> bool:
+    """Whether Megatron ranks groups as transformers does: by their two best experts."""
+    return type(top_k) is int and type(groups) is int and groups > 0 and top_k // groups == 2
+
+
+def _read_top_groups(spelled: Any, context: Context) -> Any:
+    top_k = context.values["top_k"]
+    if spelled and not _ranks_by_two(top_k, spelled):
+        raise UnsupportedError(
+            f"{context.where}: moe_router_group_topk = {short(spelled)} is not supported with moe_router_topk = "
+            f"{short(top_k)}, only half of it"
+        )
+    return spelled or 1
+
+
+def _write_top_groups(value: int, context: Context) -> int | None:
+    top_k, grouped = context.values["top_k"], context.values["router_groups"] > 1
+    if grouped and not _ranks_by_two(top_k, value):
+        raise cannot(context, f"it ranks groups by {top_k} // {value} of their experts, this model by 2")
+    return value if grouped else None
+
+
+CODECS: Mapping[str, Maker] = {
+    "width": one(
+        lambda spelled, context: spelled or context.values["ffn"], lambda value, context: value or context.values["ffn"]
+    ),
+    "1 unless said": one(
         lambda spelled, context: 1.0 if spelled is None else real(spelled, "router_scale", context.where),
         lambda value, _: value if value != 1.0 else None,
-    )
-
-
-def normalized(key: str) -> Codec:
-    """Whether weights add up to 1: of a softmax if it is taken of the chosen, of a sigmoid if more than one is."""
-
-    def read(spelled: Any, context: Context) -> bool:
-        return not (context.values["top_k"] == 1 if context.values["router"] == "sigmoid" else spelled)
-
-    def write(value: bool, context: Context) -> bool:
-        sigmoid, single = context.values["router"] == "sigmoid", context.values["top_k"] == 1
-        if sigmoid and not value and not single:
-            raise RefusedError(_cannot(context, "of a sigmoid's scores its weights always add up to 1"))
-        if value and single:
-            raise RefusedError(_cannot(context, "of a single expert it has no weight that is normalized"))
-        return not sigmoid and not value
-
-    return scalar(key, read, write)
-
-
-def groups(key: str, top_groups: str) -> Codec:
-    """Into how many groups experts fall; one where there is no choice of them."""
-    return Codec(
-        lambda spelled, _: spelled.get(key) if spelled.get(top_groups) else 1,
+    ),
+    "groups": lambda key, top: Codec(
+        lambda spelled, _: spelled.get(key) if spelled.get(top) else 1,
         lambda value, _: {key: value if value > 1 else None},
-    )
-
-
-def top_groups(key: str) -> Codec:
-    """How many groups are chosen. Megatron ranks them by `top_k` // groups of their experts, transformers by two."""
-
-    def read(spelled: Any, context: Context) -> Any:
-        top_k = context.values["top_k"]
-        if spelled and not (type(top_k) is int and type(spelled) is int and spelled > 0 and top_k // spelled == 2):
-            raise UnsupportedError(
-                f"{context.where}: {key} = {short(spelled)} is not supported with moe_router_topk = {short(top_k)}, "
-                "only half of it"
-            )
-        return spelled or 1
-
-    def write(value: int, context: Context) -> int | None:
-        grouped, top_k = context.values["router_groups"] > 1, context.values["top_k"]
-        if grouped and top_k // value != 2:
-            raise RefusedError(
-                _cannot(context, f"it ranks groups by {top_k} // {value} of their experts, this model by 2")
-            )
-        return value if grouped else None
-
-    return scalar(key, read, write)
-
-
-def _cannot(context: Context, why: str) -> str:
-    return f"megatron-core cannot compute this {context.values['family']}: {why}"
+    ),
+    "top groups": one(_read_top_groups, _write_top_groups),
+    "score": one(_read_score, lambda sigmoid, _: "sigmoid" if sigmoid else "softmax"),
+    "balancing": lambda key: Codec(lambda spelled, context: _read_balancing(spelled.get(key), context), lambda *_: {}),
+    "normalized": one(
+        lambda spelled, context: not (context.values["top_k"] == 1 if context.values["sigmoid"] else spelled),
+        _write_normalized,
+    ),
+}
+"""The codecs of a router. Its weights are a softmax of the chosen scores, or of all; of sigmoids they add up to 1."""
 
 
 # --- how experts are stored ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.model.codec import Codec, Context, Spelled, scalar
+from formats.model.codec import Codec, Context, Spelled
 from formats.model.spec import ModelSpec, real
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -30,6 +30,8 @@ YARN = {
 """Parameter of transformers' YaRN: argument."""
 LATENT = {name: key.removeprefix("yarn_") for name, key in YARN.items() if name != "truncate"}
 """The same with multi-latent attention, which always truncates (transformer/multi_latent_attention.py)."""
+OR_NONE = ("beta_fast", "beta_slow")
+"""What transformers takes a 0 of for none."""
 DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """What both assume."""
 NO_SCALE = {"mscale": 1.0, "mscale_all_dim": 0.0}
@@ -54,27 +56,27 @@ def plain(scaling: Mapping[str, Any], positions: int | None) -> dict[str, Any]:
     Where transformers is not told the original length, it is the number of positions (`standardize_rope_params`).
     """
     kind = str(scaling.get("rope_type"))
-    said = {name: value for name, value in scaling.items() if value is not None and name not in INERT.get(kind, ())}
+    params = {name: value for name, value in scaling.items() if value is not None and name not in INERT.get(kind, ())}
     if kind == "llama3" and positions is not None:
-        said.setdefault("original_max_position_embeddings", positions)
-    if kind == "llama3" and said.keys() == {"rope_type", "factor", *LLAMA3_SCALING}:
-        numbers = [said[name] for name in ("factor", *LLAMA3_SCALING)]
-        if all(type(one) in (int, float) and one > 0 for one in numbers):
-            times = said["low_freq_factor"] / LLAMA3_SCALING["low_freq_factor"]
-            if all(math.isclose(said[name], value * times) for name, value in LLAMA3_SCALING.items()):
-                said |= LLAMA3_SCALING
-    return said
+        params.setdefault("original_max_position_embeddings", positions)
+    if kind == "llama3" and params.keys() == {"rope_type", "factor", *LLAMA3_SCALING}:
+        numbers = [params[name] for name in ("factor", *LLAMA3_SCALING)]
+        if all(type(number) in (int, float) and number > 0 for number in numbers):
+            times = params["low_freq_factor"] / LLAMA3_SCALING["low_freq_factor"]
+            if all(math.isclose(params[name], value * times) for name, value in LLAMA3_SCALING.items()):
+                params |= LLAMA3_SCALING
+    return params
 
 
 def _meant(scaling: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a YaRN, without those that say nothing: `finetuned`, and the attention_factor of its paper."""
-    said = {name: value for name, value in scaling.items() if value is not None and name != "finetuned"}
-    match said:
+    params = {name: value for name, value in scaling.items() if value is not None and name != "finetuned"}
+    match params:
         case {"factor": int() | float() as factor, "attention_factor": float() as scale}:
-            usual = factor > 1 and not all(said.get(name) for name in NO_SCALE)
+            usual = factor > 1 and not all(params.get(name) for name in NO_SCALE)
             if usual and math.isclose(scale, 0.1 * math.log(factor) + 1):
-                del said["attention_factor"]
-    return said
+                del params["attention_factor"]
+    return params
 
 
 def yarn(scaling: Mapping[str, Any], names: Mapping[str, str], positions: int | None) -> dict[str, Any] | None:
@@ -82,35 +84,30 @@ def yarn(scaling: Mapping[str, Any], names: Mapping[str, str], positions: int | 
 
     Without an original length it is `positions` (transformers 5.23.0, `standardize_rope_params`).
     """
-    said = {"original_max_position_embeddings": positions, **_meant(scaling)}
-    said = {
-        name: value for name, value in said.items() if value or name not in ("beta_fast", "beta_slow")
-    }  # 0: as none
-    if said.pop("rope_type") != "yarn" or not said.keys() <= YARN.keys():
+    params = {"original_max_position_embeddings": positions, **_meant(scaling)}
+    params = {name: value for name, value in params.items() if value or name not in OR_NONE}
+    if params.pop("rope_type") != "yarn" or not params.keys() <= YARN.keys():
         return None
-    scale = all(said.get(name) for name in NO_SCALE)
-    said = {**DEFAULTS, **said, **({} if scale else NO_SCALE)}
-    numbers = [said.get(name) for name in YARN if name != "truncate"]
-    if not all(type(one) in (int, float) for one in numbers) or said["factor"] <= 1:
-        return None
-    if type(said["original_max_position_embeddings"]) is not int or type(said["truncate"]) is not bool:
-        return None
-    if "truncate" not in names and not said["truncate"]:
-        return None
-    return {key: said[name] for name, key in names.items()}
+    scale = all(params.get(name) for name in NO_SCALE)
+    params = {**DEFAULTS, **params, **({} if scale else NO_SCALE)}
+    numbers = [params.get(name) for name in YARN if name != "truncate"]
+    known = all(type(number) in (int, float) for number in numbers) and params["factor"] > 1
+    known = known and type(params["original_max_position_embeddings"]) is int and type(params["truncate"]) is bool
+    written = "truncate" in names or params["truncate"]
+    return {key: params[name] for name, key in names.items()} if known and written else None
 
 
 def _read_yarn(args: Mapping[str, Any], names: Mapping[str, str], where: str) -> Mapping[str, Any]:
     """YaRN's parameters; what Megatron assumes of one that is None is in `_apply_yarn_config_from_args`."""
-    said: dict[str, Any] = {name: args.get(key) for name, key in names.items()}
-    said |= {name: value for name, value in ASSUMED.items() if said.get(name) is None}
+    params: dict[str, Any] = {name: args.get(key) for name, key in names.items()}
+    params |= {name: value for name, value in ASSUMED.items() if params.get(name) is None}
     for name in ("factor", "beta_fast", "beta_slow"):
-        said[name] = real(said[name], names[name], where)
-    scale = {name: said.pop(name) for name in NO_SCALE}
-    said |= {} if scale == NO_SCALE else scale
-    scaling = {"rope_type": "yarn", **said}
+        params[name] = real(params[name], names[name], where)
+    scale = {name: params.pop(name) for name in NO_SCALE}
+    params |= {} if scale == NO_SCALE else scale
+    scaling = {"rope_type": "yarn", **params}
     if yarn(scaling, names, None) is None or not (scale == NO_SCALE or all(scale.values())):
-        raise UnsupportedError(f"{where}: YaRN with {short(said)} has no counterpart in transformers")
+        raise UnsupportedError(f"{where}: YaRN with {short(params)} has no counterpart in transformers")
     return scaling
 
 
@@ -122,16 +119,16 @@ def direct(*_: str) -> Codec:
         kind, linear = args.get("position_embedding_type"), args.get("rotary_seq_len_interpolation_factor")
         if kind == "none":
             raise UnsupportedError(f"{where}: nothing rotates")
+        fraction, llama3 = args.get("rotary_percent"), args.get("use_rope_scaling")
+        if kind == "yarn" and fraction not in (None, 1.0):  # which its class does not heed
+            raise UnsupportedError(f"{where}: YaRN with rotary_percent = {short(fraction)} is not supported")
         if kind == "yarn":
-            if args.get("rotary_percent") not in (None, 1.0):  # which its class does not heed
-                fraction = short(args["rotary_percent"])
-                raise UnsupportedError(f"{where}: YaRN with rotary_percent = {fraction} is not supported")
             return _read_yarn(args, YARN, where)
-        if args.get("use_rope_scaling") and linear is not None:  # since 0.19 it is scaled by both
+        if llama3 and linear is not None:  # since 0.19 it is scaled by both
             raise UnsupportedError(
                 f"{where}: use_rope_scaling with rotary_seq_len_interpolation_factor is not supported"
             )
-        if args.get("use_rope_scaling"):
+        if llama3:
             factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
             return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
         if linear is not None:
@@ -210,7 +207,6 @@ def as_config(scaling: Mapping[str, Any] | None, base: ModelSpec | None) -> Mapp
     return base.rope_scaling if same else scaling
 
 
-def base(key: str) -> Codec:
-    """The base, 10000 where positions are learned; a whole number is written as such."""
-    spelled = lambda theta, _: 10000 if theta is None else int(theta) if theta == int(theta) else theta  # noqa: E731
-    return scalar(key, lambda theta, _: theta, spelled)
+def write_base(theta: Any, _: Context) -> Any:
+    """The base, a whole number as such; 10000 where positions are learned, which heeds none."""
+    return 10000 if theta is None else int(theta) if theta == int(theta) else theta

@@ -79,15 +79,15 @@ max_positions     max_position_embeddings
 norm_epsilon      layernorm_epsilon
 rope_theta        rope_theta                     or 10000
 sliding_window    sliding_window_size
--                 glu_activation                 swiglu
--                 use_rms_norm                   true
--                 position_embedding_type        rotary
+-                 glu_activation                 = "swiglu"
+-                 use_rms_norm                   = true
+-                 position_embedding_type        = "rotary"
 tied              tie_embed_logits               never
--                 use_bias                       false
--                 use_post_ln                    false
--                 parallel_attn                  false
--                 parallel_layernorm             false
--                 apply_residual_connection_post_layernorm    false
+-                 use_bias                       = false
+-                 use_post_ln                    = false
+-                 parallel_attn                  = false
+-                 parallel_layernorm             = false
+-                 apply_residual_connection_post_layernorm    = false
 rope_scaling      rope_scaling_factor            linear
 vocab             true_vocab_size
 """,
@@ -97,11 +97,8 @@ vocab             true_vocab_size
         "or 10000": one(
             lambda value, _: value or LOST["rope_theta"]
         ),  # the parser's default, where Llama's is left out
-        "swiglu": only("swiglu"),
-        "true": only(True),
-        "false": only(False),
+        **only(True, False, "swiglu", "rotary"),
         "never": choice((False, False)),
-        "rotary": only("rotary"),
         "linear": one(_read_scaling, lambda scaling, _: (scaling or {}).get("factor", 1.0)),
     },
 )
@@ -111,17 +108,14 @@ and Mistral assert (model/llama_model.py)."""
 ONLY_SAID = ("glu_activation", "use_rms_norm", "position_embedding_type", "tie_embed_logits")
 """Arguments whose default is another model: they have to be there."""
 
-OWN = (
-    "num_attention_heads_kv", "rope_theta", "sliding_window_size", "glu_activation", "use_rms_norm", "use_bias",
-    "use_post_ln", "parallel_attn", "parallel_layernorm", "tie_embed_logits",
-)  # fmt: skip
-"""The arguments of layout and computation that Megatron-LM never had: settings, and those with one value."""
+OWN = {name for row in TABLE for names in row.keys for name in names}
+"""The arguments of layout and computation; many of them Megatron-LM never had."""
 
 RUN = """
 bias_droput_fusion data_type lima_dropout load_iters loss_role metrics model_name new_tokens packed_input
 scalar_loss_mask skip_iters vocab_extra_ids_list wandb_api_key wandb_id wandb_logger wandb_resume
 """
-"""Its other arguments that Megatron-LM never had: settings of a run."""
+"""Its arguments that Megatron-LM never had, but for those of the table: settings of a run."""
 
 WINDOW = 4096
 """finetune.py sets this window in every model that it is told to be a `mistral`."""
@@ -161,10 +155,9 @@ def from_args(
     plain = {**dict.fromkeys(ONLY_SAID), **args}
     if _is_rotary(args.get("position_embedding_type")):
         plain["position_embedding_type"] = "rotary"
-    own, judged = {*OWN, *RUN.split()}, {key for row in TABLE if row.setting == "-" for (key,) in row.keys}
-    notes = fields.require_understood(
-        args, where, understood={*judged, "tie_embed_logits"}, own=own, accept=settings.accept
-    )
+    own = {*OWN, *RUN.split()}
+    judged = {name for row in TABLE if row.setting == "-" for names in row.keys for name in names}
+    notes = fields.require_understood(args, where, understood=judged, own=own, accept=settings.accept)
     values = read(TABLE, plain, (), where)
     if args.get("perform_initialization") is False:  # nobody but the re-sharder asks for that
         forgotten = [name for name, default in LOST.items() if values[name] == default]

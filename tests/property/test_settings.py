@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from formats.checkpoint import Settings
 from formats.deepspeed.neox import yml as neox_args
@@ -86,6 +87,8 @@ FORMATS = {
         examples=100,
     ),
 }
+SETTINGS = ("rope_theta", "rope_scaling", "tied", "norm_epsilon", "activation", "own", "rotary_fraction")
+"""Settings that any two models of a family can have of each other."""
 ALIKE = {"family", "biases", "own", "activation", "rope_scaling", "notes"}
 """What a format that names no family may tell otherwise without a config, if it computes the same."""
 
@@ -162,6 +165,29 @@ def test_from_other_formats(form, name):
         assert alike(bare.rope_scaling, spec.rope_scaling)
 
     comes_back()
+
+
+TAKEN = {"max_positions", "ffn"}
+"""Settings that a reader takes from the config: a limit of what rotates, and the width of no MLP."""
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FORMATS[CORE].may_hold(FAMILIES[name])])
+def test_with_the_config_of_another_model_it_is_refused_or_the_same(name):
+    """What is read is never another model than the one that was written, whatever config travels along."""
+
+    @BOUNDED
+    @given(spec=specs(FAMILIES[name]), other=specs(FAMILIES[name]), both=st.sets(st.sampled_from(SETTINGS)))
+    def never_another(spec: ModelSpec, other: ModelSpec, both: set[str]) -> None:
+        base = replace(spec, **{setting: getattr(other, setting) for setting in SETTINGS if setting not in both})
+        said = written(FORMATS[CORE], spec)
+        if said is None:
+            return
+        with suppress(RefusedError):
+            back = FORMATS[CORE].read(said, base)
+            taken = {setting: getattr(spec, setting) for setting in TAKEN}
+            assert FORMATS[CORE].write(replace(back, **taken)) == said
+
+    never_another()
 
 
 # --- the strategy ----------------------------------------------------------------------------------------------------

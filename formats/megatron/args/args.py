@@ -11,7 +11,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import family_named
-from formats.megatron.args import ambiguous, fields, mlp, rope
+from formats.megatron.args import ambiguous, fields, mlp
 from formats.megatron.args.fitting import fitting
 from formats.megatron.args.table import MARKS, TABLE, conditions, described, marks, values_of
 from formats.model.codec import read, write
@@ -19,8 +19,8 @@ from formats.model.spec import EXPERTS, FIXED, ModelSpec, checked, differences, 
 
 SCALING = [row for row in TABLE if row.setting == "rope_scaling"]
 READ = [row for row in TABLE if row not in SCALING]
-ALIKE = ("activation", "own")
-"""Settings of which the spelling of the config counts, where it means the same."""
+ALIKE = ("activation", "rope_scaling")
+"""Settings that Megatron spells in fewer ways than a config, as are those of `own`."""
 
 
 def from_megatron(
@@ -59,7 +59,8 @@ def from_megatron(
     notes += mlp.clamped(args, accept, where) if "sinks" in traits and not settled else []
 
     def scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        return rope.as_config(read(SCALING, args, holding, where)["rope_scaling"], base)
+        scaling: Mapping[str, Any] | None = read(SCALING, args, holding, where)["rope_scaling"]
+        return scaling
 
     if "rope_scaling" not in settings:
         values["rope_scaling"] = scaling(args) if settled else ambiguous.rope_scaling(args, scaling, base, where)
@@ -67,6 +68,7 @@ def from_megatron(
         values |= dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"))
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
     values["vocab"] = values["vocab"] or (base.vocab if base else None)
+    values = _as_in_config(values, holding, base) if base else values
     return agreed(values | {"notes": notes}, holding, settings, base, where)
 
 
@@ -100,8 +102,6 @@ def agreed(
         whole(values["sliding_window"], "sliding_window", where)
     values["family"], values["biases"] = fitting(values, holding, base, where)
     values = _as_in_family(values, settings, base, where)
-    if base:
-        values |= _as_in_config(values, holding, settings, base)
     notes = [*values.get("notes", ())]
     rotary = family_named(values["family"]).rope_theta is not None  # otherwise there is a weight for each position
     if rotary and base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
@@ -146,17 +146,16 @@ def _as_in_family(
     return values | {name: None for name in EXPERTS if name not in keys}
 
 
-def _as_in_config(
-    values: Mapping[str, Any], holding: Collection[str], settings: Mapping[str, Any], base: ModelSpec
-) -> dict[str, Any]:
-    """The settings of `ALIKE` as the config spells them, where both are written the same."""
-    same = dict[str, Any]()
-    for setting in {name for name in ALIKE if getattr(base, name) and name not in settings}:
-        rows = [row for row in TABLE if row.setting in (base.own if setting == "own" else (setting,))]
-        with suppress(RefusedError):
-            if write(rows, values_of(base), holding, "") == write(rows, values, holding, ""):
-                same[setting] = getattr(base, setting)
-    return same
+def _as_in_config(values: Mapping[str, Any], holding: Collection[str], base: ModelSpec) -> dict[str, Any]:
+    """The settings, those of `ALIKE` as the config spells them where it is written the same."""
+    known, spelled = values_of(base), dict(values)
+    for row in TABLE:
+        if row.setting in (*ALIKE, *base.own) and row.setting in values:
+            with suppress(RefusedError):
+                ours = write([row], values, holding, "")
+                if ours and ours == write([row], known, holding, ""):  # nothing is written by a row that does not hold
+                    spelled[row.setting] = known[row.setting]
+    return spelled
 
 
 def to_megatron(spec: ModelSpec) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -42,9 +43,9 @@ def choice(*spellings: tuple[Any, Any]) -> Maker:
     return of
 
 
-def only(value: Any) -> Maker:
-    """One key that has one value."""
-    return choice((value, None))
+def only(*values: Any) -> dict[str, Maker]:
+    """One key that has one value: `= VALUE`, in JSON."""
+    return {f"= {json.dumps(value)}": choice((value, None)) for value in values}
 
 
 def switch(*allowed: bool, opposite: Collection[str] = ()) -> Maker:

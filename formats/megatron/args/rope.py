@@ -13,7 +13,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.model.codec import Codec, Context, Spelled
-from formats.model.spec import ModelSpec, real
+from formats.model.spec import real
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core fixes of the llama3 rope scaling."""
@@ -139,7 +139,7 @@ def direct(*_: str) -> Codec:
         positions = context.values["max_positions"]
         scaling = plain(value or {}, positions)
         factor, turned = scaling.get("factor"), yarn(scaling, YARN, positions) if scaling else None
-        whole_heads = context.values["rotary_fraction"] == 1.0  # its class turns all of a head
+        whole_heads = context.values["rotary_fraction"] in (None, 1.0)  # its class turns all of a head
         number = type(factor) in (int, float)
         match scaling.pop("rope_type", None):
             case None:
@@ -193,18 +193,6 @@ def latent(*_: str) -> Codec:
         return {"rope_type": "yarn", **turned}
 
     return Codec(read, write)
-
-
-def as_config(scaling: Mapping[str, Any] | None, base: ModelSpec | None) -> Mapping[str, Any] | None:
-    """A rope scaling of args, as the config that travels along spells it where that means the same."""
-    if not (scaling and base and base.rope_scaling):
-        return scaling
-    names = LATENT if base.latent_rank else YARN
-    if scaling["rope_type"] == "yarn":
-        same = yarn(base.rope_scaling, names, base.max_positions) == yarn(scaling, names, None)
-    else:
-        same = plain(base.rope_scaling, base.max_positions) == scaling
-    return base.rope_scaling if same else scaling
 
 
 def write_base(theta: Any, _: Context) -> Any:

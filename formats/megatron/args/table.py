@@ -29,16 +29,16 @@ norm_epsilon       layernorm_epsilon|norm_epsilon
 norm_epsilon       layernorm_epsilon|norm_epsilon                  latent epsilon           latent
 rope_theta         rotary_base                                     base
 rotary_fraction    rotary_percent
--                  swiglu                                          true                     gated
--                  swiglu                                          false                    ungated
--                  swiglu                                          false                    sinks
+-                  swiglu                                          = true                   gated
+-                  swiglu                                          = false                  ungated
+-                  swiglu                                          = false                  sinks
 layer_norm         normalization                                   RMSNorm                  gated
 layer_norm         normalization                                   LayerNorm or RMSNorm     ungated
 layer_norm         normalization                                   RMSNorm                  sinks
 every_bias         add_bias_linear disable_bias_linear             some biases              gated
 every_bias         add_bias_linear disable_bias_linear             biases or not            ungated
 every_bias         add_bias_linear disable_bias_linear             biases                   sinks
--                  openai_gelu                                     false                    ungated
+-                  openai_gelu                                     = false                  ungated
 activation         squared_relu bias_gelu_fusion                   activation               ungated
 centred            apply_layernorm_1p layernorm_zero_centered_gamma  centred                  ungated
 experts            num_experts
@@ -61,7 +61,7 @@ dense_layers       moe_layer_freq                                  no experts   
 tied               untie_embeddings_and_output_weights             opposite
 qkv_bias           add_qkv_bias                                    qkv bias
 qk_norm            qk_layernorm                                    on                       direct
--                  qk_layernorm                                    true                     latent
+-                  qk_layernorm                                    = true                   latent
 nope_layers        no_rope_freq                                    no rope
 sliding_window     window_size                                     window
 full_layers        window_attn_skip_freq window_size               no window
@@ -70,18 +70,18 @@ full_layers        window_attn_skip_freq window_size               no window
 vocab              true_vocab_size
 rope_scaling       {rope.DIRECT_KEYS}                              rope scaling             direct
 -                  {" ".join(rope.NONE)}                           no scaling               latent
--                  multi_latent_attention                          true                     latent
--                  position_embedding_type                         rope                     latent
--                  rotary_percent                                  1.0                      latent
+-                  multi_latent_attention                          = true                   latent
+-                  position_embedding_type                         = "rope"                 latent
+-                  rotary_percent                                  = 1.0                    latent
 query_rank         q_lora_rank                                     same                     latent
 latent_rank        kv_lora_rank                                    same                     latent
 nope_dim           qk_head_dim                                     same                     latent
 rope_dim           qk_pos_emb_head_dim                             same                     latent
 head_dim           v_head_dim                                      same                     latent
 rope_scaling       {rope.LATENT_KEYS}                              latent scaling           latent
--                  quick_geglu                                     true                     sinks
--                  glu_linear_offset                               1.0                      sinks
--                  softmax_type                                    learnable                sinks
+-                  quick_geglu                                     = true                   sinks
+-                  glu_linear_offset                               = 1.0                    sinks
+-                  softmax_type                                    = "learnable"            sinks
 -                  bias_gelu_fusion                                fusion                   sinks
 swiglu_alpha       -                                               gain                     sinks
 swiglu_limit       activation_func_clamp_value                     clamp                    sinks
@@ -108,11 +108,7 @@ TABLE = rows(
         **moe.CODECS,
         "same": same,
         "opposite": opposite,
-        "true": only(True),
-        "false": only(False),
-        "1.0": only(1.0),
-        "rope": only("rope"),
-        "learnable": only("learnable"),
+        **only(True, False, 1.0, "rope", "learnable"),
         "RMSNorm": choice(("RMSNorm", False)),
         "LayerNorm or RMSNorm": choice(("LayerNorm", True), ("RMSNorm", False)),
         "fusion": choice((True, None), (False, None)),

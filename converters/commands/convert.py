@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from converters.plan.plan import Plan
     from converters.plan.request import Request
     from formats.checkpoint import Checkpoint
-    from formats.megatron.args.args import Options
+    from formats.megatron.args.options import Options
 
 USE_HF2MEGATRON = "any other format to Megatron is `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
@@ -154,7 +154,7 @@ def _dialect(options: Mapping[str, Any], known: str = "") -> str:
 
 def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) -> Options:
     """How the Megatron folder is to be written. A pipeline layout says itself how many virtual chunks there are."""
-    from formats.megatron.args.args import Options
+    from formats.megatron.args.options import Options
     from formats.megatron.pipeline import virtual_chunks
 
     ends, layout = (options["first_stage_layers"], options["last_stage_layers"]), options["pp_layout"]

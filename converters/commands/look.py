@@ -87,7 +87,7 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     from converters.plan.request import Request
     from converters.plan.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
     from formats.deepspeed.neox import writer as neox_writer
-    from formats.megatron.args.args import Options
+    from formats.megatron.args.options import Options
 
     known = {*TARGETS[to].writer_options}.difference(OF_CORE if to == LLM else ())
     for name in [name for name in MEGATRON.writer_options if name in options]:

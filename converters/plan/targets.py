@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from converters.assets.chat_template import Applied
     from formats import optimizer
     from formats.deepspeed.neox import writer as neox_writer
-    from formats.megatron.args.args import Options
+    from formats.megatron.args.options import Options
     from formats.megatron.optimizer import Optimizer
 
 SHARD_SIZE = 5 * 10**9
@@ -98,7 +98,7 @@ def plan_megatron(
     from formats.megatron import classic as megatron
     from formats.megatron import megatron_llm, torch_dist
     from formats.megatron.args import flags
-    from formats.megatron.args.args import DIST
+    from formats.megatron.args.options import DIST
     from formats.megatron.details import Megatron
 
     if isinstance(source.spec, Verbatim):

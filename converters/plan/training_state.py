@@ -16,7 +16,7 @@ from formats.fsdp import optimizer as fsdp_optim
 from formats.layout.table import ORIGINAL, Placed
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import optimizer_reader, portable_optimizer
-from formats.megatron.args.args import Options
+from formats.megatron.args.options import Options
 from formats.megatron.optimizer import Optimizer as Native
 from formats.megatron.optimizer import of_kind
 from formats.megatron.torch_dist import OPTIMIZER

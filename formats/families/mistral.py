@@ -7,6 +7,7 @@ from formats.layout.table import BIASES, without
 FAMILY = Family(
     name="mistral",
     architecture="MistralForCausalLM",
+    general=True,
     table=without(TABLE, BIASES),
     requires={"hidden_act": "silu"},
     window="sliding_window",

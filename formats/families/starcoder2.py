@@ -29,6 +29,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="starcoder2",
     architecture="Starcoder2ForCausalLM",
+    general=True,
     table=TABLE,
     requires={"use_bias": True},
     window="sliding_window",

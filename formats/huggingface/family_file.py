@@ -50,6 +50,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "ffn_ratio": (int,),
     "mha": (bool,),
     "centred": (bool,),
+    "general": (bool,),
     "window": (str,),
     "window_default": (int,),
     "keys": (dict,),
@@ -274,9 +275,9 @@ def _check_table(family: Family, path: Path) -> None:
     used = {name for rule in family.tensors for name in rule.conditions}
     if used & {"parallel", "serial"} and residuals == [set()]:
         raise UsageError(f"{path}: lines that are {used & {'parallel', 'serial'}} need the key parallel_residual")
-    if not family.facts.experts and used & OF_EXPERTS:
+    if "moe" not in family.traits and used & OF_EXPERTS:
         raise UsageError(f"{path}: without a router no line can be {min(used & OF_EXPERTS)}")
-    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if family.facts.experts else [set[str]()]
+    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else [set[str]()]
     if "query_rank" not in family.keys and used & OF_QUERIES:
         raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
     queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
@@ -314,7 +315,7 @@ def _check_settings(family: Family, path: Path) -> None:
     for name, key in family.keys.items():
         if not isinstance(key, str) or (not key and name not in ("kv_heads", "head_dim")):
             raise UsageError(f"{path}: keys.{name} = {short(key)} is no key of a config")
-    if family.facts.experts and not ({"experts", "top_k"} <= set(family.keys) and family.router in ROUTERS):
+    if "moe" in family.traits and not ({"experts", "top_k"} <= set(family.keys) and family.router in ROUTERS):
         raise UsageError(
             f"{path}: a mixture of experts needs keys.experts, keys.top_k and router = {' or '.join(ROUTERS)}"
         )
@@ -322,7 +323,7 @@ def _check_settings(family: Family, path: Path) -> None:
         raise UsageError(f"{path}: keys has rotary_fraction, and defaults has none")
     if "rotary_fraction" in family.keys and False in _orders(family, "half", "pair"):
         raise UsageError(f"{path}: a head that rotates in part is `half pair`, no table can turn it into `pair half`")
-    if family.facts.learned and family.rope_theta is not None:
+    if "learned" in family.traits and family.rope_theta is not None:
         raise UsageError(f"{path}: its positions are learned, so rope_theta has to be {NONE!r}")
 
 
@@ -335,10 +336,10 @@ def _check_megatron(family: Family, path: Path) -> None:
     if family.only_here:
         return
     known = {one.holds: set(one.own) for one in FAMILIES.values() if not one.only_here}
-    own, plain = known.get(family.holds, set()), family.facts.plain
+    own, plain = known.get(family.holds, set()), "ungated" in family.traits
     reasons = {
         "no family that Megatron has is made of these tensors": family.holds not in known,
-        "nothing rotates and no position is learned": family.rope_theta is None and not family.facts.learned,
+        "nothing rotates and no position is learned": family.rope_theta is None and "learned" not in family.traits,
         "no other format has the keys in own": bool(set(family.own) - own),
         f"its own lacks {', '.join(sorted(own))}": bool(own - set(family.own)),
         "its residual may be parallel": "parallel_residual" in family.keys,

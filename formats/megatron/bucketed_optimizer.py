@@ -26,8 +26,8 @@ from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError
 from formats.layout.table import Cut, Placed, Slot
 from formats.megatron import chained_optimizer
-from formats.megatron.args.args import Options
 from formats.megatron.args.moe import interleaves_of
+from formats.megatron.args.options import Options
 from formats.megatron.chained_optimizer import CHAINED, Parameter, joined, same_scaler
 from formats.megatron.classic import MCORE, parameters_of, slots_of
 from formats.megatron.details import Megatron

@@ -28,7 +28,8 @@ from formats.layout.table import Place, Rule, Slot, match, rules, slots
 from formats.megatron import MEGATRON, megatron_llm
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, mla
-from formats.megatron.args.args import CORE, DIST, Options, from_megatron, main_dtype, namespace
+from formats.megatron.args.args import from_megatron
+from formats.megatron.args.options import CORE, DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import Parameter, spread
 from formats.megatron.details import details
 from formats.megatron.folders import TRACKER, locate, name_of

@@ -19,7 +19,7 @@ from formats.layout.pieces import spread
 from formats.layout.table import ALONE, Place, Placed, match
 from formats.layout.tensors import BUFFERS
 from formats.megatron import bucketed_optimizer, common_state, torch_dist
-from formats.megatron.args.args import CORE, DIST
+from formats.megatron.args.options import CORE, DIST
 from formats.megatron.chained_optimizer import CHAINED, apart, decays, entries, is_spread, joined, repeated, same_scaler
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name

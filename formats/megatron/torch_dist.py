@@ -38,8 +38,8 @@ from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, mla
-from formats.megatron.args.args import DIST, Options, namespace
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
+from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
 from formats.megatron.classic import FLAGS, MCORE, assets_of, spec_of, topology_of
 from formats.megatron.details import details
@@ -378,10 +378,10 @@ def _states_of(optimizer: Optimizer, held: Sequence[dcp_writer.Stored]) -> Itera
 def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
     """The names of the `_extra_state` entries that megatron-core asks for, of local or Transformer Engine's layers."""
     te, family = norm == "te", family_named(spec.family)
-    attention = mla.states(spec, te=te) if family.facts.latent else STATES
-    every = [*attention, *(TE_STATES if te else ()), *(TE_NORMS if te and family.facts.qk_norm else ())]
+    attention = mla.states(spec, te=te) if "latent" in family.traits else STATES
+    every = [*attention, *(TE_STATES if te else ()), *(TE_NORMS if te and "qk_norm" in family.traits else ())]
     sparse = ["pre_mlp_layernorm"] if te else []
-    sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_up" in family.facts.experts else []
+    sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_experts" in family.traits else []
     for layer in range(spec.layers):
         place, number = (f"{LAYERS}{layer}.", "0_1") if spec.mixed else (LAYERS, f"{layer}_{spec.layers}")
         experts = layer in spec.sparse_layers

@@ -7,6 +7,7 @@
 
 Columns are separated by two or more spaces: the setting, its keys, the codec, the condition under which the row holds.
 A space separates keys that together spell one setting, `|` names of one key: a reader takes the first that has a value.
+`-` is no key: the setting follows from others; or no setting: the keys follow from others.
 A codec is two small functions, each the inverse of the other; nobody writes the inverse of a table. The property tests
 (`tests/property/test_settings.py`) go through every row in both directions.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Spelled = Mapping[str, Any]
@@ -28,7 +28,7 @@ class Context(NamedTuple):
     Attributes:
         values: the settings of the rows above when reading, all settings when writing.
         where: what to call the file in an error.
-        file: all keys of the file that is read, or that what is written goes into.
+        file: all keys of the file that is read, or in which the written ones will be put.
         notes: a reader adds to them what it took from a documented default.
     """
 
@@ -95,7 +95,7 @@ def rows(table: str, codecs: Mapping[str, Maker]) -> tuple[Row, ...]:
     parsed = []
     for line in table.strip().splitlines():
         setting, spelling, codec, condition = (*re.split(r"\s{2,}", line.strip()), "", "")[:4]
-        keys = tuple(tuple(key.split("|")) for key in spelling.split())
+        keys = tuple(tuple(key.split("|")) for key in spelling.split() if key != "-")
         parsed.append(Row(setting, keys, {"": same, **codecs}[codec](*(names[0] for names in keys)), condition))
     return tuple(parsed)
 
@@ -105,14 +105,20 @@ def read(
     spelled: Spelled,
     conditions: Collection[str],
     where: str,
-    known: Mapping[str, Any] = MappingProxyType({}),
+    known: Mapping[str, Any] | None = None,
     notes: list[str] | None = None,
 ) -> dict[str, Any]:
     """The settings of the rows that hold, from a framework's keys; a codec raises what its keys say wrongly.
 
-    `known` are settings without a row, which codecs may look at; `notes` get what came from a documented default.
+    Args:
+        table: the rows.
+        spelled: the keys and their values.
+        conditions: those that hold.
+        where: what to call the file in an error.
+        known: settings that have no row, for the codecs to look at.
+        notes: gets what a codec took from a documented default.
     """
-    values: dict[str, Any] = dict(known)
+    values: dict[str, Any] = dict(known or {})
     context = Context(values, where, spelled, [] if notes is None else notes)
     for row in table:
         if not row.condition or row.condition in conditions:
@@ -122,7 +128,8 @@ def read(
                 for name in reversed(names)
                 if spelled.get(name) is not None
             }
-            values[row.setting] = row.codec.read(given, context)
+            setting = row.codec.read(given, context)
+            values |= {row.setting: setting} if row.setting != "-" else {}
     return values
 
 
@@ -131,11 +138,11 @@ def write(
     values: Mapping[str, Any],
     conditions: Collection[str],
     where: str,
-    file: Spelled = MappingProxyType({}),
+    file: Spelled | None = None,
 ) -> dict[str, Any]:
     """The keys of the rows that hold, for the settings of a model, under each of their names; `file` will hold them."""
     spelled: dict[str, Any] = {}
-    context = Context(values, where, file, [])
+    context = Context(values, where, file or {}, [])
     for row in table:
         if not row.condition or row.condition in conditions:
             written = row.codec.write(values.get(row.setting), context)

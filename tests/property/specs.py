@@ -83,9 +83,9 @@ def config_value(key: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
 @st.composite
 def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     """A model of a family."""
-    keys, facts = {**USUAL, **family.keys}, family.facts
+    keys, traits = {**USUAL, **family.keys}, family.traits
     layers, groups = draw(st.integers(1, 6)), draw(st.sampled_from([2, 1, 4]))
-    heads = groups if facts.latent else groups * draw(st.sampled_from([1, 2, 3]))
+    heads = groups if "latent" in traits else groups * draw(st.sampled_from([1, 2, 3]))
     if not keys["kv_heads"]:
         groups = family.defaults.get("kv_heads", heads)
     head_dim = 2 * draw(st.integers(1, 32))
@@ -111,7 +111,7 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     if family.rope_theta is not None:
         values["rope_theta"] = draw(st.sampled_from([10000.0, 5e5, 1234.5]))
         values["rope_scaling"] = draw(st.one_of(SCALINGS)) if draw(st.booleans()) else None
-    needed = {*family.keys, *(("experts", "top_k") if facts.experts else ())}
+    needed = {*family.keys, *(("experts", "top_k") if "moe" in traits else ())}
     values |= {name: draw(choice) for name, choice in choices.items() if name in needed}
     if "router_top_groups" in keys:
         most = values["router_groups"]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from formats.checkpoint import Settings
 from formats.deepspeed.neox import yml as neox_args
@@ -26,8 +27,8 @@ from formats.families.family import Family
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.rope import PARTIAL, SCALING
 from formats.megatron import megatron_llm
-from formats.megatron.args import args as megatron_args
-from formats.megatron.args.args import CORE, Options
+from formats.megatron.args.args import from_megatron
+from formats.megatron.args.options import CORE, Options, namespace
 from formats.megatron.classic import topology_of
 from formats.model.spec import ModelSpec
 from tests.property.specs import specs
@@ -49,7 +50,7 @@ class Format(NamedTuple):
 def write_megatron(spec: ModelSpec) -> Spoken:
     """The args of a classic checkpoint."""
     padded = topology_of(spec, Options())[1]
-    return megatron_args.namespace(spec, ["BF16"], Options(), padded, {}, None)
+    return namespace(spec, ["BF16"], Options(), padded, {}, None)
 
 
 def write_megatron_llm(spec: ModelSpec) -> Spoken:
@@ -69,7 +70,7 @@ def write_neox(spec: ModelSpec) -> Spoken:
 FORMATS = {
     CORE: Format(
         write_megatron,
-        lambda args, base: megatron_args.from_megatron(args, {}, base, "args", settled=True),
+        lambda args, base: from_megatron(args, {}, base, "args", settled=True),
         lambda family: not family.only_here,
         examples=25,
     ),
@@ -88,6 +89,8 @@ FORMATS = {
         examples=100,
     ),
 }
+SETTINGS = ("rope_theta", "rope_scaling", "tied", "norm_epsilon", "activation", "own", "rotary_fraction")
+"""Settings that any two models of a family can have of each other."""
 ALIKE = {"family", "biases", "own", "activation", "rope_scaling", "notes"}
 """What a format that names no family may tell otherwise without a config, if it computes the same."""
 
@@ -164,6 +167,29 @@ def test_from_other_formats(form, name):
         assert alike(bare.rope_scaling, spec.rope_scaling)
 
     comes_back()
+
+
+TAKEN = {"max_positions", "ffn"}
+"""Settings that a reader takes from the config: a limit of what rotates, and the width of no MLP."""
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FORMATS[CORE].may_hold(FAMILIES[name])])
+def test_with_the_config_of_another_model_it_is_refused_or_the_same(name):
+    """What is read is never another model than the one that was written, whatever config travels along."""
+
+    @BOUNDED
+    @given(spec=specs(FAMILIES[name]), other=specs(FAMILIES[name]), both=st.sets(st.sampled_from(SETTINGS)))
+    def never_another(spec: ModelSpec, other: ModelSpec, both: set[str]) -> None:
+        base = replace(spec, **{setting: getattr(other, setting) for setting in SETTINGS if setting not in both})
+        said = written(FORMATS[CORE], spec)
+        if said is None:
+            return
+        with suppress(RefusedError):
+            back = FORMATS[CORE].read(said, base)
+            taken = {setting: getattr(spec, setting) for setting in TAKEN}
+            assert FORMATS[CORE].write(replace(back, **taken)) == said
+
+    never_another()
 
 
 # --- the strategy ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
 from formats.huggingface.config import from_huggingface, residue
 from formats.megatron import megatron_llm
-from formats.megatron.args.args import CORE, DIST, Options
+from formats.megatron.args.options import CORE, DIST, Options
 from formats.model.spec import differences
 from formats.registry import open_checkpoint
 from tests.models import ALTERNATING, LLAMA3, MODELS, PARTIAL, settings_of

@@ -23,7 +23,7 @@ from formats.families.family import Family
 from formats.layout.table import Rule, rules
 from formats.megatron.args import fields
 from formats.megatron.args.args import agreed
-from formats.megatron.args.codecs import choice, one, only
+from formats.megatron.args.codecs import choice, only, single
 from formats.megatron.args.options import Options, main_dtype
 from formats.megatron.args.table import conditions, described
 from formats.megatron.pipeline import Pipeline
@@ -93,14 +93,14 @@ rope_scaling      rope_scaling_factor            linear
 vocab             true_vocab_size
 """,
     {
-        "as heads": one(lambda value, context: value or context.values["heads"]),  # named where they differ
-        "hidden / heads": one(_read_head_dim),
-        "or 10000": one(
+        "as heads": single(lambda value, context: value or context.values["heads"]),  # named where they differ
+        "hidden / heads": single(_read_head_dim),
+        "or 10000": single(
             lambda value, _: value or LOST["rope_theta"]
         ),  # the parser's default, where Llama's is left out
         **only(True, False, "swiglu", "rotary"),
         "never": choice((False, False)),
-        "linear": one(_read_scaling, lambda scaling, _: (scaling or {}).get("factor", 1.0)),
+        "linear": single(_read_scaling, lambda scaling, _: (scaling or {}).get("factor", 1.0)),
     },
 )
 """Setting and argument (megatron/arguments.py). The values that change what the model computes are those that its Llama

@@ -59,8 +59,8 @@ def from_megatron(
     notes += mlp.clamped(args, accept, where) if "sinks" in traits and not settled else []
 
     def scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        scaling: Mapping[str, Any] | None = read(SCALING, args, holding, where)["rope_scaling"]
-        return scaling
+        values = read(SCALING, args, holding, where)
+        return values["rope_scaling"] or None
 
     if "rope_scaling" not in settings:
         values["rope_scaling"] = scaling(args) if settled else ambiguous.rope_scaling(args, scaling, base, where)

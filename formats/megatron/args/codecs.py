@@ -16,7 +16,7 @@ def cannot(context: Context, why: str) -> RefusedError:
     return RefusedError(f"megatron-core cannot compute this {context.values['family']}: {why}")
 
 
-def one(read: Value, write: Value = lambda value, _: value) -> Maker:
+def single(read: Value, write: Value = lambda value, _: value) -> Maker:
     """One key, None where it has no value. A row may name more, which are read."""
     return lambda key, *_: scalar(key, read, write)
 
@@ -38,7 +38,9 @@ def choice(*spellings: tuple[Any, Any]) -> Maker:
             only = f"{key} = {short(spelled)} is not supported, only {spellings[0][0]!r}"
             raise UnsupportedError(f"{context.where}: {only}")
 
-        return one(read, lambda value, _: next((known for known, of in spellings if of == value), spellings[0][0]))(key)
+        return single(read, lambda value, _: next((known for known, of in spellings if of == value), spellings[0][0]))(
+            key
+        )
 
     return of
 

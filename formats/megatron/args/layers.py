@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from formats.errors import UnsupportedError, short
-from formats.megatron.args.codecs import cannot, one
+from formats.megatron.args.codecs import cannot, single
 from formats.model.codec import Codec, Context, Maker
 from formats.model.spec import some_layers
 
@@ -44,7 +44,7 @@ def _named(
         def write(layers: Layers, context: Context) -> list[int] | int | None:
             return [flag if layer in layers else 1 - flag for layer in _layers(context)] if layers else absent
 
-        return one(read, write)(key)
+        return single(read, write)(key)
 
     return of
 
@@ -89,8 +89,8 @@ CODECS: Mapping[str, Maker] = {
     "no rope": _named(1, _last, int, bool, even=True),
     "no window": full,
     "no experts": _named(0, lambda layer, step: bool(layer % step), int, absent=1),
-    "kinds": one(_read_kinds, _write_kinds),
-    "window": one(_read_window, lambda tokens, _: None if tokens is None else (tokens - 1, 0)),
+    "kinds": single(_read_kinds, _write_kinds),
+    "window": single(_read_window, lambda tokens, _: None if tokens is None else (tokens - 1, 0)),
 }
 """Nothing rotates in layers with a 1, or in the last of each step. There are no experts in layers with a 0, or in all
 but the first of each step. Kinds are windows as a list of names, sliding and full in turn where a config has none. A

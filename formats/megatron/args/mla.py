@@ -15,7 +15,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import rules
-from formats.megatron.args.codecs import cannot, one
+from formats.megatron.args.codecs import cannot, single
 from formats.model.codec import Context
 from formats.model.spec import ModelSpec
 
@@ -49,7 +49,7 @@ def _write_epsilon(value: float, context: Context) -> float:
     return value
 
 
-epsilon = one(_read_epsilon, _write_epsilon)
+epsilon = single(_read_epsilon, _write_epsilon)
 
 
 def require_names(spec: ModelSpec, norm: str, tp: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import BIASES
-from formats.megatron.args.codecs import cannot, choice, one
+from formats.megatron.args.codecs import cannot, choice, single
 from formats.megatron.args.versions import version_of
 from formats.model.codec import Codec, Context, Spelled
 from formats.model.spec import real
@@ -40,7 +40,7 @@ def _write_qkv_bias(value: bool, context: Context) -> bool:
     return value and (context.values["sinks"] or not every)
 
 
-qkv_bias = one(lambda spelled, context: bool(spelled) or context.values["every_bias"], _write_qkv_bias)
+qkv_bias = single(lambda spelled, context: bool(spelled) or context.values["every_bias"], _write_qkv_bias)
 
 
 def activation(squared: str, fusion: str) -> Codec:
@@ -83,7 +83,7 @@ def _write_clamp(limit: Any, context: Context) -> float:
     return float(limit)
 
 
-clamp = one(lambda spelled, context: real(spelled, "activation_func_clamp_value", context.where), _write_clamp)
+clamp = single(lambda spelled, context: real(spelled, "activation_func_clamp_value", context.where), _write_clamp)
 
 
 def clamped(args: Mapping[str, Any], accept: Collection[str], where: str) -> list[str]:

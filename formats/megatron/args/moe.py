@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import UnsupportedError, short
-from formats.megatron.args.codecs import cannot, one
+from formats.megatron.args.codecs import cannot, single
 from formats.megatron.mesh import Mesh
 from formats.model.codec import Codec, Context, Maker
 from formats.model.spec import ModelSpec, real, whole
@@ -72,10 +72,10 @@ def _write_top_groups(value: int, context: Context) -> int | None:
 
 
 CODECS: Mapping[str, Maker] = {
-    "width": one(
+    "width": single(
         lambda spelled, context: spelled or context.values["ffn"], lambda value, context: value or context.values["ffn"]
     ),
-    "1 unless said": one(
+    "1 unless said": single(
         lambda spelled, context: 1.0 if spelled is None else real(spelled, "router_scale", context.where),
         lambda value, _: value if value != 1.0 else None,
     ),
@@ -83,10 +83,10 @@ CODECS: Mapping[str, Maker] = {
         lambda spelled, _: spelled.get(key) if spelled.get(top) else 1,
         lambda value, _: {key: value if value > 1 else None},
     ),
-    "top groups": one(_read_top_groups, _write_top_groups),
-    "score": one(_read_score, lambda sigmoid, _: "sigmoid" if sigmoid else "softmax"),
+    "top groups": single(_read_top_groups, _write_top_groups),
+    "score": single(_read_score, lambda sigmoid, _: "sigmoid" if sigmoid else "softmax"),
     "balancing": lambda key: Codec(lambda spelled, context: _read_balancing(spelled.get(key), context), lambda *_: {}),
-    "normalized": one(
+    "normalized": single(
         lambda spelled, context: not (context.values["top_k"] == 1 if context.values["sigmoid"] else spelled),
         _write_normalized,
     ),

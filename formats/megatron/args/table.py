@@ -12,7 +12,7 @@ from typing import Any
 
 from formats.families.family import TRAITS
 from formats.megatron.args import layers, mla, mlp, moe, rope
-from formats.megatron.args.codecs import choice, derived, one, only, switch
+from formats.megatron.args.codecs import choice, derived, only, single, switch
 from formats.model.codec import Codec, Context, opposite, rows, same
 from formats.model.spec import FIXED, ModelSpec, whole
 
@@ -112,8 +112,8 @@ TABLE = rows(
         "RMSNorm": choice(("RMSNorm", False)),
         "LayerNorm or RMSNorm": choice(("LayerNorm", True), ("RMSNorm", False)),
         "fusion": choice((True, None), (False, None)),
-        "on": one(lambda value, _: bool(value), lambda value, _: bool(value)),
-        "given": one(lambda value, _: value is not None, lambda value, _: value or None),
+        "on": single(lambda value, _: bool(value), lambda value, _: bool(value)),
+        "given": single(lambda value, _: value is not None, lambda value, _: value or None),
         "some biases": switch(False, True, opposite=["disable_bias_linear"]),
         "biases or not": switch(True, False, opposite=["disable_bias_linear"]),
         "biases": switch(True, opposite=["disable_bias_linear"]),
@@ -124,13 +124,13 @@ TABLE = rows(
         "write max_positions": derived(lambda values: values["max_positions"]),
         "write vocab": derived(lambda values: values["vocab"]),
         "fewer groups than heads": derived(lambda values: values["kv_heads"] != values["heads"]),
-        "groups of heads": one(_read_groups),
-        "hidden / heads": one(_read_head_dim),
+        "groups of heads": single(_read_groups),
+        "hidden / heads": single(_read_head_dim),
         "latent epsilon": mla.epsilon,
-        "learned": one(
+        "learned": single(
             lambda kind, _: kind == "learned_absolute", lambda value, _: "learned_absolute" if value else "rope"
         ),
-        "base": one(lambda theta, _: theta, rope.write_base),
+        "base": single(lambda theta, _: theta, rope.write_base),
         "rope scaling": rope.direct,
         "latent scaling": rope.latent,
         "no scaling": lambda *_: Codec(lambda *_: None, lambda *_: rope.NONE),

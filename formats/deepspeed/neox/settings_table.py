@@ -73,10 +73,10 @@ def groups(key: str) -> Codec:
 
 
 def window(key: str) -> Codec:
-    """A window, which counts the token itself."""
+    """A window, which counts the token itself; null where the yml that is kept has another one."""
     return Codec(
         lambda spelled, context: whole(spelled[key], key, context.where) + 1 if key in spelled else None,
-        lambda value, _: {key: value - 1} if value else {},
+        lambda value, context: {key: value - 1} if value else dict.fromkeys({key} & {*context.file}),
     )
 
 
@@ -85,9 +85,12 @@ def inner(key: str, ratio: int = 1) -> Codec:
     return scalar(key, lambda _, context: context.values["ffn"], lambda value, _: ratio * value)
 
 
-def yarn(_: str) -> Codec:
-    """YaRN is read, and not written: a yml that is kept may say it."""
-    return Codec(lambda _, context: yarn_of(context.file, context.where), lambda *_: {})
+def yarn(key: str) -> Codec:
+    """YaRN is read, and not written: a yml that is kept may say it, and is corrected where the model has none."""
+    return Codec(
+        lambda _, context: yarn_of(context.file, context.where),
+        lambda value, context: {key: False} if context.file.get(key) and not value else {},
+    )
 
 
 def yarn_of(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:

@@ -159,7 +159,9 @@ def slot_dtype(slot: Slot, dtypes: Mapping[tuple[str, int | None], str]) -> str:
     if len(names) > 1:
         raise RefusedError(
             f"{slot.keys[0]} would have to hold {' and '.join(sorted(names))} together",
-            "cast all of them with --dtype" if names <= {*FLOATS} else "",
+            "cast all of them with --dtype, which leaves the states of an optimizer as they are"
+            if names <= {*FLOATS}
+            else "",
         )
     return names.pop()
 

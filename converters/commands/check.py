@@ -97,6 +97,12 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
                 f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
             )
         facts, against = remembered
+        if isinstance(checkpoint.spec, Verbatim) and "layers" in facts and not options["verbatim"]:
+            raise VerificationError(
+                f"{out} is of a model that a table described when {name} was written, and none does now: "
+                f"{checkpoint.spec.why}",
+                "correct its config.json",
+            )
         settings = contradictions(checkpoint.spec.settings(), facts)
     found = _digests(checkpoint, options, as_json, checked=False)
     states = remembered_states(checkpoint.home) if src is None else {}
@@ -111,7 +117,7 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     if wrong:
         names = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
         raise VerificationError(
-            f"{len(wrong)} of {len(there)} tensors of {out} differ from {name}: {names}",
+            f"{len(wrong)} of {len({*here, *there})} tensors of {out} differ from {name}: {names}",
             f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source",
         )
     if not as_json:

@@ -18,15 +18,11 @@ from formats.deepspeed import universal, zero
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.partitions import Partition, step_of
 from formats.errors import RefusedError, SourceError, UnsupportedError
-from formats.optimizer import STATES, Group, Optimizer
+from formats.optimizer import STATES, Group, Optimizer, require_adam
 from formats.torch_files import saved_names
 
 KEPT = frozenset({"step", *STATES})
 """What Adam keeps of a parameter."""
-ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias"})
-"""What the parameter groups of an Adam have: torch's and DeepSpeedCPUAdam, FusedAdam, and that of old transformers."""
-OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
-"""What those of others have, that keep the same of a parameter."""
 Owners = Mapping[Path, Sequence[tuple[int, Group]]]
 """Of each file: where its flat groups begin, in bytes, and how their parameters are treated."""
 
@@ -141,17 +137,13 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
         raise UnsupportedError(f"{path}: its optimizer keeps {', '.join(others[:4])}, and only Adam's is carried")
     found: dict[int, Group] = {}
     for group in settings:
-        other = next((name for key, name in OTHERS.items() if key in group), "of an unknown kind")
-        if not ADAM & group.keys() or OTHERS.keys() & group.keys():
-            raise UnsupportedError(f"{path}: its optimizer is {other}, and only Adam's is carried")
+        require_adam(group, str(path))
         try:
             low, high = group["betas"]
             lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
             found |= dict.fromkeys(group["params"], Group(lr, (float(low), float(high)), eps, decay))
         except (KeyError, TypeError, ValueError):
             raise SourceError(f"{path} holds a parameter group in no form that is known") from None
-        if decay and group.get("decoupled_weight_decay") is False:
-            raise UnsupportedError(f"{path}: a weight decay of {decay:g} is in the gradients, and not AdamW's")
     return found
 
 

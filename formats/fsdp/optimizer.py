@@ -28,7 +28,7 @@ from formats.fsdp import checkpoint as fsdp
 from formats.layout.pieces import Scattered, spread
 from formats.layout.table import ALONE, Placed, match
 from formats.layout.tensors import UNTRAINED
-from formats.optimizer import Group, Optimizer
+from formats.optimizer import Group, Optimizer, require_adam
 from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_small, read_torch
 from formats.torch_files.archive_writer import NUMBERS, Small, plain
@@ -260,15 +260,11 @@ def _groups(held: Held, keys: Mapping[str, Placed]) -> dict[str, Group]:
 
 def _group(about: Mapping[str, Any], where: str) -> Group:
     """Settings of Adam, of which those that change what it computes are known."""
-    for name in ("amsgrad", "maximize"):
-        if about.get(name):
-            raise UnsupportedError(f"{where} says {name}")
+    require_adam(about, where)
     betas = about.get("betas")
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise SourceError(f"{where} has the betas {short(betas)}")
     lr, eps, decay = (_number(about.get(name), f"{where}: its {name}") for name in ("lr", "eps", "weight_decay"))
-    if decay and about.get("decoupled_weight_decay") is False:
-        raise UnsupportedError(f"{where} is Adam's with a weight decay of {decay:g} in its gradients, not AdamW's")
     first, second = (_number(one, f"{where}: its betas") for one in betas)
     return Group(lr, (first, second), eps, decay)
 

@@ -114,6 +114,13 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
     )
     if others:
         raise UnsupportedError(f"{where}: layers of type {short(others[0])} are not supported for {family.name}")
+    window = config.get(family.window, family.window_default) if family.window else None
+    if layer_types and window is not None:  # AutoConfig takes a Mistral with the first for a Ministral
+        raise SourceError(
+            f"{where} contradicts itself: layer_types, by which no layer has a window, and {family.window} = "
+            f"{short(window)} for all of them",
+            "remove the one that the model was not trained with",
+        )
     _require_full(config, family, where)
     for key in family.keys.values():
         said = [f"{one} = {short(config[one])}" for one in key.split() if one in config]

@@ -47,10 +47,14 @@ def describe(
         why: why no table describes it.
 
     Raises:
-        UnsupportedError: the config names no model type, or a tensor has the name of a logical tensor.
+        UnsupportedError: the config names no model type, a tensor has the name of a logical tensor, or a setting would
+            have no effect.
     """
     if not isinstance(config.get("model_type"), str):
         raise UnsupportedError(why)
+    idle = sorted(settings.keys() - {"tied", "vocab"})
+    if idle:
+        raise UnsupportedError(f"--set {idle[0]} would have no effect: {why}", "leave it out, or correct config.json")
     clash = sorted(set(shapes) & set(TENSORS))
     if clash:
         raise UnsupportedError(f"a tensor is called {clash[0]}, which is the name of a logical tensor here")

@@ -84,6 +84,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite-tied": {"model_type": "granite", "tie_word_embeddings": True},
     "olmo2": {"model_type": "olmo2", **TOKENS},
     "olmo2-tied": {"model_type": "olmo2", "tie_word_embeddings": True, **TOKENS},
+    "exaone4": {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
+    "exaone4-tied": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 4, **TIED},
+    "glm4": {"model_type": "glm4", "head_dim": 16, **TOKENS},
+    "glm4-tied": {"model_type": "glm4", "head_dim": 8, "attention_bias": False, "rope_parameters": PARTIAL, **TIED},
     "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 32},
     "gemma2-untied": {
         "model_type": "gemma2",

@@ -24,7 +24,7 @@ from formats.megatron import megatron_llm
 from formats.megatron.args.options import CORE, DIST, Options
 from formats.model.spec import differences
 from formats.registry import open_checkpoint
-from tests.models import ALTERNATING, LLAMA3, MODELS, PARTIAL, settings_of
+from tests.models import ALTERNATING, HARMLESS, LLAMA3, MODELS, PARTIAL, settings_of
 
 LLM = megatron_llm.NAME
 FORMATS = {
@@ -92,20 +92,6 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 """Setting: model, what is changed of it, the formats that keep it, and why the others refuse."""
 SPELLINGS = {"family: llama | mistral", "family: llama | phi3", "rotary_fraction: None | 1.0"}
 """What a format without families does not tell, because it computes the same."""
-HARMLESS = {
-    "attention_dropout", "attn_pdrop", "classifier_dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout",
-    "resid_pdrop", "residual_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
-    "is_decoder", "reorder_and_upcast_attn", "pretraining_tp", "summary_activation", "summary_first_dropout",
-    "summary_proj_to_labels", "summary_type", "summary_use_proj", "_sliding_window_pattern", "max_window_layers",
-    "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
-    "multi_query", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
-    "shared_expert_intermediate_size", "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
-    "enable_moe_fp32_combine",
-}  # fmt: skip
-"""Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
-has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does
-not share; of DeepSeek a sum of two others, the layer that transformers drops, and V2's groups, as a greedy router has
-none."""
 
 
 @pytest.mark.parametrize("name", MODELS)

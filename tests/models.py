@@ -24,6 +24,7 @@ PLAIN_YARN = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.75}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Where the default of a family lies beyond our vocabulary."""
 TIED = {"tie_word_embeddings": True, **TOKENS}
@@ -88,6 +89,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "exaone4-tied": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 4, **TIED},
     "glm4": {"model_type": "glm4", "head_dim": 16, **TOKENS},
     "glm4-tied": {"model_type": "glm4", "head_dim": 8, "attention_bias": False, "rope_parameters": PARTIAL, **TIED},
+    "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "head_dim": 16, "rope_parameters": ALPHA},
+    "hunyuan_v1_dense-tied": {"model_type": "hunyuan_v1_dense", "head_dim": 8, "attention_bias": True, **TIED},
     "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 32},
     "gemma2-untied": {
         "model_type": "gemma2",
@@ -188,7 +191,7 @@ HARMLESS = {
     "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
     "multi_query", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
     "shared_expert_intermediate_size", "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
-    "enable_moe_fp32_combine",
+    "enable_moe_fp32_combine", "eod_token_id",
 }  # fmt: skip
 """Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
 has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does

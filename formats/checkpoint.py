@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from formats.disk.safetensors import DTYPES, FLOATS
-from formats.errors import RefusedError, SourceError
+from formats.errors import RefusedError, UnsupportedError
 from formats.layout.table import Placed, Slot
 from formats.model.spec import ModelSpec, Spec
 
@@ -129,12 +129,12 @@ class Checkpoint:
 
         Raises:
             RefusedError: parts of one logical tensor differ in type.
-            SourceError: a tensor of a family's table holds no floating point numbers.
+            UnsupportedError: a tensor of a family's table holds no floating point numbers.
         """
         found: dict[tuple[str, int | None], str] = {}
         for placed in self.tensors:
             if placed.fragment.dtype in INTEGERS and isinstance(self.spec, ModelSpec):
-                raise SourceError(
+                raise UnsupportedError(
                     f"{placed.key} in {placed.fragment.path} is {placed.fragment.dtype}, and the weights of a "
                     f"{self.spec.family} are floating point numbers",
                     "--verbatim carries every tensor as it is",

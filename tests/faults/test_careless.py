@@ -253,7 +253,7 @@ def test_weights_that_are_integers_are_refused(model, convert, tmp_path, command
     weights["model.norm.weight"] = weights["model.norm.weight"].view("int32")
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     ran = convert(command, source, tmp_path / "out")
-    assert ran.code == 3
+    assert ran.code == 4
     assert "model.norm.weight" in ran.err
     assert "is I32, and the weights of a llama are floating point numbers" in ran.err
     if command == "hf2hf":

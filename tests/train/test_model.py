@@ -177,14 +177,14 @@ def test_noise_is_scaled_for_each_document(model, documents):
     [
         ("llama", {}, 1 << 20, ""),
         ("llama4_text", {}, 8191, ""),
-        ("llama4_text", {}, 8192, "behind 8191 differ"),
-        ("llama4_text", {"attention_chunk_size": 64}, 65, "behind 64 differ"),
+        ("llama4_text", {}, 8192, "after 8191 differ"),
+        ("llama4_text", {"attention_chunk_size": 64}, 65, "after 64 differ"),
         ("llama", {"layer_types": ["linear_attention"] * 4}, 64, "carry a state from token to token"),
         ("phi3", {"rope_parameters": LONG}, 32, ""),
         ("phi3", {"rope_parameters": LONG}, 33, "by the longest, if that has more than 32 tokens"),
         ("gemma3", {"rope_parameters": {"full_attention": LONG}}, 33, "has more than 32 tokens"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 129, "has more than 128 tokens"),
-        ("llama", {"keep_window_size": 48}, 49, "behind 48 differ"),
+        ("llama", {"keep_window_size": 48}, 49, "after 48 differ"),
     ],
 )
 def test_a_model_that_sees_more_than_a_document_is_refused(name, changes, length, reason):
@@ -205,7 +205,7 @@ def test_rows_of_a_micro_batch_are_one_sequence():
 
     config = AutoConfig.for_model(**settings_of("llama4_text"))
     require_masks(config, 4095, 2)
-    with pytest.raises(UsageError, match="behind 8191 differ"):
+    with pytest.raises(UsageError, match="after 8191 differ"):
         require_masks(config, 4096, 2)
 
 

@@ -1,6 +1,6 @@
 """Model families: one file a family, with its table of Hugging Face names and the facts of its config.
 
-To add one, copy the nearest file, change its table, and add its golden tests (CONTRIBUTING.md).
+To add one, copy the nearest file, change its table, and add its tiny models (CONTRIBUTING.md).
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ model.layers.{layer}.self_attn.k_proj.weight     key: (group pair half) hidden
 model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
 model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
 """
-"""The same where neighbours are turned, so that the two halves of a head lie pair by pair."""
+"""The same where neighbours are turned, in all of a head: the two halves are pair by pair. Where a part of a head rotates
+it is `half pair` (`formats/layout/tensors.py`)."""
 
 QK_NORMS = """
 model.layers.{layer}.self_attn.q_norm.weight     query_norm: (half pair)

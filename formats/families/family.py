@@ -50,7 +50,7 @@ class Family:
         rope_theta: what transformers assumes when the config names none; None where nothing rotates.
         head_dim: the same for the head dimension; None for hidden size / heads.
         ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
-        mha: whether it assumes as many key/value heads as heads.
+        mha: whether `__post_init__` of its config takes as many key/value heads as heads; a fixed number is not that.
         centred: whether the weights of its norms are stored less one; Megatron has such LayerNorms.
         general: whether a model is taken for one of it where nothing tells it from those of other families.
         window: the config key of its sliding window, if it has one, and what transformers assumes.

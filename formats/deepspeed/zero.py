@@ -73,7 +73,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if wanted == "module" and (third or whole):
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "take --weights fp32-master")
-    notes += _require_one_step(tag, models[0], settings.accept)
+    notes += zero_partitions.require_one_step(tag, models[0], settings.accept)
     modules = zero_partitions.module(models[0])
     if wanted == "module":
         tensors = dict(_module(models[0], modules))
@@ -106,48 +106,6 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         run, tag, NAME, spec, pieces, left, files, topology, assets, details, twins, tuple(notes), proof,
         settings=settings, config=config, ties=TIES,
     )  # fmt: skip
-
-
-COUNTER = "global_steps"
-"""What a model file calls the steps of its engine."""
-
-
-def _require_one_step(tag: Path, model: TorchFile, accept: Collection[str]) -> list[str]:
-    """The optimizer has made the steps that the model file counts, but for those that were skipped.
-
-    The engine counts both (deepspeed/runtime/engine.py `_take_model_step`, 0.19.8). A training that began with the
-    weights of another alone counts on, while its optimizer begins again.
-
-    Args:
-        tag: the folder.
-        model: its first model file.
-        accept: what the user names in spite of a refusal.
-
-    Returns:
-        What the user should know, if a difference was accepted.
-
-    Raises:
-        SourceError: the two differ.
-    """
-    made, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
-    files = (path for path in sorted(tag.iterdir()) if saved_names.OPTIM.fullmatch(path.name))
-    path = next(files, None)
-    if path is None or type(made) is not int or type(skipped) is not int:
-        return []
-    steps = zero_partitions.steps_in(read_torch(path))
-    if not steps or made - skipped in steps:
-        return []
-    counted = " and ".join(f"{step:g}" for step in sorted(steps))
-    difference = f"{path} has made {counted} steps, {model.path} counts {made}" + (
-        f", {skipped} of them skipped" if skipped else ""
-    )
-    if COUNTER in accept:
-        return [f"{difference}: accepted"]
-    raise SourceError(
-        f"{difference}: files of different saves",
-        f"copy the files of one save from all nodes; of a training that began without the optimizer of the one before: "
-        f"--accept {COUNTER}",
-    )
 
 
 def _spread(placed: Sequence[Placed], keys: Mapping[str, str], tensors: Mapping[str, Scattered]) -> tuple[Placed, ...]:
@@ -340,7 +298,7 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     first = _models(tag)[0]
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
-    _require_one_step(tag, first, accept)
+    zero_partitions.require_one_step(tag, first, accept)
     shapes = zero_partitions.param_shapes(first)
     if universal.is_universal(tag):
         states = {state: dict(_universal(tag, first, state)) for state in STATES}

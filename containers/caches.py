@@ -1,7 +1,7 @@
-"""Where caches lie, unless the job says so itself: in the node's own folder for temporary files.
+"""Default cache folders: in the node's temporary folder, unless the job sets the variables itself.
 
-Python imports this at its start, in an image (caches.pth beside it). The definition's %environment could not do it: it
-is run without the variables of the job, and wins over them.
+Python imports this at its start in an image (caches.pth beside it). The definition's %environment cannot do it: it
+runs without the variables of the job, and overrides them.
 """
 
 import os

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The test of an image, run inside it: at the end of its build, and by `apptainer test IMAGE` on the machine it is for.
+# The test of an image, run inside it: at the end of its build, and by `apptainer test IMAGE` on the target machine.
 set -euo pipefail
 export PATH=/opt/vitruvian/venv/bin:$PATH HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 work=$(mktemp -d)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What is done inside the image while it is built: post.sh LOCK [OPTION OF PIP ...].
+# Runs inside the image while it is built: post.sh LOCK [OPTION OF PIP ...].
 #
-# A build without root (PRoot on LUMI, --fakeroot elsewhere) only pretends to be root: nothing here changes an owner,
-# becomes another user or installs a package of the system. The builder's own /tmp and home are seen as well: nothing
-# there is touched.
+# A build without root (PRoot on LUMI, --fakeroot elsewhere) only emulates root: nothing here changes an owner,
+# becomes another user or installs a package of the system. The builder's own /tmp and home are visible too: nothing
+# there is changed.
 set -euo pipefail
 home=/opt/vitruvian
 venv=$home/venv
@@ -15,7 +15,7 @@ shift
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONNOUSERSITE=1 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu
 unset PYTHONPATH
 
-# 1. A Python of our own. If the lock has no torch, the base image has one, and it stays as it is: ours sees it.
+# 1. A virtual environment. If the lock has no torch, that of the base image is used, unchanged.
 python=python3
 if ! grep -q '^torch==' $lock; then
     # The images of the LUMI AI Factory and of AMD keep torch in /opt/venv.
@@ -29,7 +29,7 @@ packages=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("pure
 cp "$recipe/caches.py" "$packages/vitruvian_caches.py"
 echo "import vitruvian_caches" >"$packages/caches.pth"
 
-# 2. The locked packages. setuptools comes first: it builds ours, and those that are published as source alone.
+# 2. The locked packages. setuptools comes first: it builds ours, and those that are published as source only.
 sed -n '/^setuptools==/,/[^\\]$/p' $lock >$home/build.txt
 $venv/bin/python -m pip install --quiet --no-deps --require-hashes "$@" -r $home/build.txt
 $venv/bin/python -m pip install --quiet --no-deps --require-hashes --no-build-isolation --use-pep517 "$@" -r $lock
@@ -37,7 +37,7 @@ find $home/source -name __pycache__ -type d -prune -exec rm -r {} +
 $venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --no-index $home/source
 rm -r $home/source $home/build.txt
 if ! grep -q '^torch==' $lock; then
-    # Only now, or pip would take what the base has for installed. The base comes last on the path: ours win.
+    # Only now, or pip would count packages of the base as installed. The base is last on the path: ours override it.
     "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' >"$packages/base.pth"
 fi
 $venv/bin/python -c 'import torch; print(torch.__version__)' >$home/torch.txt
@@ -46,5 +46,5 @@ $venv/bin/python -c 'import torch; print(torch.__version__)' >$home/torch.txt
 mkdir -p /appl /flash /leonardo /leonardo_scratch /leonardo_work /pfs /project /projappl /scratch \
     /opt/cray /user-software /var/spool/slurmd
 
-# 4. What is inside, and whether it is what the lock says.
+# 4. The list of packages, compared with the lock.
 $venv/bin/python $home/sbom.py $home/lock.txt >$home/sbom.json

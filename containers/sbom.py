@@ -1,6 +1,6 @@
-"""Write what is in an image as a CycloneDX 1.6 document to stdout: `python sbom.py LOCK`.
+"""Write the packages of an image as a CycloneDX 1.6 document to stdout: `python sbom.py LOCK`.
 
-It ends with an error if a package of the lock is missing or another version, or lacks something that it requires.
+It exits with an error if a package of the lock is missing, has another version, or lacks a requirement.
 """
 
 from __future__ import annotations
@@ -22,42 +22,47 @@ DPKG = ["dpkg-query", "--show", "--showformat", r"${Package}\t${Version}\t${Arch
 
 
 def installed() -> dict[str, Distribution]:
-    """Every distribution that is imported, by name: the first on the path."""
-    found: dict[str, Distribution] = {}
-    for one in distributions():
-        found.setdefault(canonicalize_name(one.metadata["Name"]), one)
-    return dict(sorted(found.items()))
+    """Every importable distribution by name: the first one on the path."""
+    packages: dict[str, Distribution] = {}
+    for distribution in distributions():
+        packages.setdefault(canonicalize_name(distribution.metadata["Name"]), distribution)
+    return dict(sorted(packages.items()))
 
 
-def faults(lock: Path, found: dict[str, Distribution]) -> list[str]:
-    """What of the lock is not there, and which requirements of it and of ours are not met."""
+def faults(lock: Path, packages: dict[str, Distribution]) -> list[str]:
+    """Packages that do not match the lock, and requirements of them and of ours that are not met."""
     pinned = dict(match.groups() for line in lock.read_text().splitlines() if (match := PINNED.match(line)))
     wrong = []
-    for name, wanted in pinned.items():
-        held = found.get(canonicalize_name(name))
-        if held is None or held.version != wanted:
-            wrong.append(f"{name} is {held.version if held else 'missing'}, the lock says {wanted}")
+    for name, version in pinned.items():
+        package = packages.get(canonicalize_name(name))
+        if package is None or package.version != version:
+            wrong.append(f"{name} is {package.version if package else 'missing'}, the lock says {version}")
     for name, extra in (*((name, "") for name in pinned), ("vitruvian", "transformers"), ("vitruvian", "train")):
-        held = found.get(canonicalize_name(name))
-        for text in (held.requires if held else None) or ():
+        package = packages.get(canonicalize_name(name))
+        for text in (package.requires if package else None) or ():
             needed = Requirement(text)
             if needed.marker is not None and not needed.marker.evaluate({"extra": extra}):
                 continue
-            other = found.get(canonicalize_name(needed.name))
+            other = packages.get(canonicalize_name(needed.name))
             if other is None or not needed.specifier.contains(other.version, prereleases=True):
                 wrong.append(f"{name} requires {text}, and there is {other.version if other else 'none'}")
     return wrong
 
 
-def components(found: dict[str, Distribution]) -> list[dict[str, Any]]:
-    """Python packages, and those of the system where it has dpkg."""
+def components(packages: dict[str, Distribution]) -> list[dict[str, Any]]:
+    """Python packages, and packages of the system if it has dpkg."""
     listed = [
-        {"type": "library", "name": name, "version": one.version, "purl": f"pkg:pypi/{name}@{one.version}"}
-        for name, one in found.items()
+        {
+            "type": "library",
+            "name": name,
+            "version": distribution.version,
+            "purl": f"pkg:pypi/{name}@{distribution.version}",
+        }
+        for name, distribution in packages.items()
     ]
     if which(DPKG[0]):
-        ran = subprocess.run(DPKG, check=True, capture_output=True, text=True)  # noqa: S603
-        for line in sorted(ran.stdout.splitlines()):
+        listing = subprocess.run(DPKG, check=True, capture_output=True, text=True)  # noqa: S603
+        for line in sorted(listing.stdout.splitlines()):
             name, version, machine = line.split("\t")
             purl = f"pkg:deb/debian/{name}@{version.replace('+', '%2B').replace(':', '%3A')}?arch={machine}"
             listed.append({"type": "library", "name": name, "version": version, "purl": purl})
@@ -66,14 +71,14 @@ def components(found: dict[str, Distribution]) -> list[dict[str, Any]]:
 
 def main(lock: Path) -> None:
     """Check, then print."""
-    found = installed()
-    if wrong := faults(lock, found):
+    packages = installed()
+    if wrong := faults(lock, packages):
         sys.exit("\n".join(["sbom.py: the image is not what its lock says:", *wrong]))
-    ours = found["vitruvian"].version
+    ours = packages["vitruvian"].version
     document = {
         "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
         "metadata": {"component": {"type": "container", "name": "vitruvian", "version": ours}},
-        "components": components(found),
+        "components": components(packages),
     }  # fmt: skip
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
 

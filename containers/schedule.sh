@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# bash schedule.sh JOB N [BENCH]: at most N jobs in a chain, an evaluation behind each that has made a checkpoint.
-# JOB is the settings of a training (.yml), or what `train submit -n` has printed. job_log.txt names the jobs.
+# bash schedule.sh JOB N [BENCH]: at most N jobs in a chain, an evaluation after each that has written a checkpoint.
+# JOB is the settings of a training (.yml), or the output of `train submit -n`. job_log.txt lists the jobs.
 set -euo pipefail
 if [ $# -lt 2 ] || [ ! -f "$1" ]; then echo "usage: bash schedule.sh JOB N [BENCH]" >&2; exit 2; fi
 job=$1 links=$2 bench=${3-}
@@ -15,13 +15,13 @@ case $job in
     exec train submit "$job" --jobs "$links" ${bench:+--bench "$bench"} ;;
 esac
 if ! grep -q '^COMMAND=(.*train run' "$job"; then
-  echo "error: $job is no job of \`train submit\`: it would not know when a training is at its end" >&2
+  echo "error: $job is not a job of \`train submit\`: it cannot know when a training is finished" >&2
   echo "hint: train submit CONFIG.yml -n > $job" >&2
   exit 2
 fi
 if [ -n "$bench" ]; then bench=$(realpath "$bench"); fi
 conf=${SLURM_CONF-}
-unset "${!SLURM_@}" # of a job that we may stand in
+unset "${!SLURM_@}" # those of a job that this may run in
 if [ -n "$conf" ]; then export SLURM_CONF=$conf; fi
 id=$(VITRUVIAN_LINKS=$links VITRUVIAN_BENCH=$bench sbatch --parsable "$job")
 echo "${id%%;*} link 1" >job_log.txt

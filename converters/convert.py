@@ -36,7 +36,7 @@ from formats.errors import (
     some,
 )
 from formats.model.spec import Verbatim, differences
-from formats.registry import FORMATS, module, open_checkpoint, steps
+from formats.registry import FORMATS, open_checkpoint, steps
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ANEW = "what was written is deleted, the same command starts over"
@@ -216,7 +216,7 @@ def _check_free(request: Request) -> None:
         return
     if not request.force:
         raise OutputError(f"{request.out} exists", "choose another folder, or delete it with --force")
-    known = any(module(name).detect(place) for name in FORMATS)
+    known = any(form.reader.detect(place) for form in FORMATS.values())
     if not known:
         raise OutputError(
             f"{request.out} exists and is no checkpoint", "--force deletes checkpoints only; remove it yourself"

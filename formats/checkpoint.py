@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from formats.disk.safetensors import DTYPES, FLOATS
-from formats.errors import RefusedError, SourceError
+from formats.errors import RefusedError, UnsupportedError
 from formats.layout.table import Placed, Slot
 from formats.model.spec import ModelSpec, Spec
 
@@ -47,6 +47,26 @@ class Settings:
     accept: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What only its own format can use of a checkpoint: each room has its own.
+
+    Attributes:
+        kind: what it is called, where a format has several; empty for the format's name.
+        fresh: how its framework is told to begin with fresh optimizer states.
+        shown: its part of `inspect`.
+        residue: settings that no table knows, by what holds them.
+    """
+
+    kind: str = ""
+    fresh: str = ""
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    residue: Mapping[str, list[str]] = field(default_factory=dict)
+
+
+Own = TypeVar("Own", bound=Details)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint: headers only.
@@ -54,19 +74,26 @@ class Checkpoint:
     Attributes:
         root: the folder.
         home: the folder of these very weights: in a run of Megatron, that of the iteration.
-        format: the name of the format's module.
+        format: the name of the format.
         spec: the model's settings.
         tensors: every physical tensor, with what it holds.
         dropped: keys that carry no weights.
         files: the weight files.
         topology: the parallel sizes, in the order in which they are shown; empty when nothing is sharded.
         assets: the folder with config, tokenizer and chat template, if there is one.
-        extra: what only the same format can use again, such as Megatron's `args`.
+        details: what only the same format can use again, such as Megatron's `args`.
         twins: where `tensors` are float32 masters, the same tensors in the type that the model computes with.
         notes: what else the user should know.
         proof: where `tensors` are moments, the masters that lie beside them and can be compared with the module.
         without: the logical tensors of the model that it does not hold.
         settings: what the user said when it was opened.
+        config: the parsed config.json of `assets`.
+        run_config: what its run says of model and training besides, such as the yml of GPT-NeoX.
+        padded_vocab: rows of the embedding, padding included; None where its format pads none.
+        added_tokens: tokens that the training added to its tokenizer, in the order of their ids.
+        state: what lies beside the weights for a training to go on, and is not carried.
+        ties: what each of its model files says of the save that it is of, alike in all of them.
+        unbounded: the files do not tell how many there were: a shape is as far as the pieces reach.
     """
 
     root: Path
@@ -78,24 +105,36 @@ class Checkpoint:
     files: tuple[Path, ...]
     topology: Mapping[str, int] = field(default_factory=dict)
     assets: Path | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    details: Details = field(default_factory=Details)
     twins: tuple[Placed, ...] = ()
     notes: tuple[str, ...] = ()
     proof: Checkpoint | None = None
     without: Collection[str] = ()
     settings: Settings = field(default_factory=Settings)
+    config: Mapping[str, Any] | None = None
+    run_config: Mapping[str, Any] = field(default_factory=dict)
+    padded_vocab: int | None = None
+    added_tokens: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+    ties: tuple[str, ...] = ()
+    unbounded: bool = False
+
+    def details_of(self, kind: type[Own]) -> Own:
+        """The details of a checkpoint that is of the format to which they belong."""
+        assert isinstance(self.details, kind)
+        return self.details
 
     def dtypes(self) -> dict[tuple[str, int | None], str]:
         """The element type of each logical tensor, by (name, layer).
 
         Raises:
             RefusedError: parts of one logical tensor differ in type.
-            SourceError: a tensor of a family's table holds no floating point numbers.
+            UnsupportedError: a tensor of a family's table holds no floating point numbers.
         """
         found: dict[tuple[str, int | None], str] = {}
         for placed in self.tensors:
             if placed.fragment.dtype in INTEGERS and isinstance(self.spec, ModelSpec):
-                raise SourceError(
+                raise UnsupportedError(
                     f"{placed.key} in {placed.fragment.path} is {placed.fragment.dtype}, and the weights of a "
                     f"{self.spec.family} are floating point numbers",
                     "--verbatim carries every tensor as it is",
@@ -120,7 +159,9 @@ def slot_dtype(slot: Slot, dtypes: Mapping[tuple[str, int | None], str]) -> str:
     if len(names) > 1:
         raise RefusedError(
             f"{slot.keys[0]} would have to hold {' and '.join(sorted(names))} together",
-            "cast all of them with --dtype" if names <= {*FLOATS} else "",
+            "cast all of them with --dtype, which leaves the states of an optimizer as they are"
+            if names <= {*FLOATS}
+            else "",
         )
     return names.pop()
 

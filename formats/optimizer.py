@@ -5,12 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint
+from formats.errors import UnsupportedError, short
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 """What there is of a parameter: the float32 master, unless it is float32 itself, and Adam's moments."""
+
+
+ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias"})
+"""What the parameter groups of an Adam have: torch's and DeepSpeedCPUAdam, FusedAdam, and that of old transformers."""
+OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
+"""What those of others have, that keep the same of a parameter."""
+USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True, "correct_bias": True}
+"""What changes an Adam's step, and the value with which it is the one that is carried."""
+
+
+def require_adam(group: Mapping[str, Any], where: str) -> None:
+    """A parameter group is one of AdamW, whose step is computed as everywhere.
+
+    Raises:
+        UnsupportedError: it is of another optimizer, or of an Adam that computes something else.
+    """
+    other = next((name for key, name in OTHERS.items() if key in group), "")
+    if other or not ADAM & group.keys():  # torch's RAdam has none of these
+        raise UnsupportedError(f"{where}: its optimizer is {other or 'of an unknown kind'}, and only Adam's is carried")
+    for name, usual in USUAL.items():
+        if bool(group.get(name, usual)) is not usual:
+            raise UnsupportedError(f"{where} says {name} = {group[name]}, and only Adam with {usual} is carried")
+    if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
+        decay = short(group["weight_decay"])
+        raise UnsupportedError(f"{where}: a weight decay of {decay} is in the gradients, and not AdamW's")
 
 
 class Group(NamedTuple):

@@ -6,42 +6,35 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import filter as matching
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING
 
-from formats.checkpoint import Checkpoint, Settings
-from formats.detect import lookalikes
-from formats.detect.rivals import require_one
+from formats.deepspeed import NEOX, ZERO
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
-from formats.families import FAMILIES
-from formats.families.family import FAMILY_FILE
-from formats.torch_files.saves import require_one_save
+from formats.format import Format
+from formats.fsdp import FSDP
+from formats.huggingface import HUGGINGFACE
+from formats.megatron import DIST, MEGATRON
 
-FORMATS = {
-    "huggingface": "safetensors files with a config.json",
-    "megatron_dist": "Megatron-LM's --ckpt-format torch_dist: torch DCP (.metadata, .distcp) with metadata.json",
-    "fsdp": "torch DCP (.metadata, .distcp), FSDP state dicts of accelerate, torchtitan, verl and others",
-    "neox": "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions",
-    "zero": "DeepSpeed ZeRO stages 0 to 3 (DeepSpeed, HF Trainer, accelerate); written as universal checkpoints",
-    "megatron": "mp_rank_XX[_YYY]/model_optim_rng.pt: Megatron-LM's --ckpt-format torch, and Megatron-LLM",
-}
-"""Name of a format: what a folder of it holds.
+if TYPE_CHECKING:  # mypy sees that the modules behind the formats are what `Format` says
+    from formats.checkpoint import Checkpoint, Settings
+    from formats.deepspeed import optimizer, zero
+    from formats.deepspeed.neox import checkpoint as neox
+    from formats.format import Reader, Training
+    from formats.fsdp import checkpoint as fsdp
+    from formats.fsdp import optimizer as fsdp_optimizer
+    from formats.huggingface import folder
+    from formats.megatron import classic, portable_optimizer, torch_dist
+
+    READERS: tuple[Reader, ...] = (folder, torch_dist, fsdp, neox, zero, classic)
+    TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer)
+
+FORMATS: dict[str, Format] = {form.name: form for form in (HUGGINGFACE, DIST, FSDP, NEOX, ZERO, MEGATRON)}
+"""Every format, by name.
 
 They are tried in this order. What Megatron saves as torch_dist would pass for FSDP, and its run for a classic one.
 """
-
-MODULES = {
-    "huggingface": "formats.huggingface.folder",
-    "megatron_dist": "formats.megatron.torch_dist",
-    "fsdp": "formats.fsdp.checkpoint",
-    "neox": "formats.deepspeed.neox.checkpoint",
-    "zero": "formats.deepspeed.zero",
-    "megatron": "formats.megatron.classic",
-}
-"""The module of a format. Each has NAME, `detect` and `read`."""
-
 FOREIGN = {
     "adapter_config.json": ("a PEFT adapter", "merge it into its model with merge_and_unload() of peft"),
     "lit_model.pth": ("a model of LitGPT", "make it one of Hugging Face: litgpt convert_from_litgpt"),
@@ -57,12 +50,12 @@ MOST_FOLDERS = 64
 """How many folders are looked into for a hint."""
 
 
-def module(name: str) -> ModuleType:
-    """The module of a format."""
-    return import_module(MODULES[name])
+def format_of(source: Checkpoint) -> Format:
+    """The format of a checkpoint."""
+    return FORMATS[source.format]
 
 
-def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[str, ...] = ()) -> Checkpoint:
+def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequence[Format] = ()) -> Checkpoint:
     """Recognise a checkpoint and read its headers.
 
     Args:
@@ -75,6 +68,11 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
         UnsupportedError: it is sound, but of a kind that has no layout here.
         RefusedError: it holds two models, and nobody said which.
     """
+    from formats.checkpoint import Settings
+    from formats.detect import lookalikes
+    from formats.detect.rivals import require_one
+    from formats.torch_files.saves import require_one_save
+
     try:
         if not path.exists():
             raise SourceError(f"{path} does not exist", downloaded(path))
@@ -87,9 +85,9 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: tuple[s
         lookalikes.check(place)
         if place == path and not first:
             require_one(path, is_known)
-        for name in [*first, *FORMATS]:
-            if module(name).detect(place) or (place != path and module(name).detect(path)):
-                checkpoint: Checkpoint = module(name).read(path, settings or Settings())
+        for reader in (form.reader for form in [*first, *FORMATS.values()]):
+            if reader.detect(place) or (place != path and reader.detect(path)):
+                checkpoint = reader.read(path, settings or Settings())
                 checkpoint = replace(checkpoint, settings=settings or checkpoint.settings)
                 _check_family(checkpoint)
                 _check_assets(checkpoint, path)
@@ -142,7 +140,7 @@ def _inside(path: Path) -> list[Path]:
 def is_known(path: Path) -> bool:
     """Whether a folder is of a known format; what cannot be looked into is none."""
     try:
-        return any(module(name).detect(path) for name in FORMATS)
+        return any(form.reader.detect(path) for form in FORMATS.values())
     except (OSError, SourceError):
         return False
 
@@ -177,6 +175,9 @@ def _check_family(checkpoint: Checkpoint) -> None:
     Raises:
         RefusedError: it is another one, and what is read with it would be in another order than what was written.
     """
+    from formats.families import FAMILIES
+    from formats.families.family import FAMILY_FILE
+
     family, held = FAMILIES.get(checkpoint.spec.family), (checkpoint.assets or checkpoint.root) / FAMILY_FILE
     named = family.file if family else None
     if named is not None and held.is_file() and held.read_bytes() != named.read_bytes():

@@ -24,6 +24,7 @@ PLAIN_YARN = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.75}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Where the default of a family lies beyond our vocabulary."""
 TIED = {"tie_word_embeddings": True, **TOKENS}
@@ -84,6 +85,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite-tied": {"model_type": "granite", "tie_word_embeddings": True},
     "olmo2": {"model_type": "olmo2", **TOKENS},
     "olmo2-tied": {"model_type": "olmo2", "tie_word_embeddings": True, **TOKENS},
+    "exaone4": {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
+    "exaone4-tied": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 4, **TIED},
+    "glm4": {"model_type": "glm4", "head_dim": 16, **TOKENS},
+    "glm4-tied": {"model_type": "glm4", "head_dim": 8, "attention_bias": False, "rope_parameters": PARTIAL, **TIED},
+    "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "head_dim": 16, "rope_parameters": ALPHA},
+    "hunyuan_v1_dense-tied": {"model_type": "hunyuan_v1_dense", "head_dim": 8, "attention_bias": True, **TIED},
     "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 32},
     "gemma2-untied": {
         "model_type": "gemma2",
@@ -175,6 +182,21 @@ UNKNOWN = {
     "falcon": ("num_key_value_heads", "intermediate_size"),
 }
 """Model type: what its config calls otherwise, or does not have."""
+
+HARMLESS = {
+    "attention_dropout", "attn_pdrop", "classifier_dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout",
+    "resid_pdrop", "residual_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+    "is_decoder", "reorder_and_upcast_attn", "pretraining_tp", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "_sliding_window_pattern", "max_window_layers",
+    "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
+    "multi_query", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
+    "shared_expert_intermediate_size", "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
+    "enable_moe_fp32_combine", "eod_token_id",
+}  # fmt: skip
+"""Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
+has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does
+not share; of DeepSeek a sum of two others, the layer that transformers drops, and V2's groups, as a greedy router has
+none."""
 
 
 def settings_of(name: str, **changes: Any) -> dict[str, Any]:

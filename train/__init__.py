@@ -3,4 +3,4 @@
 import time
 
 BEGAN = time.monotonic()
-"""When this process began to load: what a limit of time counts from."""
+"""When this process began to load; time limits count from here."""

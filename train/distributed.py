@@ -1,7 +1,7 @@
-"""Ranks: who we are, the mesh that shards the model, and process groups that never share a collective.
+"""Ranks: this rank's number, the device mesh that shards the model, and one process group for each kind of traffic.
 
-Three kinds of traffic run at the same time: FSDP's, the few numbers of each step, and checkpoints in the background. On
-gloo two of them in one group abort or hang, so each has its own.
+Three kinds of collectives run at the same time: FSDP's, the counters of each step, and checkpoints in the background.
+Two of them in one gloo group abort or hang, so each has its own group.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class World:
         rank: of this process.
         ranks: how many there are.
         device: of this process.
-        groups: what has threads: the mesh and the process groups; empty once this rank has left.
-        beat: seconds after which a rank that works alone tells the others that it still does.
+        groups: the mesh and the process groups (they own threads); empty once this rank has left.
+        beat: seconds between the heartbeats of rank 0 while the other ranks wait for it.
     """
 
     rank: int
@@ -47,36 +47,36 @@ class World:
     @property
     def mesh(self) -> DeviceMesh:
         """(replicate, shard)."""
-        found: DeviceMesh = self.groups["mesh"]
-        return found
+        mesh: DeviceMesh = self.groups["mesh"]
+        return mesh
 
     @property
     def numbers(self) -> Any:
-        """Group for the numbers of each step, on CPU."""
+        """Process group for the counters of each step, on CPU."""
         return self.groups["numbers"]
 
     @property
     def saving(self) -> Any:
-        """Group for checkpoints, on CPU."""
+        """Process group for checkpoints, on CPU."""
         return self.groups["saving"]
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that speaks."""
+        """Whether this is rank 0, which prints and writes logs."""
         return self.rank == 0
 
     def sums(self, *values: float) -> list[float]:
-        """Sums of numbers over all ranks, float64."""
-        held = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(held, group=self.numbers)
-        found: list[float] = held.tolist()
-        return found
+        """Sums of numbers over all ranks, in float64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.numbers)
+        totals: list[float] = tensor.tolist()
+        return totals
 
-    def told(self, find: Callable[[], Any]) -> Any:
-        """What the first rank finds out, on all of them, however long that takes.
+    def from_first(self, find: Callable[[], Any]) -> Any:
+        """Call `find` on rank 0 and broadcast its result to all ranks; heartbeats keep the others from timing out.
 
         Raises:
-            VitruvianError, OSError: it fails, and says so; the others end with its exit code.
+            VitruvianError, OSError: `find` raised it on rank 0; the other ranks exit with its exit code.
         """
         box: list[Any] = [None, None, self.first]
         failure: VitruvianError | OSError | None = None
@@ -94,14 +94,14 @@ class World:
         return box[0]
 
     def gathered(self, value: Any) -> list[Any]:
-        """What each rank has found, by rank."""
+        """The value of each rank, in the order of ranks."""
         box: list[Any] = [None] * self.ranks
         dist.all_gather_object(box, value, group=self.numbers)
         return box
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
-        """Tell the others now and then that the first rank still works, so that they wait longer."""
+        """Send heartbeats while rank 0 works, so that the other ranks keep waiting."""
         done = Event()
 
         def beat() -> None:
@@ -117,36 +117,36 @@ class World:
             beating.result()
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Barrier: wait until all ranks are here."""
         dist.barrier(group=self.numbers)
 
 
-def environment(held: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torch.distributed reads: of torchrun, of Slurm with a task for each GPU, or of one process.
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torch.distributed reads, from torchrun, from Slurm (one task a GPU), or for a single process.
 
     Raises:
-        UsageError: this is the script of a job of several tasks, and none of them.
+        UsageError: this is the batch script of a job with several tasks, not one of its tasks.
     """
-    if "RANK" in held and "WORLD_SIZE" in held:
+    if "RANK" in variables and "WORLD_SIZE" in variables:
         return {}
-    if int(held.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in held:
-        if "SLURM_STEP_NUM_TASKS" not in held:  # a script has the number of its tasks, and a rank of 0
-            raise UsageError(f"this job has {held['SLURM_NTASKS']} tasks, which nobody started", "srun train …")
-        port = 20_000 + int(held.get("SLURM_JOB_ID", "0")) % 12_000  # Linux gives those from 32768 on to anyone
+    if int(variables.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in variables:
+        if "SLURM_STEP_NUM_TASKS" not in variables:  # the batch script has SLURM_NTASKS too, and SLURM_PROCID 0
+            raise UsageError(f"this job has {variables['SLURM_NTASKS']} tasks, but srun started none", "srun train …")
+        port = 20_000 + int(variables.get("SLURM_JOB_ID", "0")) % 12_000  # ephemeral ports of Linux begin at 32768
         return {
-            "RANK": held["SLURM_PROCID"],
-            "WORLD_SIZE": held["SLURM_NTASKS"],
-            "LOCAL_RANK": held.get("SLURM_LOCALID", "0"),
-            "MASTER_ADDR": held.get("MASTER_ADDR") or _first_host(held),
-            "MASTER_PORT": held.get("MASTER_PORT") or str(port),
+            "RANK": variables["SLURM_PROCID"],
+            "WORLD_SIZE": variables["SLURM_NTASKS"],
+            "LOCAL_RANK": variables.get("SLURM_LOCALID", "0"),
+            "MASTER_ADDR": variables.get("MASTER_ADDR") or _first_host(variables),
+            "MASTER_PORT": variables.get("MASTER_PORT") or str(port),
         }
-    # port 0: whichever is free
+    # port 0: any free one
     return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def _first_host(held: Mapping[str, str]) -> str:
-    """The node of rank 0, of a list such as `n[01-04,07],m1`: an image has no scontrol that would read it."""
-    nodes = held.get("SLURM_STEP_NODELIST") or held.get("SLURM_JOB_NODELIST", "")
+def _first_host(variables: Mapping[str, str]) -> str:
+    """The node of rank 0, from a list such as `n[01-04,07],m1`; containers have no scontrol to expand it."""
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
     first = re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).partition(",")[0]
     if not first:
         raise UsageError("Slurm does not say which nodes there are", "set MASTER_ADDR to the first one")
@@ -155,15 +155,15 @@ def _first_host(held: Mapping[str, str]) -> str:
 
 @contextmanager
 def _on_stderr() -> Iterator[None]:
-    """Send to stderr what libraries write: gloo of torch 2.10 tells on stdout, where results are, who is connected."""
+    """Send what libraries print to stderr: gloo of torch 2.10 logs connections to stdout, where results go."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 @contextmanager
@@ -172,14 +172,14 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
 
     Args:
         replicas: copies of the sharded model (HSDP); 1 shards it over all ranks.
-        minutes: how long a rank waits for the others.
+        minutes: collective timeout: how long a rank waits for the others.
 
     Raises:
-        UsageError: the ranks cannot be divided so, or some do not come.
+        UsageError: the number of ranks is not a multiple of `replicas`, or some ranks did not start in time.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each of three gloo groups has a socket to every rank
-    # torch 2.10 says so of its own writer of checkpoints
+    # torch 2.10 warns about its own checkpoint writer
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, "torch.distributed")
     os.environ.update(environment(os.environ))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -187,7 +187,7 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
         raise UsageError(f"{ranks} ranks cannot be {replicas} replicas of equal shards")
     cuda = torch.cuda.is_available()
     device = torch.device("cpu")
-    if cuda:  # Slurm may show each task its own GPU only, which is number 0 then
+    if cuda:  # Slurm may show each task only its own GPU, which is then device 0
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=minutes)
@@ -195,8 +195,8 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
         with _on_stderr():
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     except dist.DistStoreError as error:
-        told = " ".join(str(error).split())[:200]
-        raise UsageError(f"rank {rank} of {ranks} waited in vain for the others: {told}", "did all start?") from error
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(f"rank {rank} of {ranks} waited in vain for the others: {why}", "did all start?") from error
     groups = dict[str, Any]()
     try:
         with _on_stderr():
@@ -205,8 +205,8 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
             groups |= {name: dist.new_group(backend="gloo", timeout=timeout) for name in ("numbers", "saving")}
         yield World(rank, ranks, device, groups, timeout.total_seconds() / 4)
     finally:
-        # The threads of a gloo group are joined when nothing refers to it, and an error's traceback refers to the
-        # world. One that drops its last tensor while Python ends calls std::terminate (torch 2.13
-        # ProcessGroupGloo.cpp `runLoop`).
+        # The threads of a gloo group are joined when the last reference to it goes, and an error's traceback holds a
+        # reference to the world. A thread that frees its last tensor while Python shuts down calls std::terminate
+        # (torch 2.13 ProcessGroupGloo.cpp `runLoop`).
         groups.clear()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A refusal of all ranks, told by one of them."""
+"""A refusal that all ranks share is printed by one of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SECONDS = 5
 
 
 @contextmanager
-def told_once() -> Iterator[None]:
-    """Let the first rank that is refused say why; the others end with the same exit code and say nothing.
+def reported_once() -> Iterator[None]:
+    """The first rank that is refused prints the reason; the others exit with the same code and print nothing.
 
-    These wait, because torchrun ends all ranks as soon as one has ended: that shall be the one that speaks. torchrun
-    prints a trace of its own after it, whatever its ranks do.
+    They wait before they exit: torchrun kills all ranks as soon as one has exited, and that has to be the one that
+    prints. torchrun prints a trace of its own afterwards in any case.
     """
     try:
         yield
@@ -30,14 +30,14 @@ def told_once() -> Iterator[None]:
             raise
         _wait()
         raise SystemExit(getattr(error, "exit_code", OutputError.exit_code)) from None
-    except SystemExit as error:  # the first rank knows why, see `World.told`
+    except SystemExit as error:  # the first rank knows why, see `World.from_first`
         if error.code and _has_agent():
             _wait()
         raise
 
 
 def _wait() -> None:
-    """Wait until torchrun ends this rank; it lists one that its signal has ended among the failures."""
+    """Wait until torchrun ends this rank, and exit with 0: it lists a rank that its signal killed as failed."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(SECONDS)
 
@@ -48,16 +48,16 @@ def _has_agent() -> bool:
 
 
 def _is_first() -> bool:
-    """Whether no other rank of this torchrun has said anything; also where nobody can tell."""
+    """Whether no other rank of this torchrun has reported yet; True also where there is no store to ask."""
     if not _has_agent():
         return True
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistError
 
-    held = os.environ
+    environment = os.environ
     try:
-        place, wait = (held["MASTER_ADDR"], int(held["MASTER_PORT"])), timedelta(seconds=SECONDS)
+        place, wait = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])), timedelta(seconds=SECONDS)
         store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=wait)
-        return int(store.add(f"{KEY}/{held.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1)) == 1
+        return int(store.add(f"{KEY}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1)) == 1
     except (DistError, RuntimeError, ValueError, KeyError):
         return True

@@ -5,7 +5,7 @@
 SITE_GPU='--ntasks-per-node=1 --cpus-per-task=1 --time=1-00:00:00'
 SITE_CPU_1='--cpus-per-task=1 --mem=64000 --time=1-00:00:00'
 SITE_SRUN=''
-# what connects the nodes, where TCP is a fault for a preflight: 'IB', or the name of a plugin of NCCL
+# the network between nodes, if TCP is a fault for a preflight: 'IB', or the name of an NCCL plugin
 SITE_NET=''
 SITE_BIND=''
 SITE_GPU_FLAG=''

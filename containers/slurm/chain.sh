@@ -1,10 +1,10 @@
-# A link of a chain: run, be told to save before the time is up, and submit the next link while there is something left.
+# A link of a chain: run, signal the step to save before the time is up, and submit the next link if there is work left.
 set -uo pipefail
 link=${VITRUVIAN_LINK:-1} failed=${VITRUVIAN_FAILED:-0} after_this=--dependency=afterany:$SLURM_JOB_ID
 say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, link $link: $1"; }
 newest() { cat "$SAVE/latest" 2>/dev/null; } # checkpoint of a training; nothing for a job without any
 
-submit() { # LABEL, sbatch options: a job that inherits none of this one's variables, of which some contradict its own
+submit() { # LABEL, sbatch options: a job that inherits none of this job's variables, because some contradict its own
   local label=$1 next
   shift
   next=$(
@@ -17,12 +17,12 @@ submit() { # LABEL, sbatch options: a job that inherits none of this one's varia
   echo "${next%%;*} $label, after $SLURM_JOB_ID" >>"$JOB_LOG"
 }
 
-go_on() { # the script as it runs, whatever has become of the file; its options are said again, or SBATCH_ variables beat them
+submit_next() { # the script as it runs, even if the file has changed; its options are given again, or SBATCH_ variables override them
   local pause script options
   for pause in 0 10 60 300; do
     sleep "$pause" &
-    wait $! # which a signal ends
-    # Slurm may have taken it though sbatch was not told so, or this job was put back behind that.
+    wait $! # a signal interrupts it
+    # Slurm may have accepted the job although sbatch failed, or this job was requeued after submitting it.
     if squeue --noheader --me --name="$SLURM_JOB_NAME" --format=%E | grep -qw "afterany:$SLURM_JOB_ID"; then return; fi
     script=$(scontrol write batch_script "$SLURM_JOB_ID" -) || continue
     mapfile -t options < <(sed -En '/^#SBATCH\s+/{s///;/["'\'']/!s/\s#.*//;p}' <<<"$script" | xargs printf '%s\n')
@@ -33,11 +33,11 @@ go_on() { # the script as it runs, whatever has become of the file; its options 
 }
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # in the image there is no scontrol
-# Two jobs on a node have two ports, below those that Linux gives away.
+# Two jobs on a node have different ports, below Linux's ephemeral ports.
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 say "$SLURM_JOB_NUM_NODES nodes from $MASTER_ADDR, restart ${SLURM_RESTART_COUNT:-0}"
 before=$(newest)
-# Since Slurm 22.05 srun does not take the cores from the job. It does take --export=NONE.
+# Since Slurm 22.05 srun does not inherit --cpus-per-task from the job. It does inherit --export=NONE.
 cores=(${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"})
 srun --export=ALL --kill-on-bad-exit=1 "${cores[@]}" "${SRUN[@]}" "$RUN" "${COMMAND[@]}" &
 step=$! told=0 late=''
@@ -48,7 +48,7 @@ tell() {
   scancel --signal="$SIGNAL" "$SLURM_JOB_ID.0"
 }
 trap tell USR1
-# The end of the time, behind which Slurm leaves us KillWait seconds (30). Of scancel too, which has no successor.
+# SIGTERM at the time limit, after which Slurm waits KillWait seconds (30); or from scancel, which ends the chain.
 # shellcheck disable=SC2154  # the trap is quoted
 trap 'scontrol show job "$SLURM_JOB_ID" | grep -q Reason=TimeLimit || exit 143; late=1' TERM
 waited=none
@@ -72,11 +72,11 @@ case $code in
   0) say "done"; status=0 ;;
   [2-8]) say "refused with exit code $code; the chain ends"; status=$code ;;
   *)
-    # No exit code 75: some sites requeue such jobs by themselves.
+    # Not exit code 75: some sites requeue such jobs automatically.
     if [ "$failed" -gt "$RETRIES" ]; then say "exit code $code, and nothing new $failed times; the chain ends"
     elif [ "$link" -ge "$LINKS" ]; then say "exit code $code; that was the last of $LINKS links"
-    elif go_on && { [ "$code" = 75 ] || [ "$told" != 0 ]; }; then status=0; fi ;;
+    elif submit_next && { [ "$code" = 75 ] || [ "$told" != 0 ]; }; then status=0; fi ;;
 esac
-# Behind the next link: partitions for tests take two jobs of a user.
+# After the next link: test partitions allow a user two jobs.
 if [ -n "$BENCH" ] && [ "$after" != "$before" ]; then VITRUVIAN_LINKS='' VITRUVIAN_BENCH='' submit evaluation "$BENCH" "$SAVE/$after"; fi
 exit "$status"

@@ -1,5 +1,5 @@
-# Before a training: each node alone (device, attention, its own GPUs), then all that are good together (the link).
-# If those fail together, each with its neighbour. The nodes to leave out, slow ones too, are printed, ready for --exclude.
+# Before a training: each node alone (device, attention, its own GPUs), then all good nodes together (the link).
+# If those fail together, each with its neighbour. The nodes to exclude, also slow ones, are printed, ready for --exclude.
 set -uo pipefail
 mkdir -p "$LOGS"
 port=$((20000 + SLURM_JOB_ID % 12000))

@@ -85,10 +85,9 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     spec = spec or source.spec
     counted = list(source.dtypes().values())
     usual = max(counted, key=counted.count)
-    path = source.assets / "config.json" if source.assets else None
-    if path is None:
+    if source.assets is None or source.config is None:
         return _dump(to_huggingface(spec, {}) | {"torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
-    base = read_json(require_inside(path, path.parent))
+    path, base = require_inside(source.assets / "config.json", source.assets), source.config
     config = to_huggingface(spec, base)
     plain = stale(config, counted) and (source.format != NAME or isinstance(spec, ModelSpec))
     if plain:
@@ -104,8 +103,7 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
 
 def dropouts_of(source: Checkpoint) -> dict[str, float]:
     """What a training of a checkpoint drops out, in Megatron's terms, as far as its yml or its config says."""
-    path = source.assets / "config.json" if source.assets else None
-    return dropouts(source.extra.get("yml") or (read_json(path) if path else {}))
+    return dropouts(source.run_config or source.config or {})
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:

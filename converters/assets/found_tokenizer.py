@@ -89,7 +89,7 @@ def attached(source: Checkpoint, found: Tokenizer, folder: Path) -> Checkpoint:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     kept = {name: number for name, number in ids.items() if number is not None}
     (folder / "generation_config.json").write_text(json.dumps(kept, indent=2) + "\n")
-    return replace(source, assets=folder, notes=(*source.notes, *found.notes))
+    return replace(source, assets=folder, config=config, notes=(*source.notes, *found.notes))
 
 
 def _sentencepiece(path: Path) -> Tokenizer:

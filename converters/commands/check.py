@@ -12,7 +12,6 @@ import click
 
 from converters.commands.options import (
     FOLDER,
-    READERS,
     as_json,
     effort,
     memory,
@@ -32,6 +31,7 @@ from formats.errors import (
     VerificationError,
     some,
 )
+from formats.megatron import DIST, MEGATRON
 
 if TYPE_CHECKING:
     from converters.plan.plan import Job
@@ -86,7 +86,7 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     settings: list[str]
     if src is not None:
         source = opened(src, _own_config(src, options, out), alone=False)
-        require_effect(options, checkpoint, source, known=READERS)
+        require_effect(options, checkpoint, source)
         require_family(options, checkpoint, source)
         settings = differences(checkpoint.spec, source.spec)
         against, name = _digests(source, options, as_json), str(src)
@@ -97,6 +97,12 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
                 f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
             )
         facts, against = remembered
+        if isinstance(checkpoint.spec, Verbatim) and "layers" in facts and not options["verbatim"]:
+            raise VerificationError(
+                f"{out} is of a model that a table described when {name} was written, and none does now: "
+                f"{checkpoint.spec.why}",
+                "correct its config.json",
+            )
         settings = contradictions(checkpoint.spec.settings(), facts)
     found = _digests(checkpoint, options, as_json, checked=False)
     states = remembered_states(checkpoint.home) if src is None else {}
@@ -111,12 +117,12 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     if wrong:
         names = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
         raise VerificationError(
-            f"{len(wrong)} of {len(there)} tensors of {out} differ from {name}: {names}",
+            f"{len(wrong)} of {len({*here, *there})} tensors of {out} differ from {name}: {names}",
             f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source",
         )
     if not as_json:
         click.echo(f"{out} equals {name}: {len(here)} tensors\ndigest {total(found)}")
-    if "optimizer" in checkpoint.extra.get("state", ()) and not states:
+    if "optimizer" in checkpoint.state and not states:
         click.echo("note: the weights were compared, the optimizer was not", err=True)
     if src is None and isinstance(checkpoint.spec, Verbatim):
         click.echo("note: no table says what its config.json means, which was not compared", err=True)
@@ -197,7 +203,7 @@ def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> No
 
     first = opened(one, _own_config(one, options, two), alone=False)
     second = opened(two, _own_config(two, options, one), alone=False)
-    require_effect(options, first, second, known=READERS)
+    require_effect(options, first, second)
     require_family(options, first, second)
     settings = differences(first.spec, second.spec)
     left, right = plan_reading(first), plan_reading(second)
@@ -229,10 +235,7 @@ def _own_config(path: Path, options: Mapping[str, Any], other: Path | None = Non
 
 def _knows_itself(path: Path) -> bool:
     """Whether a checkpoint's settings are in it: Megatron's are."""
-    from formats.megatron import classic as megatron
-    from formats.megatron import torch_dist
-
-    return torch_dist.detect(path) or megatron.detect(path)
+    return any(form.reader.detect(path) for form in (DIST, MEGATRON))
 
 
 def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool, checked: bool = True) -> dict[str, str]:
@@ -244,11 +247,10 @@ def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool, checke
 
 def _state_digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dict[str, str]:
     """The digest of each state of a run's optimizer."""
-    from converters.plan.training_state import optimizer_of, state_jobs
-    from formats.megatron import optimizer_reader
+    from converters.plan.training_state import state_jobs, training_of
 
-    held = optimizer_reader.read(source) if source.format.startswith("megatron") else optimizer_of(source)
-    return _hashed(state_jobs(source, held), options, quiet, checked=False)
+    states, _ = training_of(source).states(source)
+    return _hashed(state_jobs(source, states), options, quiet, checked=False)
 
 
 def _hashed(jobs: Iterable[Job], options: Mapping[str, Any], quiet: bool, checked: bool) -> dict[str, str]:

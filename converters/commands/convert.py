@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import (
+    DIALECTS,
     FOLDER,
-    MEGATRON,
+    OF_CORE,
     Size,
     at_iteration,
     chat_template,
@@ -18,6 +19,7 @@ from converters.commands.options import (
     experts,
     flag_of,
     iteration_folder,
+    known_by,
     layout,
     megatron_version,
     opened,
@@ -34,28 +36,27 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import carry_out, is_written, request_of, to_huggingface
+from formats.deepspeed import NEOX
 from formats.errors import SourceError, UsageError
+from formats.fsdp import FSDP
+from formats.huggingface import HUGGINGFACE
+from formats.megatron import DIST, MEGATRON
+from formats.registry import format_of
 
 if TYPE_CHECKING:
     from converters.plan.plan import Plan
     from converters.plan.request import Request
     from formats.checkpoint import Checkpoint
-    from formats.megatron.args.args import Options
+    from formats.megatron.args.options import Options
 
 USE_HF2MEGATRON = "any other format to Megatron is `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
-READ = ("megatron_dist", "megatron")
+READ = (DIST, MEGATRON)
 """The formats of Megatron."""
-SHARDS = {
-    **dict.fromkeys(("norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "interleave", "version"), READ),
-    "layout": ("neox",),
-}
-"""Option of `reshard`: the formats that it is for."""
-DIALECTS = {
-    **dict.fromkeys(("norm", "experts", "interleave", "version"), ("torch", "torch_dist")),
-    "tokens": ("megatron-llm",),
-}
+OF_DIALECTS = {**dict.fromkeys(OF_CORE, ("torch", "torch_dist")), "tokens": ("megatron-llm",)}
 """Option: each --format of Megatron that it is for."""
+SIZES = ("tp", "pp", "vpp")
+"""Options that say 1 where they say nothing."""
 
 
 @click.command()
@@ -63,7 +64,7 @@ DIALECTS = {
 @click.option(
     "--format",
     "kind",
-    type=click.Choice([*MEGATRON]),
+    type=click.Choice([*DIALECTS]),
     default="torch",
     show_default=True,
     help="megatron-core's --ckpt-format torch or torch_dist, or the files of Megatron-LLM.",
@@ -102,15 +103,16 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     From Megatron to Megatron it is `convert reshard`.
     """
     from converters.plan.targets import plan_megatron
-    from converters.plan.training_state import plan_resumed
 
     source = opened(src, options)
-    if source.format in READ:
+    if format_of(source) in READ:
         raise UsageError(f"{src} is a checkpoint of Megatron already", USE_RESHARD)
     wanted = _wanted(options, options["norm"] or "te", options["multiple"], _dialect(options))
     request = request_of(out, options, source)
     _require_optimizer(options)
     if options["with_optimizer"]:
+        from converters.plan.training_state import plan_resumed
+
         _require_core(wanted.dialect)
         if options["tokens"] is not None:
             raise UsageError("tokens that are new have no moments", "leave --true-vocab-size out")
@@ -142,9 +144,9 @@ def _dialect(options: Mapping[str, Any], known: str = "") -> str:
     Raises:
         UsageError: an option is for another one.
     """
-    dialect = MEGATRON.get(options["kind"], known)
-    for name, kinds in DIALECTS.items():
-        if options[name] not in (None, ()) and dialect not in map(MEGATRON.get, kinds):
+    dialect = DIALECTS.get(options["kind"], known)
+    for name, kinds in OF_DIALECTS.items():
+        if options[name] not in (None, ()) and dialect not in map(DIALECTS.get, kinds):
             known_for = " and ".join(kinds)
             raise UsageError(f"--{flag_of(name)} is for Megatron folders of the format {known_for}", "leave it out")
     return dialect
@@ -152,7 +154,7 @@ def _dialect(options: Mapping[str, Any], known: str = "") -> str:
 
 def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) -> Options:
     """How the Megatron folder is to be written. A pipeline layout says itself how many virtual chunks there are."""
-    from formats.megatron.args.args import Options
+    from formats.megatron.args.options import Options
     from formats.megatron.pipeline import virtual_chunks
 
     ends, layout = (options["first_stage_layers"], options["last_stage_layers"]), options["pp_layout"]
@@ -176,14 +178,14 @@ def _wanted(options: Mapping[str, Any], norm: str, multiple: int, dialect: str) 
 )
 @at_iteration
 @chat_template
-@reading_of("megatron")
+@reading_of(*READ)
 @writing
 def megatron2hf(src: Path, out: Path, **options: Any) -> None:
     """Megatron checkpoint to a Hugging Face folder.
 
     SRC is the run folder, an iter_* folder, or release/, of Megatron-LM or Megatron-LLM.
     """
-    to_huggingface(opened(iteration_folder(src, options["iteration"]), options, READ), out, options)
+    to_huggingface(opened(iteration_folder(src, options["iteration"]), options, *READ), out, options)
 
 
 @click.command()
@@ -195,7 +197,7 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 @click.option("--fsdp_checkpoint_path", "old_src", type=FOLDER, hidden=True)
 @click.option("--consolidated_model_path", "old_out", type=FOLDER, hidden=True)
 @click.option("--hf_model_path_or_name", "--HF_model_path_or_name", "old_config", type=FOLDER, hidden=True)
-@reading_of("fsdp")
+@reading_of(FSDP)
 @writing
 @click.pass_context
 def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo: str | None, **options: Any) -> None:
@@ -226,7 +228,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     failed: list[SourceError] = []
     for run, place in runs.items():
         try:
-            source = opened(run, options, ("fsdp",))
+            source = opened(run, options, FSDP)
             request = request_of(place, options, source)
             plan = plan_huggingface(source, request, options["shard_size"], options["template"])
             if len(runs) > 1 and not request.force and is_written(plan, request):
@@ -250,11 +252,11 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
 @places
 @shard_size
 @chat_template
-@reading_of("huggingface")
+@reading_of(HUGGINGFACE)
 @writing
 def hf2hf(src: Path, out: Path, **options: Any) -> None:
     """Hugging Face folder to another one: cast, other file sizes, a chat template with rows for its tokens."""
-    to_huggingface(opened(src, options, ("huggingface",)), out, options)
+    to_huggingface(opened(src, options, HUGGINGFACE), out, options)
 
 
 @click.command()
@@ -280,14 +282,18 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     Name OUT checkpoint-0/pytorch_model_fsdp_0 for accelerate and the HF Trainer.
     """
     from converters.plan.targets import plan_fsdp
-    from converters.plan.training_state import plan_fsdp_run
 
     if options["with_optimizer"] and options["dtype"] != "keep":
         raise UsageError(f"an optimizer cannot go on with --dtype {options['dtype']}", "leave one of them out")
     source = opened(src, options)
     request = request_of(out, options, source)
-    planned = plan_fsdp_run if options["with_optimizer"] else plan_fsdp
-    carry_out(planned(source, request, options["ranks"]), request, options)
+    if options["with_optimizer"]:
+        from converters.plan.training_state import plan_fsdp_run
+
+        plan = plan_fsdp_run(source, request, options["ranks"])
+    else:
+        plan = plan_fsdp(source, request, options["ranks"])
+    carry_out(plan, request, options)
 
 
 @click.command()
@@ -305,7 +311,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     metavar="N",
     help="Vocabulary padding.  [default: as in SRC]",
 )
-@click.option("--format", "kind", type=click.Choice([*MEGATRON]), help="Megatron: its files.  [default: as in SRC]")
+@click.option("--format", "kind", type=click.Choice([*DIALECTS]), help="Megatron: its files.  [default: as in SRC]")
 @at_iteration
 @true_vocab_size
 @click.option(
@@ -315,39 +321,43 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 )
 @optimizer_kind
 @deepspeed_reading
-@reading_of("neox")
+@reading_of(NEOX)
 @writing
 def reshard(src: Path, out: Path, **options: Any) -> None:
     """Megatron or GPT-NeoX shards to shards of another topology."""
     source = opened(iteration_folder(src, options["iteration"]), options)
-    if source.format not in (*READ, "neox"):
+    if format_of(source) not in (*READ, NEOX):
         raise UsageError(f"{src} is a checkpoint of the format {source.format}, which has no shards", USE_HF2MEGATRON)
-    if source.format == "neox" and options["with_optimizer"]:
+    neox = format_of(source) is NEOX
+    if neox and options["with_optimizer"]:
         raise UsageError(
             "--with-optimizer is for Megatron", "`convert zero2universal` takes the optimizer of GPT-NeoX along"
         )
     _require_optimizer(options)
-    require_effect(options, source, known=SHARDS)
+    known = known_by(lambda form: [name for name in form.writer_options if name not in SIZES])
+    require_effect(options, source, known=known)
     request = request_of(out, options, source)
-    planned = _reshard_neox if source.format == "neox" else _reshard_megatron
+    planned = _reshard_neox if neox else _reshard_megatron
     carry_out(planned(source, request, options), request, options)
 
 
 def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
     from converters.plan.targets import plan_megatron
-    from converters.plan.training_state import plan_run
+    from formats.megatron.details import Megatron
 
-    multiple = options["multiple"] or source.extra["vocab_multiple"]
-    norm = options["norm"] or source.extra["norm"]
-    iteration = None if source.extra["folder"] == "release" else source.extra["iteration"]
-    names = options["experts"] or source.extra.get("experts")
+    saved = source.details_of(Megatron)
+    multiple, norm = options["multiple"] or saved.vocab_multiple, options["norm"] or saved.norm
+    iteration = None if source.home.name == "release" else saved.iteration
+    names = options["experts"] or saved.experts
     interleaves = {
-        name: size if options.get(name) is None else options[name] for name, size in source.extra["interleaves"].items()
+        name: size if options.get(name) is None else options[name] for name, size in saved.interleaves.items()
     }
     spelled = {**options, "experts": names, **interleaves}
-    wanted = _wanted(spelled, norm, multiple, _dialect(options, source.extra["dialect"]))
+    wanted = _wanted(spelled, norm, multiple, _dialect(options, saved.dialect))
     if not options["with_optimizer"]:
         return plan_megatron(source, request, wanted, iteration, options["tokens"])
+    from converters.plan.training_state import plan_run
+
     _require_core(wanted.dialect)
     if options["dtype"] != "keep":
         what = f"--dtype {options['dtype']}"
@@ -358,6 +368,7 @@ def _reshard_megatron(source: Checkpoint, request: Request, options: Mapping[str
 def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, Any]) -> Plan:
     from converters.commands.neox import stages
     from converters.plan.targets import plan_neox
+    from formats.deepspeed.neox.checkpoint import Neox
     from formats.deepspeed.neox.writer import Options
 
     if options["vpp"] > 1:
@@ -365,10 +376,9 @@ def _reshard_neox(source: Checkpoint, request: Request, options: Mapping[str, An
     for name in ("first_stage_layers", "last_stage_layers", "pp_layout"):
         if options[name] is not None:
             raise UsageError(f"--{flag_of(name)} is for Megatron folders", "leave it out")
-    kind = options["layout"] or (
-        "pipeline" if source.extra["layered"] else "sequential" if options["pp"] == 1 else None
-    )
-    multiple = options["multiple"] or source.extra["vocab_multiple"]
+    saved = source.details_of(Neox)
+    kind = options["layout"] or ("pipeline" if saved.layered else "sequential" if options["pp"] == 1 else None)
+    multiple = options["multiple"] or saved.vocab_multiple
     pp = stages(kind, options["pp"])
-    wanted = Options(options["tp"], pp, multiple, source.extra["iteration"] or 0, source.extra["yml"])
+    wanted = Options(options["tp"], pp, multiple, saved.iteration or 0, source.run_config)
     return plan_neox(source, request, wanted)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from formats.errors import RefusedError, UsageError
-from formats.families import FAMILIES
 from formats.families.family import Family
 from formats.layout.pattern import Leaf, lower, rows, shape
 from formats.layout.table import Rule
@@ -34,43 +33,19 @@ HOLDERS = ("huggingface", "fsdp", "zero", "megatron", "megatron_dist", "megatron
 
 def held_by(family: Family) -> list[str]:
     """What can hold a family."""
-    from formats.deepspeed.neox import checkpoint as neox
-    from formats.megatron import megatron_llm
-
-    here = {
-        "megatron": not family.only_here,
-        "megatron_dist": not family.only_here,
-        "megatron-llm": not (family.only_here or megatron_llm.lacks(family)),
-        "neox": family.name in neox.TABLES,
-    }
-    return [name for name in HOLDERS if here.get(name, True)]
+    holds = {name: holds for form in FORMATS.values() for name, holds in form.reader.holders(family).items()}
+    return [name for name in HOLDERS if holds[name]]
 
 
-def tables(format_name: str) -> dict[str, tuple[Rule, ...]]:
+def tables(format_name: str) -> Mapping[str, tuple[Rule, ...]]:
     """The layout tables of a format, by the name under which they are shown."""
-    from formats.deepspeed.neox import checkpoint as neox
-    from formats.fsdp import torchtitan
-    from formats.megatron import classic as megatron
-    from formats.megatron import megatron_llm, torch_dist
-
-    if format_name == "huggingface":
-        return {f"huggingface {name}": family.tensors for name, family in FAMILIES.items()}
-    if format_name == "fsdp":
-        return {f"torchtitan {name}": table for name, table in torchtitan.TITAN.items()}
-    if format_name == "megatron":
-        return {
-            "megatron": megatron.MCORE,
-            "megatron before megatron-core": megatron.LEGACY,
-            "Megatron-LLM": megatron_llm.TRAINED,
-            "Megatron-LLM, converted": megatron_llm.CONVERTED,
-        }
-    if format_name == "megatron_dist":
-        return {"megatron_dist": torch_dist.TABLE, "megatron_dist, gate and up apart": torch_dist.SPLIT}
-    if format_name == "neox":
-        return {"neox (Llama)": neox.LLAMA, "neox (GPT-NeoX)": neox.GPT_NEOX}
-    if format_name == "zero":
-        raise UsageError("zero has no layout of its own: it cuts the tensors of Hugging Face or GPT-NeoX in flat parts")
-    raise UsageError(f"there is no format {format_name!r}", f"formats: {', '.join(FORMATS)}")
+    if format_name not in FORMATS:
+        raise UsageError(f"there is no format {format_name!r}", f"formats: {', '.join(FORMATS)}")
+    layouts = FORMATS[format_name].reader.tables()
+    if not layouts:
+        cut = "it cuts the tensors of Hugging Face or GPT-NeoX in flat parts"
+        raise UsageError(f"{format_name} has no layout of its own: {cut}")
+    return layouts
 
 
 def matching(format_name: str, text: str) -> list[tuple[str, Rule]]:

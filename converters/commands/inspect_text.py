@@ -10,26 +10,11 @@ from typing import Any
 from converters.assets import files as assets
 from converters.common.progress import size, table
 from converters.plan.plan import PADDING, Plan, filled
-from converters.plan.training_state import optimizer_of
 from formats.checkpoint import MANIFEST, Checkpoint
-from formats.deepspeed import universal, zero
-from formats.deepspeed.neox import checkpoint as neox
-from formats.disk.json_file import read_json
 from formats.errors import VitruvianError, some
-from formats.fsdp import checkpoint as fsdp
-from formats.fsdp import optimizer as fsdp_optim
 from formats.huggingface import config as hf_config
-from formats.megatron import megatron_llm, optimizer_reader
-from formats.megatron.args import fields
-from formats.torch_files import saved_names
+from formats.registry import format_of
 
-FRESH = {
-    "megatron": "--no-load-optim --no-load-rng",
-    "megatron_dist": "--no-load-optim --no-load-rng",
-    megatron_llm.NAME: "--no_load_optim --no_load_rng",
-    "neox": "finetune: true",
-}
-"""Format or dialect: how its framework is told to begin with fresh optimizer states."""
 FILL = {"zeros": "zeros", "last": "copies of the last row"}
 MOST_FILES = 64
 """Files of a plan that are listed."""
@@ -57,14 +42,12 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
         "manifest": (source.home / MANIFEST).is_file(),
         "notes": _notes(source),
     }
-    for name in ("iteration", "folder", "padded_vocab", "dialect"):
-        if name in source.extra:
-            record[name] = source.extra[name]
+    record |= source.details.shown
     if tensors:
         record["list"] = [
             {"key": placed.key, "dtype": placed.fragment.dtype, "shape": list(placed.fragment.shape),
              "file": str(placed.fragment.path.relative_to(source.root)), "offset": placed.fragment.offset,
-             "pattern": placed.slot.rule.pattern.text, "replica": placed.slot.replica}
+             "pattern": placed.slot.rule.pattern.text, "replica": str(placed.slot.replica)}
             for placed in source.tensors
         ]  # fmt: skip
     return record
@@ -72,38 +55,28 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
 
 def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
     """The states of a training's optimizer, or why it cannot be taken along; None without one."""
+    training = format_of(source).training
+    if training is None:
+        return None
     try:
-        if not _is_trained(source):
+        if not training.is_trained(source):
             return None
-        if source.format.startswith("megatron"):
-            native = optimizer_reader.read(source)
-            return {"states": [*native.states], "distributed": native.distributed}
-        held = optimizer_of(source)
+        states, about = training.states(source)
     except VitruvianError as error:
         return {"states": [], "why": str(error)}
-    return {"states": [*held.states], "step": held.step}
-
-
-def _is_trained(source: Checkpoint) -> bool:
-    """Whether an optimizer lies with the weights."""
-    if source.format == fsdp.NAME:
-        return fsdp_optim.find(source) is not None
-    if source.format in (neox.NAME, zero.NAME):
-        names = [path.name for path in source.home.iterdir()]
-        return universal.is_universal(source.home) or any(map(saved_names.OPTIM.fullmatch, names))
-    return "optimizer" in source.extra.get("state", ())
+    return {"states": [*states], **about}
 
 
 def _parameters(source: Checkpoint) -> int:
     """Elements of the model, padding and copies left out."""
-    return sum(prod(shape) for _, _, shape in source.spec.boxes(source.extra.get("padded_vocab")))
+    return sum(prod(shape) for _, _, shape in source.spec.boxes(source.padded_vocab))
 
 
 def _notes(source: Checkpoint) -> list[str]:
     notes = [*source.spec.notes, *source.notes]
-    if source.extra.get("state"):
-        state = ", ".join(source.extra["state"])
-        notes.append(f"only weights are carried: {state} stay behind; train on with {FRESH[_dialect(source)]}")
+    if source.state:
+        state = ", ".join(source.state)
+        notes.append(f"only weights are carried: {state} stay behind; train on with {source.details.fresh}")
     if source.assets is None:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:
@@ -115,11 +88,6 @@ def _notes(source: Checkpoint) -> list[str]:
     return notes
 
 
-def _dialect(source: Checkpoint) -> str:
-    """The format of a checkpoint, or what it is called where there are several of it."""
-    return megatron_llm.NAME if source.extra.get("dialect") == megatron_llm.NAME else source.format
-
-
 def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
     """`inspect` for people."""
     record = inspect_record(source, tensors)
@@ -128,7 +96,7 @@ def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
         (
             (
                 "format",
-                _dialect(source)
+                (source.details.kind or source.format)
                 + "".join(f", {name} {n}" for name, n in source.topology.items())
                 + (f", {record['folder']}" if "folder" in record else ""),
             ),
@@ -179,9 +147,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "masters compared": sum(1 for job in plan.jobs if job.twins),
         "notes": notes,
     }
-    padding = (
-        source.extra["padded_vocab"] - source.spec.vocab if "padded_vocab" in source.extra and source.spec.vocab else 0
-    )
+    padding = source.padded_vocab - source.spec.vocab if source.padded_vocab and source.spec.vocab else 0
     if padding and plan.more is None:
         notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
     record["residue"] = _residue(source)
@@ -203,12 +169,8 @@ def _carried_padding(plan: Plan) -> int:
 
 def _residue(source: Checkpoint) -> dict[str, list[str]]:
     """Settings that no table knows, by the file that holds them."""
-    found = {}
-    if source.assets:
-        found["config.json"] = hf_config.residue(read_json(source.assets / "config.json"))
-    if "args" in source.extra:
-        found["args"] = fields.residue(source.extra["args"])
-    return {name: keys for name, keys in found.items() if keys}
+    of_config = {} if source.config is None else {"config.json": hf_config.residue(source.config)}
+    return {name: keys for name, keys in (of_config | dict(source.details.residue)).items() if keys}
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:

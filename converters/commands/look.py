@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from converters.commands.options import (
+    DIALECTS,
     FOLDER,
+    OF_CORE,
     as_json,
     dtype,
     experts,
@@ -21,27 +23,31 @@ from converters.commands.options import (
     reading,
     topology,
 )
+from formats.deepspeed import NEOX
 from formats.errors import UnsupportedError, UsageError
+from formats.fsdp import FSDP
+from formats.huggingface import HUGGINGFACE
+from formats.megatron import DIST, MEGATRON
+from formats.registry import FORMATS, open_checkpoint
 
 if TYPE_CHECKING:
     from formats.families.family import Family
 
-OF_MEGATRON = ("megatron", "megatron_dist", "megatron-llm")
-CUTS = {
-    **dict.fromkeys(("tp", "pp"), (*OF_MEGATRON, "neox")),
-    **dict.fromkeys(("vpp", "ep", "etp"), OF_MEGATRON),
-    **dict.fromkeys(("experts", "interleave", "version"), OF_MEGATRON[:2]),
-}
-"""Option of `plan`: the formats that are cut by it."""
+LLM = "megatron-llm"
+TARGETS = {
+    MEGATRON.name: MEGATRON, DIST.name: DIST, LLM: MEGATRON, HUGGINGFACE.name: HUGGINGFACE, FSDP.name: FSDP,
+    NEOX.name: NEOX,
+}  # fmt: skip
+"""What `plan` plans for: formats, and a dialect of one."""
 
 
-def _require_effect(name: str, given: object, format_name: str, known: Sequence[str]) -> None:
+def _require_effect(name: str, given: object, format_name: str, known: Collection[str]) -> None:
     """An option means something to a format.
 
     Raises:
         UsageError: it does not.
     """
-    if given not in (None, 1, ()) and format_name not in known:
+    if given not in (None, 1, ()) and name not in known:
         raise UsageError(f"--{flag_of(name)} has no effect on the format {format_name}", "leave it out")
 
 
@@ -64,7 +70,7 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @click.argument("src", type=FOLDER)
 @click.option(
     "--to",
-    type=click.Choice([*OF_MEGATRON, "huggingface", "fsdp", "neox"]),
+    type=click.Choice([*TARGETS]),
     required=True,
     help="The format to plan for.",
 )
@@ -81,14 +87,14 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     from converters.plan.request import Request
     from converters.plan.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
     from formats.deepspeed.neox import writer as neox_writer
-    from formats.megatron import megatron_llm
-    from formats.megatron.args.args import CORE, DIST, Options
+    from formats.megatron.args.options import Options
 
-    for name, known in CUTS.items():
+    known = {*TARGETS[to].writer_options}.difference(OF_CORE if to == LLM else ())
+    for name in [name for name in MEGATRON.writer_options if name in options]:
         _require_effect(name, options[name], to, known)
     source = opened(src, options)
     request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
-    dialects = {"megatron": CORE, "megatron_dist": DIST, "megatron-llm": megatron_llm.NAME}
+    dialects = {MEGATRON.name: DIALECTS["torch"], DIST.name: DIALECTS["torch_dist"], LLM: DIALECTS[LLM]}
     if to in dialects:
         spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
         spread |= {
@@ -98,9 +104,9 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
         }
         sizes = Options(options["tp"], options["pp"], options["vpp"], dialect=dialects[to], **spread)
         planned = plan_megatron(source, request, sizes, None)
-    elif to == "fsdp":
+    elif to == FSDP.name:
         planned = plan_fsdp(source, request, ranks=1)
-    elif to == "neox":
+    elif to == NEOX.name:
         wanted = neox_writer.Options(options["tp"], options["pp"] if options["pp"] > 1 else 0)
         planned = plan_neox(source, request, wanted)
     else:
@@ -126,11 +132,10 @@ def explain(format_name: str, key: str, model: Path | None, tp: int | None, fami
     from converters.commands.explain import EXAMPLE, LEGEND, draw, matching, tables
     from converters.common.progress import table
     from formats.model.spec import ModelSpec
-    from formats.registry import open_checkpoint
 
-    cut = ("megatron", "neox")
-    _require_effect("tp", tp, format_name, cut)
-    if family and format_name != "huggingface":
+    ranked = format_name in FORMATS and FORMATS[format_name].ranked
+    _require_effect("tp", tp, format_name, ["tp"] * ranked)
+    if family and format_name != HUGGINGFACE.name:
         raise UsageError("--family describes names of Hugging Face alone", "convert explain huggingface")
     if not key:
         for name, rules in tables(format_name).items():
@@ -140,7 +145,7 @@ def explain(format_name: str, key: str, model: Path | None, tp: int | None, fami
     spec = open_checkpoint(model).spec if model else EXAMPLE
     if not isinstance(spec, ModelSpec):
         raise UnsupportedError(f"{model} has no table to draw: {spec.why}")
-    tp = tp or (2 if format_name in cut else 1)
+    tp = tp or (2 if ranked else 1)
     for name, rule in matching(format_name, key):
         click.echo(f"{name}: " + "\n".join(draw(rule, spec, tp)) + "\n")
     click.echo(LEGEND)
@@ -153,14 +158,14 @@ def formats(as_json: bool) -> None:
     from converters.commands.explain import HOLDERS, held_by
     from converters.common.progress import table
     from formats.families import FAMILIES
-    from formats.registry import FORMATS
 
+    about = {form.name: form.about for form in FORMATS.values()}
     if as_json:
         families = {family.name: family.architecture for family in FAMILIES.values()}
         holders = {family.name: held_by(family) for family in FAMILIES.values()}
-        click.echo(json.dumps({"formats": dict(FORMATS), "families": families, "held by": holders}, indent=1))
+        click.echo(json.dumps({"formats": about, "families": families, "held by": holders}, indent=1))
         return
-    click.echo("formats (each is read and written)\n" + table(FORMATS.items()))
+    click.echo("formats (each is read and written)\n" + table(about.items()))
     rows: list[tuple[str, ...]] = [("family", "class", *HOLDERS, "")]
     for family in FAMILIES.values():
         held = ("yes" if name in held_by(family) else "-" for name in HOLDERS)

@@ -27,7 +27,9 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import carry_out, request_of, to_huggingface
+from formats.deepspeed import NEOX
 from formats.errors import UsageError
+from formats.registry import format_of
 
 ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
 """Family: what GPT-NeoX's own script calls it."""
@@ -50,7 +52,7 @@ ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
 )
 @shard_size
 @chat_template
-@reading_of("neox")
+@reading_of(NEOX)
 @writing
 def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **options: Any) -> None:
     """GPT-NeoX checkpoint to a Hugging Face folder.
@@ -77,7 +79,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
         raise UsageError(f"the tokenizer has {found.size} tokens, --vocab-size says {options['vocab_size']}")
     if found and options["vocab_size"] is None:
         options["vocab_size"] = found.size
-    source = opened(src, options, ("neox",))
+    source = opened(src, options, NEOX)
     if architecture not in (None, ARCHITECTURES.get(source.spec.family)):
         raise UsageError(f"--architecture {architecture}, but {src} holds a {source.spec.family}", "leave it out")
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
@@ -105,7 +107,7 @@ def hf2neox(src: Path, out: Path, **options: Any) -> None:
     from formats.deepspeed.neox.writer import Options
 
     source = opened(src, options)
-    if source.format == "neox":
+    if format_of(source) is NEOX:
         raise UsageError(f"{src} is a checkpoint of GPT-NeoX already", "for another topology use `convert reshard`")
     request = request_of(out, options, source)
     pp = stages(options["layout"], options["pp"])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from formats.errors import SourceError, UsageError
+from formats.format import Format
 from formats.megatron.args.versions import VERSIONS
+from formats.registry import FORMATS, downloaded, format_of, open_checkpoint
 
 if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint, Settings
@@ -86,18 +88,18 @@ own_family = click.option(
     "--family", type=FOLDER, metavar="FILE", callback=_learn,
     help="A family of your own, in TOML: the table and the settings of a model that `convert formats` does not list.",
 )  # fmt: skip
-READERS = {
-    "verbatim": ("huggingface", "fsdp", "zero"),
-    "allow_missing": ("huggingface", "fsdp", "zero"),
-    "container": ("fsdp",),
-    "tag": ("neox", "zero"),
-    "weights": ("neox", "zero"),
-    "gqa_layout": ("neox",),
-}
-"""Option: the formats whose readers know it."""
 
 
-def reading_of(*formats: str) -> Callable[[Command], Command]:
+def known_by(options_of: Callable[[Format], Iterable[str]]) -> dict[str, list[Format]]:
+    """Option: the formats that know it, of those that not every format knows."""
+    names = dict.fromkeys(name for form in FORMATS.values() for name in options_of(form))
+    return {name: [form for form in FORMATS.values() if name in options_of(form)] for name in names}
+
+
+READERS = known_by(lambda form: form.reader_options)
+
+
+def reading_of(*formats: Format) -> Callable[[Command], Command]:
     """The options for a source of one of these formats; help is silent about what none of them knows."""
     hidden = {name: not set(known) & set(formats) for name, known in READERS.items()}
     return together(
@@ -126,7 +128,7 @@ def reading_of(*formats: str) -> Callable[[Command], Command]:
     )  # fmt: skip
 
 
-reading = reading_of("huggingface", "fsdp", "neox", "zero")
+reading = reading_of(*FORMATS.values())
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 memory = click.option(
     "--memory",
@@ -181,8 +183,10 @@ experts = together(
                  help="Megatron: in each expert N rows of gate, N of up, and so on (--moe-mlp-glu-interleave-size); "
                       "0 for all of gate first.  [default: 0; for reshard as in SRC]"),
 )  # fmt: skip
-MEGATRON = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
+DIALECTS = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
 """--format of a Megatron folder: the dialect that its files are written in."""
+OF_CORE = ("norm", "experts", "interleave", "version")
+"""What only megatron-core's dialects can be told."""
 vocab_multiple = click.option(
     "--make-vocab-size-divisible-by", "multiple", type=click.IntRange(1), default=128, show_default=True, metavar="N",
     help="The vocabulary is padded to a multiple of this times tp.",
@@ -230,16 +234,6 @@ layout = click.option(
     help="Files of GPT-NeoX: one for each rank, or one for each layer and rank.  [default: pipeline if --pp > 1]",
 )  # fmt: skip
 
-READS = {
-    "huggingface": "for Hugging Face use `convert hf2megatron`, `hf2fsdp`, `hf2neox` or `hf2hf`",
-    "megatron": "for Megatron use `convert megatron2hf` or `convert reshard`",
-    "megatron_dist": "for Megatron use `convert megatron2hf` or `convert reshard`",
-    "fsdp": "for FSDP use `convert fsdp2hf`",
-    "neox": "for GPT-NeoX use `convert neox2hf`",
-    "zero": "for DeepSpeed use `convert zero2hf`",
-}
-"""Format: the commands that read it."""
-
 
 def flag_of(name: str) -> str:
     """What an option is called on the command line."""
@@ -259,7 +253,9 @@ def _is_yml(config: Path) -> bool:
     return (config.suffix in (".yml", ".yaml") and config.is_file()) or any(config.glob("*.y*ml"))
 
 
-def require_effect(options: Mapping[str, Any], *sources: Checkpoint, known: Mapping[str, Sequence[str]]) -> None:
+def require_effect(
+    options: Mapping[str, Any], *sources: Checkpoint, known: Mapping[str, Sequence[Format]] = READERS
+) -> None:
     """Every option that was given means something to one of the checkpoints.
 
     Args:
@@ -271,13 +267,13 @@ def require_effect(options: Mapping[str, Any], *sources: Checkpoint, known: Mapp
         UsageError: one means nothing to them.
     """
     for name, formats in known.items():
-        if options.get(name) in (None, False, "auto", ()) or any(source.format in formats for source in sources):
+        if options.get(name) in (None, False, "auto", ()) or any(format_of(source) in formats for source in sources):
             continue
         kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
         raise UsageError(f"--{flag_of(name)} has no effect on {kinds}", "leave it out")
 
 
-def opened(path: Path, options: Mapping[str, Any], wanted: tuple[str, ...] = (), *, alone: bool = True) -> Checkpoint:
+def opened(path: Path, options: Mapping[str, Any], *wanted: Format, alone: bool = True) -> Checkpoint:
     """Open the checkpoint that a command was given.
 
     Args:
@@ -286,16 +282,15 @@ def opened(path: Path, options: Mapping[str, Any], wanted: tuple[str, ...] = (),
         wanted: the formats that the command reads; none for any.
         alone: whether the options were meant for this one, so that each must have an effect on it.
     """
-    from formats.registry import open_checkpoint
-
     source = open_checkpoint(path, settings_of(options), wanted)
-    if wanted and source.format not in wanted:
+    if wanted and format_of(source) not in wanted:
         raise UsageError(
-            f"{path} is a checkpoint of the format {source.format}, this command reads {' and '.join(wanted)}",
-            READS[source.format],
+            f"{path} is a checkpoint of the format {source.format}, this command reads "
+            f"{' and '.join(form.name for form in wanted)}",
+            format_of(source).commands,
         )
     if alone:
-        require_effect(options, source, known=READERS)
+        require_effect(options, source)
         require_family(options, source)
     return source
 
@@ -324,7 +319,7 @@ def iteration_folder(run: Path, number: int | None) -> Path:
     """
     if number is None:
         return run
-    from formats.megatron.shards import name_of
+    from formats.megatron.folders import name_of
 
     folder = run / name_of(number)
     if not folder.is_dir():
@@ -341,7 +336,6 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
     """
     from formats.checkpoint import Settings
     from formats.model.spec import parse_settings
-    from formats.registry import downloaded
 
     config = options["config"]
     if config is not None and not ((config / "config.json").is_file() or _is_yml(config)):

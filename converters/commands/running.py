@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.common.manifest import check_manifest
+from formats.registry import format_of
 
 if TYPE_CHECKING:
     from converters.move.source_checks import Verdict
@@ -21,15 +21,11 @@ if TYPE_CHECKING:
 
 
 def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
-    """What the options of `writing` ask for.
-
-    The norms of GPT-NeoX drift apart between tensor parallel ranks in every long training: their mean is what is
-    wanted, and told. Anywhere else copies that differ are a damage.
-    """
+    """What the options of `writing` ask for. Copies that differ are a damage, where they do not drift by themselves."""
     from converters.plan.request import Limits, Request
 
-    usual = "verify" if source.format != "neox" else "drift" if source.proof is None else "mean"
-    replicas = options["replicas"] or usual
+    usual = format_of(source).replicas
+    replicas = options["replicas"] or ("mean" if usual == "drift" and source.proof is not None else usual)
     limits = Limits(options["threads"], options["memory"], replicas)
     cast = None if options["dtype"] == "keep" else options["dtype"]
     return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])
@@ -60,6 +56,7 @@ def is_written(plan: Plan, request: Request) -> bool:
 def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
     """Print the plan, or run it (or a share of it) and print what came out."""
     from converters.commands.inspect_text import drift_lines, plan_lines, plan_record
+    from converters.common.manifest import check_manifest
     from converters.common.progress import size
     from converters.convert import check_paths, run, run_share
     from converters.prove import digest
@@ -97,7 +94,7 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
         facts = {"digest": total, "verified": request.verify, "source_checksums": checked.record()}
         told = f"{'read back and equal' if request.verify else 'not read back'}\n"
         paths = {part.fragment.path for job in plan.jobs for part in job.sources if part.fragment.member}
-        loose = saves.untied(plan.source.home, paths, plan.source.format)
+        loose = saves.untied(plan.source.home, paths, plan.source.ties)
         told += f"source checksums: {checked}{loose and f' ({loose})'}\ndigest {total}"
     seconds = time.monotonic() - began
     if options["as_json"]:

@@ -22,13 +22,15 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import carry_out, request_of, to_huggingface
+from formats.deepspeed import NEOX, ZERO
 from formats.errors import UsageError
+from formats.format import Format
 
-KNOWN: Mapping[str, Sequence[str]] = {
-    "gqa_layout": ("neox",),
-    "config": ("neox",),
-    "vocab_size": ("neox",),
-    "settings": ("neox",),
+KNOWN: Mapping[str, Sequence[Format]] = {
+    "gqa_layout": (NEOX,),
+    "config": (NEOX,),
+    "vocab_size": (NEOX,),
+    "settings": (NEOX,),
     "verbatim": (),
     "container": (),
 }
@@ -40,7 +42,7 @@ KNOWN: Mapping[str, Sequence[str]] = {
 @deepspeed_reading
 @shard_size
 @chat_template
-@reading_of("zero")
+@reading_of(ZERO)
 @writing
 def zero2hf(src: Path, out: Path, **options: Any) -> None:
     """DeepSpeed ZeRO checkpoint to a Hugging Face folder.
@@ -48,7 +50,7 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     SRC is the folder with `latest`, the checkpoint-N of the HF Trainer, or a global_stepN. Of stage 3, and with
     --weights fp32-master of every stage, the weights come out of the optimizer states of all ranks.
     """
-    to_huggingface(opened(src, options, ("zero",)), out, options)
+    to_huggingface(opened(src, options, ZERO), out, options)
 
 
 @click.command()

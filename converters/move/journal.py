@@ -275,7 +275,7 @@ def fingerprint(plan: Plan, replicas: str) -> str:
     ]
     files = plan.target.files if plan.target else ()
     target = [
-        [str(file.path), file.size, [(placed.slot.file, placed.key, placed.slot.layer) for placed in file.tensors]]
+        [str(file.path), file.size, [(placed.slot.place, placed.key, placed.slot.layer) for placed in file.tensors]]
         for file in files
     ]
     facts = blake3(json.dumps([source, target, repr(plan.spec), replicas]).encode())

@@ -16,6 +16,7 @@ from converters.move.regions import Nearby
 from converters.plan.plan import Job
 from formats.disk.safetensors import DTYPES, FLOATS
 from formats.errors import VerificationError
+from formats.layout.table import SHARED, Replica
 
 FARTHEST = 0.5
 """Of the largest element of a tensor: copies of a norm that are farther apart did not drift there."""
@@ -34,6 +35,7 @@ class Copies:
     """What is done with the copies of one job's tensor, and what they turned out to be.
 
     Attributes:
+        worst: how far apart the others were, by the copy; by None that of all of them whose mean would be taken.
         drift: how far apart the copies were that had to be averaged.
         nameless: masters lie in the model's own file, as in ZeRO stage 0, which gives them no names: that each is the
             tensor's own only the comparison tells, and no policy does without it.
@@ -47,7 +49,7 @@ class Copies:
         self.twins = Nearby(job.twins, axes) if job.twins and (heeded or self.nameless) else None
         self.mean = policy in ("mean", "drift") and job.source_dtype in FLOATS
         self.plausible = policy == "drift" and not job.name.startswith("exp_avg")  # moments may be far apart
-        self.worst: dict[str, float] = {}
+        self.worst: dict[Replica | None, float] = {}
         self.drift, self.unequal = 0.0, 0
 
     def settle(self, values: Array, tile: Tile) -> None:
@@ -81,7 +83,7 @@ class Copies:
                 continue
             self.drift = max(self.drift, distance)
             if self.plausible and not distance <= FARTHEST * _largest(values, dtype):
-                self.worst["its copies"] = max(self.worst.get("its copies", 0.0), distance)
+                self.worst[None] = max(self.worst.get(None, 0.0), distance)
         return found
 
     def _round(self, values: Array, tile: Tile, twins: Nearby) -> None:
@@ -112,7 +114,7 @@ class Copies:
         if not self.worst:
             return
         name, distance = max(self.worst.items(), key=lambda pair: pair[1])
-        if name == "its copies":
+        if name is None:
             raise VerificationError(
                 f"the copies of {job.name} are up to {distance:g} apart, too far for a norm that drifted: "
                 f"{job.sources[0].fragment.path} and others may be of different models",
@@ -120,7 +122,7 @@ class Copies:
             )
         paths = (str(parts[0].fragment.path) for parts in (job.sources, job.replicas[name]))
         where = " and ".join(dict.fromkeys(paths))
-        if name == "copy":
+        if name == SHARED:
             raise VerificationError(
                 f"the output head should share {job.name} and differs from it by up to {distance:g} between {where}",
                 "--set tied=false keeps both",

@@ -78,7 +78,7 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
         _refuse(source, [*differing, *contradictions(said, spec)])
         return [f"{CHECKED} base ({answer['why']})"]
     _refuse(source, [*contradictions(said, spec), *losses(said, spec)])
-    if source.extra.get("unbounded") and not _is_bounded(source.spec):
+    if source.unbounded and not _is_bounded(source.spec):
         raise SourceError(
             f"{source.root}: {UNBOUNDED}: {answer['why']}", "name the base model with its weights: --config BASE"
         )

@@ -8,7 +8,7 @@ the leaves of each side tile its box: each element comes from exactly one place 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -17,7 +17,7 @@ from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import RefusedError, UnsupportedError
 from formats.layout.boxes import overlap
 from formats.layout.pattern import Leaf
-from formats.layout.table import Placed
+from formats.layout.table import ORIGINAL, Placed, Replica
 from formats.layout.tensors import UNTRAINED
 from formats.model.spec import Spec
 
@@ -40,6 +40,10 @@ class Part:
     woven: bool = False
 
 
+Copies = dict[Replica, list[Part]]
+"""The parts of a tensor, and of each further copy of it."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One logical tensor of one layer: where its elements come from and where they go.
@@ -56,7 +60,7 @@ class Job:
     source_dtype: str
     dtype: str
     sources: tuple[Part, ...]
-    replicas: Mapping[str, tuple[Part, ...]]
+    replicas: Mapping[Replica, tuple[Part, ...]]
     targets: tuple[Part, ...]
     rows: int | None = None
     partial: bool = False
@@ -146,31 +150,32 @@ def make_plan(
         for name in placed.slot.rule.pattern.tensors
     }
     wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
-    repeated = _padding(target) if target and target.padding == "last" else {}
+    repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
         _require_no_scales(source)
     jobs = []
-    padded = source.extra.get("padded_vocab")
+    padded = source.padded_vocab
     boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)
     for (tensor, layer, held_shape), (_, _, shape) in boxes:
         if tensor in source.without:
             continue
         name = tensor if layer is None else f"{tensor}.{layer}"
-        nothing: dict[str, list[Part]] = {} if prod(shape) else {"": []}
+        nothing: Copies = {} if prod(shape) else {ORIGINAL: []}
         sources = held.get((tensor, layer), nothing)
         targets = wanted.get((tensor, layer), nothing)
-        if "" not in sources or (target and "" not in targets):
-            raise RefusedError(f"nothing {'writes' if '' in sources else 'holds'} {name}")
-        twin = twins.get((tensor, layer), {}).get("", [])
-        checked = (("source", sources, held_shape), ("target", targets, shape), ("module", {"": twin}, held_shape))
+        if ORIGINAL not in sources or (target and ORIGINAL not in targets):
+            raise RefusedError(f"nothing {'writes' if ORIGINAL in sources else 'holds'} {name}")
+        twin = twins.get((tensor, layer), {}).get(ORIGINAL, [])
+        module: Copies = {ORIGINAL: twin}
+        checked = (("source", sources, held_shape), ("target", targets, shape), ("module", module, held_shape))
         for side, copies, box in checked if twin else checked[:2]:
             for copy, parts in copies.items():
                 prove_tiling([part.leaf for part in parts], box, f"{name} in the {side}{f' ({copy})' if copy else ''}")
         dtype = dtypes[tensor, layer]
         jobs.append(
             Job(
-                tensor, layer, shape, dtype, cast_dtype(dtype, cast, tensor), tuple(sources[""]),
+                tensor, layer, shape, dtype, cast_dtype(dtype, cast, tensor), tuple(sources[ORIGINAL]),
                 {copy: tuple(parts) for copy, parts in sources.items() if copy},
                 (*(part for parts in targets.values() for part in parts), *repeated.get((tensor, layer), ())),
                 held_shape[0] if held_shape != shape else None,
@@ -211,9 +216,9 @@ def cast_dtypes(source: Checkpoint, cast: str | None) -> dict[tuple[str, int | N
     return {name: cast_dtype(dtype, cast, name[0]) for name, dtype in source.dtypes().items()}
 
 
-def _parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], dict[str, list[Part]]]:
+def _parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
     """The leaves of physical tensors by (tensor, layer) and by the copy to which they belong."""
-    found: dict[tuple[str, int | None], dict[str, list[Part]]] = {}
+    found: dict[tuple[str, int | None], Copies] = {}
     for placed in tensors:
         leaves = placed.leaves()
         woven = len(leaves) > 1 and any(min(_steps(leaf), default=1) > 1 for leaf in leaves)
@@ -228,21 +233,33 @@ def _steps(leaf: Leaf) -> list[int]:
     return [span.stride for span in leaf.spans if span.size > 1]
 
 
-def _padding(target: Target) -> dict[tuple[str, int | None], list[Part]]:
-    """Where the rows of vocabulary padding lie, each as a leaf of the last row that a token has."""
+def padding_leaves(placed: Placed, stop: int | None = None) -> Iterator[Leaf]:
+    """Where the rows of vocabulary padding lie in a tensor, from the first one to `stop`, as if they were tokens'."""
+    sizes = dict(placed.slot.sizes)
+    if not placed.slot.rule.pattern.filled:
+        return
+    vocab, total = sizes["vocab"], sizes["vocab"] + sizes["padding"]
+    stop = total if stop is None else stop
+    sizes |= {"vocab": stop, "padding": total - stop}
+    for leaf in placed._replace(slot=placed.slot._replace(sizes=tuple(sizes.items()))).leaves():
+        rows = leaf.spans[0]
+        low, high = max(rows.start, vocab), min(rows.stop, stop)
+        if low < high:
+            spans = (rows._replace(start=low, stop=high), *leaf.spans[1:])
+            yield Leaf(leaf.tensor, spans, leaf.base + (low - rows.start) * rows.stride)
+
+
+def _repeated(target: Target) -> dict[tuple[str, int | None], list[Part]]:
+    """The rows of vocabulary padding, each as a leaf of the last row that a token has."""
     found: dict[tuple[str, int | None], list[Part]] = {}
     for placed in (placed for file in target.files for placed in file.tensors):
-        sizes = dict(placed.slot.sizes)
-        vocab, padding = sizes["vocab"], sizes["padding"]
-        if not _empty(placed):
-            continue
-        sizes |= {"vocab": vocab + padding, "padding": 0}
-        for leaf in placed.slot._replace(sizes=tuple(sizes.items())).leaves():
+        last = dict(placed.slot.sizes)["vocab"]
+        for leaf in padding_leaves(placed):
             rows = leaf.spans[0]
-            spans = (rows._replace(start=vocab - 1, stop=vocab), *leaf.spans[1:])
-            for row in range(max(rows.start, vocab), rows.stop):
-                part = Part(Leaf(leaf.tensor, spans, leaf.base + (row - rows.start) * rows.stride), placed.fragment)
-                found.setdefault((leaf.tensor, placed.slot.layer), []).append(part)
+            spans = (rows._replace(start=last - 1, stop=last), *leaf.spans[1:])
+            bases = (leaf.base + row * rows.stride for row in range(rows.size))
+            parts = [Part(Leaf(leaf.tensor, spans, base), placed.fragment) for base in bases]
+            found.setdefault((leaf.tensor, placed.slot.layer), []).extend(parts)
     return found
 
 
@@ -269,7 +286,7 @@ def _prove_filled(target: Target) -> None:
     for file in target.files:
         for placed in file.tensors:
             empty = _empty(placed)
-            if empty and "~" not in placed.slot.rule.pattern.text:
+            if empty and not placed.slot.rule.pattern.filled:
                 raise RefusedError(f"{empty} elements of {placed.key} have no source")
 
 

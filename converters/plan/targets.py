@@ -12,24 +12,20 @@ from converters.assets.trusted import require_inside
 from converters.plan import agreement
 from converters.plan.plan import Plan, cast_dtype, cast_dtypes, make_plan
 from converters.plan.request import Request
-from formats import optimizer
 from formats.checkpoint import Checkpoint
-from formats.deepspeed.neox import checkpoint as neox
-from formats.deepspeed.neox import writer as neox_writer
-from formats.deepspeed.neox import yml
 from formats.errors import RefusedError, UnsupportedError
-from formats.fsdp import checkpoint as fsdp
+from formats.fsdp import FSDP
+from formats.huggingface import HUGGINGFACE
 from formats.huggingface import folder as huggingface
-from formats.megatron import classic as megatron
-from formats.megatron import megatron_llm, torch_dist
-from formats.megatron.args import flags
-from formats.megatron.args.args import DIST, Options
-from formats.megatron.optimizer import Optimizer
 from formats.model.spec import Spec, Verbatim
 from formats.model.vocab_rows import grown, rows
 
 if TYPE_CHECKING:
     from converters.assets.chat_template import Applied
+    from formats import optimizer
+    from formats.deepspeed.neox import writer as neox_writer
+    from formats.megatron.args.options import Options
+    from formats.megatron.optimizer import Optimizer
 
 SHARD_SIZE = 5 * 10**9
 """Bytes of a safetensors file, when nothing says otherwise."""
@@ -52,15 +48,15 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
     dtypes = cast_dtypes(source, request.cast)
     index = assets.remembered_index(source.assets) if shard_size is None else None
     held = dict(assets.files(source.assets)) if source.assets else {}
-    held |= dict(assets.records(source.root)) if source.format == fsdp.NAME else {}
+    held |= dict(assets.records(source.root)) if source.format == FSDP.name else {}
     spec, texts, notes = source.spec, {}, list[str]()
     if template is not None:
         applied = _apply_template(held, template, rows(spec), source)
         spec = grown(spec, applied.length) if applied.length > (rows(spec) or 0) else spec
         held = {name: path for name, path in held.items() if name not in applied.removed}
         texts, notes = dict(applied.texts), list(applied.notes)
-    elif source.extra.get("added_tokens"):
-        names = ", ".join(source.extra["added_tokens"])
+    elif source.added_tokens:
+        names = ", ".join(source.added_tokens)
         notes.append(f"the training added {names} to its tokenizer; --chat-template adds them to the one that travels")
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
     config = assets.config_text(source, _cast_to(request), spec)
@@ -76,7 +72,7 @@ def _apply_template(held: Mapping[str, Path], template: str, count: int | None, 
 
     if count is None:
         raise RefusedError(f"{source.root} has no embedding whose rows a chat template could be checked against")
-    return apply_template(held, load_template(template), count, source.extra.get("added_tokens", ()))
+    return apply_template(held, load_template(template), count, source.added_tokens)
 
 
 def plan_megatron(
@@ -99,6 +95,12 @@ def plan_megatron(
         optimizer: what is written beside the weights, for a training that goes on.
         args: arguments of a training that goes on from another framework.
     """
+    from formats.megatron import classic as megatron
+    from formats.megatron import megatron_llm, torch_dist
+    from formats.megatron.args import flags
+    from formats.megatron.args.options import DIST
+    from formats.megatron.details import Megatron
+
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(f"{source.root} has no Megatron layout: {source.spec.why}", "see `convert formats`")
     require_vocab(source)
@@ -108,8 +110,9 @@ def plan_megatron(
             raise RefusedError(f"{source.root} has {spec.vocab} tokens, --true-vocab-size {tokens} would cut some off")
         spec = replace(spec, vocab=tokens)
     dtypes = cast_dtypes(source, request.cast)
-    llm = [dialect == megatron_llm.NAME for dialect in (source.extra.get("dialect"), options.dialect)]
-    args = assets.dropouts_of(source) | dict(args or (source.extra.get("args") if llm[0] == llm[1] else None) or {})
+    saved = source.details if isinstance(source.details, Megatron) else None
+    llm = [dialect == megatron_llm.NAME for dialect in (saved and saved.dialect, options.dialect)]
+    args = assets.dropouts_of(source) | dict(args or (saved.args if saved and llm[0] == llm[1] else {}))
     writer = torch_dist if options.dialect == DIST else megatron
     target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
     texts, copies = _inside(source, request, megatron.ASSETS, spec)
@@ -125,13 +128,16 @@ def plan_megatron(
 
 def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options) -> Plan:
     """A plan that writes a GPT-NeoX run folder, with the model's config and tokenizer in it."""
+    from formats.deepspeed.neox import checkpoint as neox
+    from formats.deepspeed.neox import writer, yml
+
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(f"{source.root} has no layout of GPT-NeoX: {source.spec.why}", "see `convert formats`")
     require_vocab(source)
     dtypes = cast_dtypes(source, request.cast)
-    target = neox_writer.write(request.root, source.spec, dtypes, options)
+    target = writer.write(request.root, source.spec, dtypes, options)
     texts, copies = _inside(source, request, neox.ASSETS)
-    notes = () if source.format == neox.NAME else yml.window_notes(source.spec)
+    notes = () if isinstance(source.details, neox.Neox) else yml.window_notes(source.spec)
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
     return replace(plan, notes=notes)
 
@@ -145,7 +151,7 @@ def _inside(
         return {}, own
     copies = {f"{folder}/{name}": path for name, path in assets.files(source.assets) if name != "config.json"} | own
     texts = {f"{folder}/config.json": assets.config_text(source, _cast_to(request), spec)}
-    if source.format == huggingface.NAME and not huggingface.pickled(source.root):
+    if source.format == HUGGINGFACE.name and not huggingface.pickled(source.root):
         texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
     elif (source.assets / huggingface.INDEX).is_file():
         copies[f"{folder}/{huggingface.INDEX}"] = require_inside(source.assets / huggingface.INDEX, source.assets)
@@ -154,6 +160,8 @@ def _inside(
 
 def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimizer.Optimizer | None = None) -> Plan:
     """A plan that writes a DCP folder, with the model's config and tokenizer in it, and what it is trained with."""
+    from formats.fsdp import checkpoint as fsdp
+
     require_vocab(source)
     dtypes = cast_dtypes(source, request.cast)
     target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)
@@ -163,14 +171,14 @@ def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimiz
     copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
     copies |= assets.own_family(source.spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
-    untold = isinstance(source.spec, Verbatim) and source.format == huggingface.NAME
+    untold = isinstance(source.spec, Verbatim) and source.format == HUGGINGFACE.name
     return replace(plan, notes=(*plan.notes, *compared, *([UNTOLD] if untold else ())))
 
 
 def plan_reading(source: Checkpoint) -> Plan:
     """A plan that reads every logical tensor once and writes nothing."""
     require_vocab(source)
-    if source.extra.get("unbounded"):
+    if source.unbounded:
         agreement.notes(source, source.spec, assets.config_text(source, None))
     return make_plan(source)
 
@@ -178,9 +186,8 @@ def plan_reading(source: Checkpoint) -> Plan:
 def require_vocab(source: Checkpoint) -> None:
     """Refuse a checkpoint of which only the padded vocabulary is known."""
     if source.spec.vocab is None and not isinstance(source.spec, Verbatim):
-        padded = source.extra.get("padded_vocab")
         raise RefusedError(
-            f"the true vocabulary of {source.root} is unknown, it only holds {padded} padded rows",
+            f"the true vocabulary of {source.root} is unknown, it only holds {source.padded_vocab} padded rows",
             "add --vocab-size N, or --config with the model's Hugging Face folder",
         )
 

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from converters.plan.plan import PADDING, Job, Part, Plan, cast_dtypes, make_plan, prove_tiling
+from converters.plan.plan import PADDING, Copies, Job, Part, Plan, cast_dtypes, make_plan, padding_leaves, prove_tiling
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_megatron
 from converters.plan.universal import UNTAKEN
 from formats.checkpoint import Checkpoint, Target
-from formats.deepspeed import optimizer as zero_optim
-from formats.deepspeed import zero
-from formats.deepspeed.neox import checkpoint as neox
 from formats.errors import UnsupportedError, VerificationError
-from formats.fsdp import checkpoint as fsdp
+from formats.format import Training
 from formats.fsdp import optimizer as fsdp_optim
-from formats.layout.pattern import Leaf
-from formats.layout.table import Placed
+from formats.layout.table import ORIGINAL, Placed
 from formats.layout.tensors import UNTRAINED
-from formats.megatron import classic as megatron
-from formats.megatron import optimizer_reader, portable_optimizer, torch_dist
-from formats.megatron.args.args import Options
+from formats.megatron import optimizer_reader, portable_optimizer
+from formats.megatron.args.options import Options
 from formats.megatron.optimizer import Optimizer as Native
 from formats.megatron.optimizer import of_kind
 from formats.megatron.torch_dist import OPTIMIZER
 from formats.optimizer import Optimizer
+from formats.registry import format_of
 
-READERS: dict[str, Callable[[Checkpoint], Optimizer]] = {
-    fsdp.NAME: fsdp_optim.read,
-    **dict.fromkeys((zero.NAME, neox.NAME), zero_optim.read),
-    **dict.fromkeys((megatron.NAME, torch_dist.NAME), portable_optimizer.read),
-}
-"""Format: what reads its optimizer."""
+
+def training_of(source: Checkpoint) -> Training:
+    """What reads the optimizer of a checkpoint.
+
+    Raises:
+        UnsupportedError: optimizers of its format are not read.
+    """
+    training = format_of(source).training
+    if training is None:
+        raise UnsupportedError(
+            f"{source.root} is a checkpoint of the format {source.format}, of which no optimizer is read",
+            "take the checkpoint of a training, or the weights alone, without --with-optimizer",
+        )
+    return training
 
 
 def optimizer_of(source: Checkpoint) -> Optimizer:
@@ -42,12 +46,7 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
         SourceError: it holds none, or an incomplete one.
         UnsupportedError: optimizers of its format are not read.
     """
-    if source.format not in READERS:
-        raise UnsupportedError(
-            f"{source.root} is a checkpoint of the format {source.format}, of which no optimizer is read",
-            "take the checkpoint of a training, or the weights alone, without --with-optimizer",
-        )
-    return READERS[source.format](source)
+    return training_of(source).read(source)
 
 
 def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
@@ -68,10 +67,10 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     held = (placed.fragment.path for one in found.states.values() for placed in one.tensors)
     weights = source if masters is None else _as_weights(masters, source)
     files = tuple(dict.fromkeys([*source.files, *held]))
-    weights = replace(weights, files=files, dropped=(), extra={**source.extra, "state": ()})
+    weights = replace(weights, files=files, dropped=(), state=())
     asked = request if masters is None else replace(request, cast="fp32")
     plan = plan_fsdp(weights, asked, ranks, moments)
-    jobs = (*plan.jobs, *state_jobs(source, moments, target=plan.target))
+    jobs = (*plan.jobs, *state_jobs(source, moments.states, target=plan.target))
     notes = [UNTAKEN]
     if masters:
         notes.append("FSDP trains the weights themselves: they are written from the float32 masters")
@@ -82,7 +81,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
         again = fsdp_optim.read(written)
         if (again.step, again.groups) != (found.step, found.groups):
             raise VerificationError("step or groups of the optimizer do not read back as written")
-        return state_jobs(written, again)
+        return state_jobs(written, again.states)
 
     return replace(plan, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 
@@ -106,9 +105,9 @@ def plan_run(
     held = optimizer_reader.read(source)
     optimizer = held if kind is None else of_kind(held, source, distributed=kind == "distributed")
     plan = plan_megatron(source, request, options, iteration, optimizer=optimizer)
-    padded, multiple = source.extra["padded_vocab"], options.vocab_multiple * options.tp
+    padded, multiple = source.padded_vocab or 0, options.vocab_multiple * options.tp
     rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
-    notes = ["rng_state stays behind: it is that of other ranks"] if "rng_state" in source.extra["state"] else []
+    notes = ["rng_state stays behind: it is that of other ranks"] if "rng_state" in source.state else []
     if rows < padded:
         notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
     return _resumed(plan, optimizer, rows, notes, None if "fp32" in optimizer.states else held.states.get("fp32"))
@@ -182,26 +181,26 @@ def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], pro
     source = plan.source
 
     def more(written: Checkpoint) -> Iterator[Job]:
-        return state_jobs(written, optimizer_reader.read(written), rows)
+        return state_jobs(written, optimizer_reader.read(written).states, rows)
 
     paths = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
     resumed = replace(
         source,
         files=tuple(dict.fromkeys([*source.files, *paths])),
-        extra={**source.extra, "state": ()},
+        state=(),
         dropped=tuple(name for name in source.dropped if not OPTIMIZER.fullmatch(name)),
         proof=proof,
     )
-    jobs = (*plan.jobs, *state_jobs(source, optimizer, rows, plan.target))
+    jobs = (*plan.jobs, *state_jobs(source, optimizer.states, rows, plan.target))
     return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 
 
 def state_jobs(
-    source: Checkpoint, optimizer: Native | Optimizer, rows: int = 0, target: Target | None = None
+    source: Checkpoint, states: Mapping[str, Checkpoint], rows: int = 0, target: Target | None = None
 ) -> Iterator[Job]:
     """The jobs of each state, and of what lies between the vocabulary and so many rows."""
     vocab = source.spec.vocab or 0
-    for state, one in {"": source, **optimizer.states}.items():
+    for state, one in {"": source, **states}.items():
         part = _only(target, state) if target else None
         if state:
             yield from (replace(job, state=state) for job in make_plan(one, part).jobs)
@@ -221,27 +220,21 @@ def _padding_jobs(source: Checkpoint, wanted: Iterable[Placed], rows: range, sta
     held, targets, dtypes = _rows(source.tensors, rows), _rows(wanted, rows), source.dtypes()
     for tensor, copies in held.items():
         written = [part for parts in targets.get(tensor, {}).values() for part in parts]
-        shape = (len(rows), *(span.stop - span.start for span in copies[""][0].leaf.spans[1:]))
+        shape = (len(rows), *(span.size for span in copies[ORIGINAL][0].leaf.spans[1:]))
         for parts in (*copies.values(), *targets.get(tensor, {}).values()):
             prove_tiling([part.leaf for part in parts], shape, f"{state}.{tensor}")
         replicas = {copy: tuple(parts) for copy, parts in copies.items() if copy}
         dtype = dtypes[tensor, None]
-        yield Job(tensor, None, shape, dtype, dtype, tuple(copies[""]), replicas, tuple(written), state=state)
+        yield Job(tensor, None, shape, dtype, dtype, tuple(copies[ORIGINAL]), replicas, tuple(written), state=state)
 
 
-def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, dict[str, list[Part]]]:
-    """Where rows of vocabulary padding lie, by tensor and by the copy to which they belong."""
-    found: dict[str, dict[str, list[Part]]] = {}
-    for placed in tensors:
-        sizes = dict(placed.slot.sizes)
-        if not rows or "~" not in placed.slot.rule.pattern.text:
-            continue
-        sizes |= {"vocab": rows.stop, "padding": sizes["vocab"] + sizes["padding"] - rows.stop}
-        for leaf in placed._replace(slot=placed.slot._replace(sizes=tuple(sizes.items()))).leaves():
-            first = leaf.spans[0]
-            low, high = max(first.start, rows.start), min(first.stop, rows.stop)
-            if low < high:
-                spans = (first._replace(start=low - rows.start, stop=high - rows.start), *leaf.spans[1:])
-                part = Part(Leaf(leaf.tensor, spans, leaf.base + (low - first.start) * first.stride), placed.fragment)
-                found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(part)
+def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, Copies]:
+    """Where rows of vocabulary padding lie, by tensor and by the copy to which they belong; the first one counts 0."""
+    found: dict[str, Copies] = {}
+    for placed in tensors if rows else ():
+        for leaf in padding_leaves(placed, rows.stop):
+            first, *others = leaf.spans
+            moved = first._replace(start=first.start - rows.start, stop=first.stop - rows.start)
+            part = Part(replace(leaf, spans=(moved, *others)), placed.fragment)
+            found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(part)
     return found

@@ -20,13 +20,14 @@ from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed import universal, zero
 from formats.deepspeed.neox import checkpoint as neox
+from formats.deepspeed.neox.tables import slots_of
 from formats.deepspeed.universal import Parameter, States
 from formats.detect import lookalikes
 from formats.disk.safetensors import Fragment
 from formats.errors import UnsupportedError
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import Slot, match
+from formats.layout.table import ALONE, Slot, match
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim
@@ -229,11 +230,11 @@ def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mappi
     """One of the states, to be compared with what is in the module."""
     spec = Verbatim("deepspeed", {name: one.shape for name, one in tensors.items()}, tied=False, vocab=None, why=WHY)
     whole = {name: one.whole for name, one in tensors.items()}
-    placed, _ = match(untabled.slots(spec), {"": whole}, (), tag)
+    placed, _ = match(untabled.slots(spec), {ALONE: whole}, (), tag)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     twins = tuple(one._replace(fragment=module[one.key]) for one in placed if one.key in module)
-    return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins)
+    return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins, ties=zero.TIES)
 
 
 def _parameters(source: Checkpoint, step: float) -> Iterator[Parameter]:
@@ -241,10 +242,9 @@ def _parameters(source: Checkpoint, step: float) -> Iterator[Parameter]:
     if isinstance(source.spec, Verbatim):
         yield from (Parameter(slot.keys[0], slot, {}, step) for slot in untabled.slots(source.spec))
         return
-    spec, layered = source.spec, source.extra["layered"]
-    rows = spec.vocab if spec.vocab is not None else source.extra["padded_vocab"]
-    layout = {"mha" if spec.kv_heads == spec.heads else source.extra["gqa"], source.extra["mlp"]}
-    for slot in neox.slots_of(spec, 1, rows, layout, layered=layered):
+    spec, saved = source.spec, source.details_of(neox.Neox)
+    rows, layered = spec.vocab if spec.vocab is not None else source.padded_vocab or 0, saved.layered
+    for slot in slots_of(spec, 1, rows, saved.layout, layered=layered):
         if "partial" in slot.rule.conditions and source.topology["tp"] > 1:
             raise UnsupportedError(
                 f"{slot.keys[0]} is a sum over tensor parallel ranks, which a universal checkpoint cannot say",

@@ -1,1 +1,25 @@
 """DeepSpeed: ZeRO states, universal checkpoints, and GPT-NeoX."""
+
+from formats.format import Format
+
+ZERO = Format(
+    "zero",
+    "DeepSpeed ZeRO stages 0 to 3 (DeepSpeed, HF Trainer, accelerate); written as universal checkpoints",
+    "for DeepSpeed use `convert zero2hf`",
+    "formats.deepspeed.zero",
+    "formats.deepspeed.optimizer",
+    "zero2hf",
+    ("verbatim", "allow_missing", "tag", "weights"),
+)
+NEOX = Format(
+    "neox",
+    "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions",
+    "for GPT-NeoX use `convert neox2hf`",
+    "formats.deepspeed.neox.checkpoint",
+    "formats.deepspeed.optimizer",
+    "neox2hf",
+    ("tag", "weights", "gqa_layout"),
+    ("tp", "pp", "layout"),
+    ranked=True,
+    replicas="drift",  # of norms between tensor parallel ranks, in every long training: the mean is wanted, and told
+)

@@ -13,21 +13,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import Checkpoint, Settings
+from formats.checkpoint import Checkpoint
 from formats.deepspeed import universal, zero
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.partitions import Partition, step_of
 from formats.errors import RefusedError, SourceError, UnsupportedError
-from formats.optimizer import STATES, Group, Optimizer
+from formats.optimizer import STATES, Group, Optimizer, require_adam
+from formats.torch_files import saved_names
 
 KEPT = frozenset({"step", *STATES})
 """What Adam keeps of a parameter."""
-ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias"})
-"""What the parameter groups of an Adam have: torch's and DeepSpeedCPUAdam, FusedAdam, and that of old transformers."""
-OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
-"""What those of others have, that keep the same of a parameter."""
 Owners = Mapping[Path, Sequence[tuple[int, Group]]]
 """Of each file: where its flat groups begin, in bytes, and how their parameters are treated."""
+
+
+def is_trained(source: Checkpoint) -> bool:
+    """Whether an optimizer lies with the weights."""
+    names = (path.name for path in source.home.iterdir())
+    return universal.is_universal(source.home) or any(map(saved_names.OPTIM.fullmatch, names))
+
+
+def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
+    """Its states, and what `inspect` says of it."""
+    optimizer = read(source)
+    return optimizer.states, {"step": optimizer.step}
 
 
 def read(source: Checkpoint) -> Optimizer:
@@ -39,12 +48,12 @@ def read(source: Checkpoint) -> Optimizer:
         UnsupportedError: it is not Adam's, of stage 0, or not all of the model was trained, and equally often.
     """
     model: Mapping[str, Any]
-    settings: Settings = source.extra["settings"]
+    settings = source.settings
     if settings.weights in STATES[1:]:
         raise RefusedError(
             f"--weights {settings.weights} takes moments of {source.root} for its weights", "leave --weights out"
         )
-    if source.format == neox.NAME:
+    if isinstance(source.details, neox.Neox):
         _require_no_sums(source)
         opened, model, partitions = neox.read_states(source.home, replace(settings, tag=None))
         states = dict(zip(STATES, opened, strict=True))
@@ -128,17 +137,13 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
         raise UnsupportedError(f"{path}: its optimizer keeps {', '.join(others[:4])}, and only Adam's is carried")
     found: dict[int, Group] = {}
     for group in settings:
-        other = next((name for key, name in OTHERS.items() if key in group), "of an unknown kind")
-        if not ADAM & group.keys() or OTHERS.keys() & group.keys():
-            raise UnsupportedError(f"{path}: its optimizer is {other}, and only Adam's is carried")
+        require_adam(group, str(path))
         try:
             low, high = group["betas"]
             lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
             found |= dict.fromkeys(group["params"], Group(lr, (float(low), float(high)), eps, decay))
         except (KeyError, TypeError, ValueError):
             raise SourceError(f"{path} holds a parameter group in no form that is known") from None
-        if decay and group.get("decoupled_weight_decay") is False:
-            raise UnsupportedError(f"{path}: a weight decay of {decay:g} is in the gradients, and not AdamW's")
     return found
 
 

@@ -12,7 +12,7 @@ the stored masters is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -175,6 +175,48 @@ def steps_in(file: TorchFile) -> frozenset[float]:
     state = inner.get("state") if isinstance(inner, Mapping) else None
     each = [one["step"] for one in state.values() if "step" in one] if isinstance(state, Mapping) else []
     return frozenset(number(file, value) for value in each if isinstance(value, int | float | TensorRef))
+
+
+COUNTER = "global_steps"
+"""What a model file calls the steps of its engine."""
+
+
+def require_one_step(tag: Path, model: TorchFile, accept: Collection[str]) -> list[str]:
+    """The optimizer has made the steps that the model file counts, but for those that were skipped.
+
+    The engine counts both (deepspeed/runtime/engine.py `_take_model_step`, 0.19.8). A training that began with the
+    weights of another alone counts on, while its optimizer begins again.
+
+    Args:
+        tag: the folder.
+        model: its first model file.
+        accept: what the user names in spite of a refusal.
+
+    Returns:
+        What the user should know, if a difference was accepted.
+
+    Raises:
+        SourceError: the two differ.
+    """
+    made, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
+    files = (path for path in sorted(tag.iterdir()) if saved_names.OPTIM.fullmatch(path.name))
+    path = next(files, None)
+    if path is None or type(made) is not int or type(skipped) is not int:
+        return []
+    steps = steps_in(read_torch(path))
+    if not steps or made - skipped in steps:
+        return []
+    counted = " and ".join(f"{step:g}" for step in sorted(steps))
+    difference = f"{path} has made {counted} steps, {model.path} counts {made}" + (
+        f", {skipped} of them skipped" if skipped else ""
+    )
+    if COUNTER in accept:
+        return [f"{difference}: accepted"]
+    raise SourceError(
+        f"{difference}: files of different saves",
+        f"copy the files of one save from all nodes; of a training that began without the optimizer of the one before: "
+        f"--accept {COUNTER}",
+    )
 
 
 def step_of(partitions: Sequence[Partition]) -> float:

@@ -17,27 +17,31 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.checkpoint import Checkpoint, Settings
+from formats.checkpoint import Checkpoint, Details, Settings
+from formats.deepspeed import ZERO, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
-from formats.deepspeed import universal
 from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
+from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread, whole_part
-from formats.layout.table import Cut, Placed, Slot, match
+from formats.layout.table import ALONE, Cut, Placed, Rule, Slot, match
 from formats.model.adapters import require_plain
 from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
-from formats.torch_files.saves import TIES, require_same
+from formats.torch_files.saves import require_same
 from formats.torch_files.wrappers import unwrapped
 
-NAME = "zero"
+NAME = ZERO.name
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """What the user can ask for: its name in `optimizer.STATES`."""
-OF_RANK = (*TIES[NAME], "mp_world_size", "frozen_param_fragments")
+TIES = ("global_steps", "global_samples", "skipped_steps")
+"""What each model file says of the save that it is of (deepspeed 0.19.8, runtime/engine.py `_get_checkpoint_state`).
+The partitions have Adam's step (`partitions.py`)."""
+OF_RANK = (*TIES, "mp_world_size", "frozen_param_fragments")
 """What counts of the model files of stage 3 but the first, which says the rest: a thousand of them are a gigabyte."""
 OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
 """How the names of GPT-NeoX begin."""
@@ -46,6 +50,16 @@ OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
 def detect(path: Path) -> bool:
     """Whether a folder is DeepSpeed's."""
     return deepspeed.detect(path)
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """None: it cuts the tensors of Hugging Face or GPT-NeoX in flat parts."""
+    return {}
+
+
+def holders(_: Family) -> dict[str, bool]:
+    """It holds every family."""
+    return {NAME: True}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
@@ -59,7 +73,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if wanted == "module" and (third or whole):
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "take --weights fp32-master")
-    notes += _require_one_step(tag, models[0], settings.accept)
+    notes += zero_partitions.require_one_step(tag, models[0], settings.accept)
     modules = zero_partitions.module(models[0])
     if wanted == "module":
         tensors = dict(_module(models[0], modules))
@@ -69,67 +83,29 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tensors = dict(_states(tag, models, modules, WEIGHTS[wanted]))
     tensors |= _aliases(models[0].value, tensors)
     keys = _keys(tensors, tag)
-    config = _config_folder(path, run, tag, settings)
-    spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, settings)
+    assets = _config_folder(path, run, tag, settings)
+    config = huggingface.read_config(assets)
+    spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, assets, settings)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec)
     if whole:
         _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
-    placed, dropped = match(slots, {"": {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
+    placed, dropped = match(slots, {ALONE: {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
     pieces = _spread(placed, keys, tensors)
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
     if settings.weights is None and (third or whole):
         notes.append(_no_module({one.fragment.dtype for one in placed}))
     held = models[0].value
     topology = {"dp": held.get("dp_world_size", 1)}
-    extra = {"folder": tag.name, "iteration": held.get("global_steps"), "settings": settings}
+    details = Details(shown={"iteration": held.get("global_steps"), "folder": tag.name})
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     proof = None
     if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not (third or whole):
         proof = read(path, replace(settings, weights="fp32-master"))
     left = tuple(dropped)
-    return Checkpoint(run, tag, NAME, spec, pieces, left, files, topology, config, extra, twins, tuple(notes), proof)
-
-
-COUNTER = "global_steps"
-"""What a model file calls the steps of its engine."""
-
-
-def _require_one_step(tag: Path, model: TorchFile, accept: Collection[str]) -> list[str]:
-    """The optimizer has made the steps that the model file counts, but for those that were skipped.
-
-    The engine counts both (deepspeed/runtime/engine.py `_take_model_step`, 0.19.8). A training that began with the
-    weights of another alone counts on, while its optimizer begins again.
-
-    Args:
-        tag: the folder.
-        model: its first model file.
-        accept: what the user names in spite of a refusal.
-
-    Returns:
-        What the user should know, if a difference was accepted.
-
-    Raises:
-        SourceError: the two differ.
-    """
-    made, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
-    files = (path for path in sorted(tag.iterdir()) if saved_names.OPTIM.fullmatch(path.name))
-    path = next(files, None)
-    if path is None or type(made) is not int or type(skipped) is not int:
-        return []
-    steps = zero_partitions.steps_in(read_torch(path))
-    if not steps or made - skipped in steps:
-        return []
-    counted = " and ".join(f"{step:g}" for step in sorted(steps))
-    difference = f"{path} has made {counted} steps, {model.path} counts {made}" + (
-        f", {skipped} of them skipped" if skipped else ""
-    )
-    if COUNTER in accept:
-        return [f"{difference}: accepted"]
-    raise SourceError(
-        f"{difference}: files of different saves",
-        f"copy the files of one save from all nodes; of a training that began without the optimizer of the one before: "
-        f"--accept {COUNTER}",
-    )
+    return Checkpoint(
+        run, tag, NAME, spec, pieces, left, files, topology, assets, details, twins, tuple(notes), proof,
+        settings=settings, config=config, ties=TIES,
+    )  # fmt: skip
 
 
 def _spread(placed: Sequence[Placed], keys: Mapping[str, str], tensors: Mapping[str, Scattered]) -> tuple[Placed, ...]:
@@ -168,7 +144,7 @@ def _models(tag: Path) -> list[TorchFile]:
     count = world if isinstance(world, int) else max(opened) + 1
     if count > deepspeed.MOST_RANKS:
         raise SourceError(f"{opened[first].path} claims {count} data parallel ranks")
-    require_same({one.path: one.value.get for one in opened.values()}, NAME)
+    require_same({one.path: one.value.get for one in opened.values()}, TIES)
     lost = sorted(set(range(count)) - set(opened))
     if lost or len(opened) > count:
         names = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in lost[:4])
@@ -322,7 +298,7 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     first = _models(tag)[0]
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
-    _require_one_step(tag, first, accept)
+    zero_partitions.require_one_step(tag, first, accept)
     shapes = zero_partitions.param_shapes(first)
     if universal.is_universal(tag):
         states = {state: dict(_universal(tag, first, state)) for state in STATES}
@@ -357,7 +333,7 @@ def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
                 "an optimizer moves with a model that is trained as a whole; convert the weights alone",
             )
         whole = {key: tensors[name].whole for key, name in keys.items()}
-        placed, dropped = match(slots, {"": whole}, huggingface.drops(source.spec), source.home)
+        placed, dropped = match(slots, {ALONE: whole}, huggingface.drops(source.spec), source.home)
         pieces = _spread(placed, keys, tensors)
         found[state] = replace(
             source,

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from formats.deepspeed import folders as deepspeed
 from formats.errors import SourceError, UnsupportedError
-from formats.megatron.shards import locate
 from formats.torch_files import dcp, saved_names
 from formats.torch_files.pickle_values import Namespace
 
@@ -97,6 +96,8 @@ def _megatron_deepspeed(path: Path) -> Path | None:
 
 
 def _iteration(path: Path) -> Path | None:
+    from formats.megatron.folders import locate
+
     try:
         return locate(path)[1]
     except SourceError:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from formats.deepspeed import folders as deepspeed
 from formats.errors import RefusedError
+from formats.megatron import folders as megatron
 
 ONE_MODEL = "trainer_state.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -22,7 +23,7 @@ SHARDS = (
     "mp_rank_*/*.pt",
 )
 """What torch's distributed checkpoints and Megatron's leave in a folder itself."""
-TRACKERS = (*deepspeed.TRACKERS, "latest_checkpointed_iteration.txt")
+TRACKERS = (*deepspeed.TRACKERS, megatron.TRACKER)
 """Files of a run that name the checkpoint which is read."""
 LONGEST = 200
 """Bytes of a name that a file system can hold, with room for a prefix."""

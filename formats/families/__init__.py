@@ -1,12 +1,13 @@
 """Model families: one file a family, with its table of Hugging Face names and the facts of its config.
 
-To add one, copy the nearest file, change its table, and add its golden tests (CONTRIBUTING.md).
+To add one, copy the nearest file, change its table, and add its tiny models (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -14,6 +15,9 @@ from typing import Any
 
 from formats.errors import UnsupportedError, short
 from formats.families.family import FAMILY_FILE, Family
+
+NO_FAMILIES = ("blocks", "family")
+"""Files here that hold none."""
 
 
 def family_named(name: str) -> Family:
@@ -66,16 +70,39 @@ def _file(where: str) -> str:
     return str(path) if path.is_file() else "FILE"
 
 
-_found = [import_module(f"{__name__}.{one.name}").FAMILY for one in iter_modules(__path__) if one.name != "family"]
-FAMILIES: dict[str, Family] = {family.name: family for family in _found}
-"""Every family, by name."""
+class Families(Mapping[str, Family]):
+    """Every family by its name, which is that of its file too: read when it is first used.
+
+    A family of the user's own is among them in the context that knows it.
+    """
+
+    def __getitem__(self, name: str) -> Family:
+        own = OWN.get()
+        if own is not None and name == own.name:
+            return own
+        if name not in NAMES:
+            raise KeyError(name)
+        family: Family = import_module(f"{__name__}.{name}").FAMILY
+        return family
+
+    def __iter__(self) -> Iterator[str]:
+        own = OWN.get()
+        return iter(NAMES if own is None else (*NAMES, own.name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+NAMES = tuple(module.name for module in iter_modules(__path__) if module.name not in NO_FAMILIES)
+OWN: ContextVar[Family | None] = ContextVar("own", default=None)
+FAMILIES = Families()
 
 
 @contextmanager
 def known(family: Family) -> Iterator[None]:
     """While it lasts, a family of the user's own is one of them."""
-    FAMILIES[family.name] = family
+    token = OWN.set(family)
     try:
         yield
     finally:
-        del FAMILIES[family.name]
+        OWN.reset(token)

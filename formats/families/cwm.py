@@ -2,12 +2,12 @@
 
 from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout.table import BIASES, rules
+from formats.layout.table import BIASES, without
 
 FAMILY = Family(
     name="cwm",
     architecture="CwmForCausalLM",
-    tensors=rules(TABLE, without=BIASES),
+    table=without(TABLE, BIASES),
     requires={"hidden_act": "silu", "mlp_bias": False},
     rope_theta=1000000.0,
     head_dim=128,

@@ -5,10 +5,10 @@ turned; its router heeds no norm_topk_prob. DeepSeek-V2-Lite has queries without
 the large one takes them out of groups that it ranks by their best expert.
 """
 
+from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
 from formats.families.family import Family
-from formats.layout.table import rules
 
-TABLE = """
+LATENT_ATTENTION = """
 model.embed_tokens.weight                                      embedding: vocab hidden
 model.layers.{layer}.self_attn.q_proj.weight                   latent_query: (group query_dim) hidden    uncompressed
 model.layers.{layer}.self_attn.q_a_proj.weight                 query_down: query_rank hidden           compressed
@@ -18,29 +18,16 @@ model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight       latent_down: join
 model.layers.{layer}.self_attn.kv_a_layernorm.weight           latent_norm: latent_rank
 model.layers.{layer}.self_attn.kv_b_proj.weight                latent_up: (group up_dim) latent_rank
 model.layers.{layer}.self_attn.o_proj.weight                   output: hidden (group head dim)
-model.layers.{layer}.mlp.gate_proj.weight                      gate: ffn hidden                        dense
-model.layers.{layer}.mlp.up_proj.weight                        up: ffn hidden                          dense
-model.layers.{layer}.mlp.down_proj.weight                      down: hidden ffn                        dense
-model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight     expert_gate: expert_ffn hidden          sparse separate
-model.layers.{layer}.mlp.experts.{expert}.up_proj.weight       expert_up: expert_ffn hidden            sparse separate
-model.layers.{layer}.mlp.experts.{expert}.down_proj.weight     expert_down: hidden expert_ffn          sparse separate
-model.layers.{layer}.mlp.experts.gate_up_proj                  expert (expert_gate: expert_ffn | expert_up: expert_ffn) hidden    sparse fused
-model.layers.{layer}.mlp.experts.down_proj                     expert_down: expert hidden expert_ffn   sparse fused
-model.layers.{layer}.mlp.gate.weight                           router: expert hidden                   sparse
-model.layers.{layer}.mlp.shared_experts.gate_proj.weight       shared_gate: shared_ffn hidden          sparse
-model.layers.{layer}.mlp.shared_experts.up_proj.weight         shared_up: shared_ffn hidden            sparse
-model.layers.{layer}.mlp.shared_experts.down_proj.weight       shared_down: hidden shared_ffn          sparse
-model.layers.{layer}.input_layernorm.weight                    input_norm: hidden
-model.layers.{layer}.post_attention_layernorm.weight           post_norm: hidden
-model.norm.weight                                              final_norm: hidden
-lm_head.weight                                                 head: vocab hidden          untied
-lm_head.weight                                                 embedding: vocab hidden     tied optional
 """
+ROUTER = """
+model.layers.{layer}.mlp.gate.weight                           router: expert hidden                   sparse
+"""
+TABLE = LATENT_ATTENTION + DENSE_MLP + EXPERTS + ROUTER + SHARED_EXPERTS + NORMS + HEAD
 
 FAMILY = Family(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={
         "hidden_act": "silu",
         "attention_bias": False,

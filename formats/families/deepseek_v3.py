@@ -7,17 +7,17 @@ second token, is not loaded of a model with 61 layers.
 from dataclasses import replace
 
 from formats.families import deepseek_v2
-from formats.layout.table import rules
+from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
+from formats.families.deepseek_v2 import LATENT_ATTENTION
+from formats.families.dots1 import ROUTER
 
-BIAS = "model.layers.{layer}.mlp.gate.e_score_correction_bias          router_bias: expert                     sparse"
-BEHIND = "model.layers.{layer}.mlp.shared_experts.gate_proj.weight"
-TABLE = deepseek_v2.TABLE.replace(BEHIND, f"{BIAS}\n{BEHIND}")
+TABLE = LATENT_ATTENTION + DENSE_MLP + EXPERTS + ROUTER + SHARED_EXPERTS + NORMS + HEAD
 
 FAMILY = replace(
     deepseek_v2.FAMILY,
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     drops=(r"model\.layers\.61\..*",),
     requires={
         "hidden_act": "silu",

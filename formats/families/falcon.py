@@ -5,7 +5,6 @@ and its value, group by group, in every Falcon.
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 transformer.word_embeddings.weight                            embedding: vocab hidden
@@ -24,7 +23,7 @@ lm_head.weight                                                embedding: vocab h
 FAMILY = Family(
     name="falcon",
     architecture="FalconForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={
         "alibi": False,
         "bias": False,

@@ -8,5 +8,5 @@ FAMILY = replace(
     falcon_40b.FAMILY,
     name="falcon_11b",
     marks={"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
-    tensors=falcon.FAMILY.tensors,
+    table=falcon.TABLE,
 )

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from formats.families import falcon
-from formats.layout.table import rules
 
 NORMS = """
 transformer.h.{layer}.ln_mlp.weight                           post_norm: hidden
@@ -16,7 +15,7 @@ FAMILY = replace(
     name="falcon_40b",
     model_type="falcon",
     marks={"new_decoder_architecture": True},
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"alibi": False, "bias": False, "parallel_attn": True, "apply_residual_connection_post_layernorm": False},
     keys={**falcon.FAMILY.keys, "kv_heads": "num_kv_heads"},
     defaults={name: value for name, value in falcon.FAMILY.defaults.items() if name != "kv_heads"},

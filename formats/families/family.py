@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from formats.layout.table import BIASES, Rule
+from formats.layout.table import BIASES, Rule, rules
 
 FAMILY_FILE = "family.toml"
 """Beside a config.json: the family of the user's own that the model was converted with."""
 
 
-class Facts(NamedTuple):
-    """What arguments that name no family say of a model, and only some families have.
-
-    Biases on query, key and value; norms on each query and key head; a sliding window, and layers without it; heads
-    that rotate in part, and layers that do not; an MLP without a gate; LayerNorm, biases everywhere, and norms whose
-    weights are stored less one; learned positions in place of rotary ones; sinks of attention; latents of keys and
-    values. Of a mixture of experts, the tensors of `EXPERTS` that it has and how its router makes weights of scores.
-    """
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    window: bool = False
-    layered: bool = False
-    partial: bool = False
-    nope: bool = False
-    plain: bool = False
-    layer_norm: bool = False
-    biased: bool = False
-    centred: bool = False
-    learned: bool = False
-    sinks: bool = False
-    latent: bool = False
-    experts: frozenset[str] = frozenset()
-    router: str = ""
-
-
-IN_MEGATRON = ((), ("qkv_bias",), ("mlp_bias", "output_bias", "qkv_bias"))
-"""The biases that Megatron can have: none, `add_qkv_bias`, and `add_bias_linear`, which is every linear layer's."""
-
-
-EXPERTS = frozenset({"router", "router_bias", "shared_up", "shared_router"})
-"""The tensors that tell one mixture of experts from another."""
+SIGNS = {
+    "qkv_bias": {"query_bias"},
+    "output_bias": {"output_bias"},
+    "mlp_bias": {"down_bias", "expert_down_bias"},
+    "qk_norm": {"query_norm"},
+    "layer_norm": {"final_norm_bias"},
+    "learned": {"positions"},
+    "sinks": {"sinks"},
+    "latent": {"latent_down"},
+    "moe": {"router"},
+    "router_bias": {"router_bias"},
+    "shared_experts": {"shared_up"},
+    "shared_router": {"shared_router"},
+}
+"""Trait of a model: the logical tensors of which any is the sign of it."""
+TRAITS = (*SIGNS, "ungated", "every_bias", "centred", "sigmoid")
+"""All traits; the last are an MLP without a gate, biases in every linear layer, norms whose weights are stored less one,
+and a router whose scores are those of a sigmoid."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +42,7 @@ class Family:
     Attributes:
         name: `model_type` of its config.json, unless that is given apart.
         architecture: its class in transformers.
-        tensors: the layout of its Hugging Face files.
+        table: the layout of its Hugging Face files; `tensors` are its rules.
         drops: regular expressions of keys in those files that carry no weights.
         requires: config keys that must have one value, or be absent.
         model_type: that of the config, where several families have it.
@@ -64,8 +50,9 @@ class Family:
         rope_theta: what transformers assumes when the config names none; None where nothing rotates.
         head_dim: the same for the head dimension; None for hidden size / heads.
         ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
-        mha: whether it assumes as many key/value heads as heads.
+        mha: whether `__post_init__` of its config takes as many key/value heads as heads; a fixed number is not that.
         centred: whether the weights of its norms are stored less one; Megatron has such LayerNorms.
+        general: whether a model is taken for one of it where nothing tells it from those of other families.
         window: the config key of its sliding window, if it has one, and what transformers assumes.
         keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
         defaults: setting: what transformers assumes of those, and the key/value heads of all its models, if not heads.
@@ -79,12 +66,14 @@ class Family:
         tokens: the ids above ten of special tokens that transformers assumes and can do without, by config key.
         switch: the config key that turns a sliding window on, false where it is absent, in a family of which only models
             without a window are supported; `window_default` and `full_until` then say which these are.
+        neox: the kind of GPT-NeoX's models that compute the same: with `rms` or `layernorm`; empty where none do.
+        torchtitan: the layout under torchtitan's native names, where there is one.
         file: the file of the user's that it was read from.
     """
 
     name: str
     architecture: str
-    tensors: tuple[Rule, ...]
+    table: str
     drops: tuple[str, ...] = ()
     requires: Mapping[str, Any] = field(default_factory=dict)
     model_type: str = ""
@@ -94,6 +83,7 @@ class Family:
     ffn_ratio: int = 0
     mha: bool = False
     centred: bool = False
+    general: bool = False
     window: str = ""
     window_default: int | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -105,7 +95,14 @@ class Family:
     full_until: tuple[str, int] | None = None
     switch: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
+    neox: str = ""
+    torchtitan: str = ""
     file: Path | None = field(default=None, compare=False)
+
+    @cached_property
+    def tensors(self) -> tuple[Rule, ...]:
+        """The rules of its table, parsed when they are first used."""
+        return rules(self.table)
 
     @cached_property
     def holds(self) -> frozenset[str]:
@@ -113,8 +110,8 @@ class Family:
         return self._held(frozenset())
 
     def _held(self, biases: Collection[str]) -> frozenset[str]:
-        rules = (rule for rule in self.tensors if rule.conditions & BIASES <= set(biases))
-        return frozenset(name for rule in rules for name in rule.pattern.tensors)
+        held = (rule for rule in self.tensors if rule.conditions & BIASES <= set(biases))
+        return frozenset(name for rule in held for name in rule.pattern.tensors)
 
     def biases_of(self, said: Mapping[str, bool]) -> tuple[str, ...]:
         """The conditions of layout that hold for a model with these values of the keys of `biases`."""
@@ -122,45 +119,28 @@ class Family:
         return tuple(sorted(name for names in held for name in names.split()))
 
     @cached_property
-    def facts(self) -> Facts:
-        """What its tensors and keys tell of its models, without biases of which it leaves the choice."""
-        return self.facts_with(frozenset())
+    def traits(self) -> frozenset[str]:
+        """What its tensors tell of its models, without biases of which it leaves the choice."""
+        return self.traits_with(frozenset())
 
-    def facts_with(self, biases: Collection[str]) -> Facts:
-        """What its tensors and keys tell of its models with such biases."""
+    def traits_with(self, biases: Collection[str]) -> frozenset[str]:
+        """What its tensors tell of its models with such biases."""
         held = self._held(biases)
-        return Facts(
-            qkv_bias="query_bias" in held,
-            qk_norm="query_norm" in held,
-            window=bool(self.window),
-            layered="full_layers" in self.keys,
-            partial="rotary_fraction" in self.keys,
-            nope="nope_layers" in self.keys,
-            plain=not {"gate", "expert_gate"} & held,
-            layer_norm="final_norm_bias" in held,
-            biased="output_bias" in held,
-            centred=self.centred,
-            learned="positions" in held,
-            sinks="sinks" in held,
-            latent="latent_down" in held,
-            experts=EXPERTS & held,
-            router=self.router,
-        )
+        traits = {trait for trait, tensors in SIGNS.items() if tensors & held}
+        others = {
+            "ungated": not {"gate", "expert_gate"} & held,
+            "every_bias": traits >= BIASES,
+            "centred": self.centred,
+            "sigmoid": self.router == "sigmoid",
+        }
+        return frozenset(traits | {trait for trait, there in others.items() if there})
 
-    def fits(self, facts: Facts) -> bool:
-        """Whether a model of Megatron with these facts can belong to the family. It need not use all that it may."""
-        return self.chosen(facts) is not None
+    def bias_choices(self) -> Iterator[tuple[str, ...]]:
+        """The conditions of layout that its config can turn on, each choice of them."""
+        for values in product((False, True), repeat=len(self.biases)):
+            yield self.biases_of(dict(zip(self.biases, values, strict=True)))
 
-    def chosen(self, facts: Facts) -> tuple[str, ...] | None:
-        """The biases of a model with these facts, of those that the family leaves the choice of; None where none fit."""
-        biased, free = facts.qkv_bias or facts.biased, ("window", "layered", "partial", "nope")
-        for values in () if self.only_here else product((False, True), repeat=len(self.biases)):
-            chosen = self.biases_of(dict(zip(self.biases, values, strict=True)))
-            own = self.facts_with(chosen)
-            if (
-                chosen in IN_MEGATRON
-                and all(getattr(own, name) or not getattr(facts, name) for name in free)
-                and own == facts._replace(qkv_bias=biased, **{name: getattr(own, name) for name in free})
-            ):
-                return chosen
-        return None
+    @cached_property
+    def choices(self) -> frozenset[str]:
+        """The settings and config keys in which its models differ, and those of others need not."""
+        return frozenset({*self.keys, *self.own, *(("sliding_window",) if self.window else ())})

@@ -5,10 +5,10 @@ which predicts a second token, is not loaded of models with 46 and 92 layers; `a
 """
 
 from formats.families import dots1
+from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, QK_NORMS, SHARED_EXPERTS
 from formats.families.family import Family
-from formats.layout.table import rules
 
-TABLE = """
+ATTENTION_WITH_BIASES = """
 model.embed_tokens.weight                                      embedding: vocab hidden
 model.layers.{layer}.self_attn.q_proj.weight                   query: (group head half pair) hidden
 model.layers.{layer}.self_attn.q_proj.bias                     query_bias: (group head half pair)      qkv_bias
@@ -17,33 +17,14 @@ model.layers.{layer}.self_attn.k_proj.bias                     key_bias: (group 
 model.layers.{layer}.self_attn.v_proj.weight                   value: (group dim) hidden
 model.layers.{layer}.self_attn.v_proj.bias                     value_bias: (group dim)                 qkv_bias
 model.layers.{layer}.self_attn.o_proj.weight                   output: hidden (group head dim)
-model.layers.{layer}.self_attn.q_norm.weight                   query_norm: (half pair)
-model.layers.{layer}.self_attn.k_norm.weight                   key_norm: (half pair)
-model.layers.{layer}.mlp.gate_proj.weight                      gate: ffn hidden                        dense
-model.layers.{layer}.mlp.up_proj.weight                        up: ffn hidden                          dense
-model.layers.{layer}.mlp.down_proj.weight                      down: hidden ffn                        dense
-model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight     expert_gate: expert_ffn hidden          sparse separate
-model.layers.{layer}.mlp.experts.{expert}.up_proj.weight       expert_up: expert_ffn hidden            sparse separate
-model.layers.{layer}.mlp.experts.{expert}.down_proj.weight     expert_down: hidden expert_ffn          sparse separate
-model.layers.{layer}.mlp.experts.gate_up_proj                  expert (expert_gate: expert_ffn | expert_up: expert_ffn) hidden    sparse fused
-model.layers.{layer}.mlp.experts.down_proj                     expert_down: expert hidden expert_ffn   sparse fused
-model.layers.{layer}.mlp.gate.weight                           router: expert hidden                   sparse
-model.layers.{layer}.mlp.gate.e_score_correction_bias          router_bias: expert                     sparse
-model.layers.{layer}.mlp.shared_experts.gate_proj.weight       shared_gate: shared_ffn hidden          sparse
-model.layers.{layer}.mlp.shared_experts.up_proj.weight         shared_up: shared_ffn hidden            sparse
-model.layers.{layer}.mlp.shared_experts.down_proj.weight       shared_down: hidden shared_ffn          sparse
-model.layers.{layer}.input_layernorm.weight                    input_norm: hidden
-model.layers.{layer}.post_attention_layernorm.weight           post_norm: hidden
-model.norm.weight                                              final_norm: hidden
-lm_head.weight                                                 head: vocab hidden          untied
-lm_head.weight                                                 embedding: vocab hidden     tied optional
 """
+TABLE = ATTENTION_WITH_BIASES + QK_NORMS + DENSE_MLP + EXPERTS + dots1.ROUTER + SHARED_EXPERTS + NORMS + HEAD
 
 FAMILY = Family(
     name="glm4_moe",
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     drops=(r"model\.layers\.(?:46|92)\..*",),
     marks={"use_qk_norm": True},
     biases={"attention_bias": ("qkv_bias", False)},

@@ -3,14 +3,15 @@
 from dataclasses import replace
 
 from formats.families import glm4_moe
-from formats.layout.table import rules
+from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
+from formats.families.dots1 import ROUTER
 
-TABLE = "\n".join(line for line in glm4_moe.TABLE.splitlines() if "_norm: (half pair)" not in line)
+TABLE = glm4_moe.ATTENTION_WITH_BIASES + DENSE_MLP + EXPERTS + ROUTER + SHARED_EXPERTS + NORMS + HEAD
 
 FAMILY = replace(
     glm4_moe.FAMILY,
     name="glm4_moe_air",
-    tensors=rules(TABLE),
+    table=TABLE,
     marks={},
     requires={"hidden_act": "silu", "use_qk_norm": False},
 )

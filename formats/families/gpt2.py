@@ -5,7 +5,6 @@ the Hub have no `transformer.` before their names, and masks among the weights.
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 {transformer.|}wte.weight                            embedding: vocab hidden
@@ -31,7 +30,7 @@ lm_head.weight                                       embedding: vocab hidden    
 FAMILY = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
-    tensors=rules(TABLE),
+    table=TABLE,
     drops=(r"(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias",),
     requires={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     rope_theta=None,

@@ -4,7 +4,6 @@ transformers 5 calls the head `lm_head` in memory, and `embed_out` in files as e
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 gpt_neox.embed_in.weight                                     embedding: vocab hidden
@@ -29,7 +28,7 @@ gpt_neox.final_layer_norm.bias                               final_norm_bias: hi
 FAMILY = Family(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     drops=(r"gpt_neox\.layers\.\d+\.attention\.(?:masked_bias|bias|rotary_emb\.inv_freq)",),
     requires={"attention_bias": True},
     keys={
@@ -44,4 +43,5 @@ FAMILY = Family(
     defaults={"parallel_residual": True, "activation": "gelu", "norm_epsilon": 1e-5, "rotary_fraction": 0.25},
     mha=True,
     only_here="the residuals of megatron-core are serial, those of this family parallel as a rule",
+    neox="layernorm",
 )

@@ -5,7 +5,6 @@ the odd ones; the router adds its bias to the scores, which then are the weights
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                              embedding: vocab hidden
@@ -40,7 +39,7 @@ YARN = {
 FAMILY = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": True},
     rope_theta=150000.0,
     head_dim=64,

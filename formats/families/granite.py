@@ -2,12 +2,12 @@
 
 from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout.table import BIASES, rules
+from formats.layout.table import BIASES, without
 
 FAMILY = Family(
     name="granite",
     architecture="GraniteForCausalLM",
-    tensors=rules(TABLE, without=BIASES),
+    table=without(TABLE, BIASES),
     requires={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     own={"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
     only_here="megatron-core multiplies neither embeddings nor residuals nor logits",

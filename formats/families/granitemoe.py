@@ -7,7 +7,6 @@ halves of the rows of `input_linear`; in memory they have other names.
 from dataclasses import replace
 
 from formats.families import granite
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                        embedding: vocab hidden
@@ -32,7 +31,7 @@ FAMILY = replace(
     granite.FAMILY,
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": False},
     keys={"experts": "num_local_experts", "top_k": "num_experts_per_tok"},
     defaults={"experts": 8, "top_k": 2},

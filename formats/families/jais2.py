@@ -1,7 +1,6 @@
 """Jais 2: LayerNorm, biases everywhere, the square of ReLU (transformers models/jais2, 5.23.0)."""
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -30,7 +29,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="jais2",
     architecture="Jais2ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"attention_bias": True, "mlp_bias": True},
     mha=True,
     keys={"norm_epsilon": "layer_norm_eps", "activation": "hidden_act"},

@@ -1,7 +1,6 @@
 """Llama 1, 2 and 3, and every model with their tensors (transformers models/llama/modeling_llama.py, 5.23.0)."""
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -26,12 +25,32 @@ lm_head.weight                                           head: vocab hidden     
 lm_head.weight                                           embedding: vocab hidden     tied optional
 """
 
+TORCHTITAN = """
+tok_embeddings.weight                                    embedding: vocab hidden
+layers.{layer}.attention.{wq|qkv_linear.wq}.weight       query: (group head pair half) hidden
+layers.{layer}.attention.{wk|qkv_linear.wk}.weight       key: (group pair half) hidden
+layers.{layer}.attention.{wv|qkv_linear.wv}.weight       value: (group dim) hidden
+layers.{layer}.attention.wo.weight                       output: hidden (group head dim)
+layers.{layer}.feed_forward.w1.weight                    gate: ffn hidden
+layers.{layer}.feed_forward.w3.weight                    up: ffn hidden
+layers.{layer}.feed_forward.w2.weight                    down: hidden ffn
+layers.{layer}.attention_norm.weight                     input_norm: hidden
+layers.{layer}.ffn_norm.weight                           post_norm: hidden
+norm.weight                                              final_norm: hidden
+{output|lm_head}.weight                                  head: vocab hidden          untied
+{output|lm_head}.weight                                  embedding: vocab hidden     tied optional
+"""
+"""The native names of torchtitan, which are those of Meta's own files too; it turns neighbouring rows of a head."""
+
 FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
-    tensors=rules(TABLE),
+    general=True,
+    table=TABLE,
     drops=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
     requires={"hidden_act": "silu"},
     biases={"attention_bias": ("qkv_bias output_bias", False), "mlp_bias": ("mlp_bias", False)},
     mha=True,
+    torchtitan=TORCHTITAN,
+    neox="rms",
 )

@@ -4,15 +4,10 @@ Facts: models/llama4/modeling_llama4.py: `apply_rotary_emb` turns neighbours, so
 pair by pair; gate and up are the two halves of an expert's columns; a layer without experts has a width of its own.
 """
 
+from formats.families.blocks import HEAD, NORMS, PAIRED_ATTENTION
 from formats.families.family import Family
-from formats.layout.table import rules
 
-TABLE = """
-model.embed_tokens.weight                                           embedding: vocab hidden
-model.layers.{layer}.self_attn.q_proj.weight                        query: (group head pair half) hidden
-model.layers.{layer}.self_attn.k_proj.weight                        key: (group pair half) hidden
-model.layers.{layer}.self_attn.v_proj.weight                        value: (group dim) hidden
-model.layers.{layer}.self_attn.o_proj.weight                        output: hidden (group head dim)
+MLP_AND_EXPERTS = """
 model.layers.{layer}.feed_forward.gate_proj.weight                  gate: ffn hidden                          dense
 model.layers.{layer}.feed_forward.up_proj.weight                    up: ffn hidden                            dense
 model.layers.{layer}.feed_forward.down_proj.weight                  down: hidden ffn                          dense
@@ -22,17 +17,13 @@ model.layers.{layer}.feed_forward.router.weight                     router: expe
 model.layers.{layer}.feed_forward.shared_expert.gate_proj.weight    shared_gate: shared_ffn hidden            sparse
 model.layers.{layer}.feed_forward.shared_expert.up_proj.weight      shared_up: shared_ffn hidden              sparse
 model.layers.{layer}.feed_forward.shared_expert.down_proj.weight    shared_down: hidden shared_ffn            sparse
-model.layers.{layer}.input_layernorm.weight                         input_norm: hidden
-model.layers.{layer}.post_attention_layernorm.weight                post_norm: hidden
-model.norm.weight                                                   final_norm: hidden
-lm_head.weight                                                      head: vocab hidden          untied
-lm_head.weight                                                      embedding: vocab hidden     tied optional
 """
+TABLE = PAIRED_ATTENTION + MLP_AND_EXPERTS + NORMS + HEAD
 
 FAMILY = Family(
     name="llama4_text",
     architecture="Llama4ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": False},
     rope_theta=500000.0,
     head_dim=128,

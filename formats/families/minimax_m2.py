@@ -4,23 +4,20 @@ Facts: transformers models/minimax_m2/modeling_minimax_m2.py, configuration_mini
 5.23.0: released configs say `rotary_dim`, how many elements of a head rotate.
 """
 
-from formats.families import mixtral
+from formats.families.blocks import ATTENTION, HEAD, NORMS, WIDTH_NORMS
 from formats.families.family import Family
-from formats.layout.table import rules
+from formats.families.mixtral import EXPERTS_AND_ROUTER
 
-OUTPUT = "model.layers.{layer}.self_attn.o_proj.weight                           output: hidden (group head dim)\n"
-NORMS = """
-model.layers.{layer}.self_attn.q_norm.weight                           query_width_norm: (group head half pair)
-model.layers.{layer}.self_attn.k_norm.weight                           key_width_norm: (group half pair)
+BIAS = """
 model.layers.{layer}.block_sparse_moe.e_score_correction_bias          router_bias: expert                     sparse separate
 model.layers.{layer}.mlp.e_score_correction_bias                       router_bias: expert                     sparse fused
-""".lstrip()
-TABLE = mixtral.TABLE.replace(OUTPUT, OUTPUT + NORMS)
+"""
+TABLE = ATTENTION + WIDTH_NORMS + BIAS + EXPERTS_AND_ROUTER + NORMS + HEAD
 
 FAMILY = Family(
     name="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={
         "hidden_act": "silu",
         "attention_bias": False,

@@ -2,12 +2,12 @@
 
 from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout.table import BIASES, rules
+from formats.layout.table import BIASES, without
 
 FAMILY = Family(
     name="ministral",
     architecture="MinistralForCausalLM",
-    tensors=rules(TABLE, without=BIASES),
+    table=without(TABLE, BIASES),
     requires={"hidden_act": "silu"},
     window="sliding_window",
     window_default=4096,

@@ -2,13 +2,15 @@
 
 from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout.table import BIASES, rules
+from formats.layout.table import BIASES, without
 
 FAMILY = Family(
     name="mistral",
     architecture="MistralForCausalLM",
-    tensors=rules(TABLE, without=BIASES),
+    general=True,
+    table=without(TABLE, BIASES),
     requires={"hidden_act": "silu"},
     window="sliding_window",
     window_default=4096,
+    neox="rms",
 )

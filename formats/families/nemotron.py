@@ -4,17 +4,10 @@ Facts: transformers models/nemotron/modeling_nemotron.py, 5.23.0. The weights of
 are in Megatron, where it comes from.
 """
 
+from formats.families.blocks import ATTENTION, PLAIN_MLP
 from formats.families.family import Family
-from formats.layout.table import rules
 
-TABLE = """
-model.embed_tokens.weight                                embedding: vocab hidden
-model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
-model.layers.{layer}.self_attn.k_proj.weight             key: (group half pair) hidden
-model.layers.{layer}.self_attn.v_proj.weight             value: (group dim) hidden
-model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
-model.layers.{layer}.mlp.up_proj.weight                  up: ffn hidden
-model.layers.{layer}.mlp.down_proj.weight                down: hidden ffn
+NORMS_AND_HEAD = """
 model.layers.{layer}.input_layernorm.weight              input_norm: hidden
 model.layers.{layer}.input_layernorm.bias                input_norm_bias: hidden
 model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
@@ -24,11 +17,12 @@ model.norm.bias                                          final_norm_bias: hidden
 lm_head.weight                                           head: vocab hidden          untied
 lm_head.weight                                           embedding: vocab hidden     tied optional
 """
+TABLE = ATTENTION + PLAIN_MLP + NORMS_AND_HEAD
 
 FAMILY = Family(
     name="nemotron",
     architecture="NemotronForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"attention_bias": False, "mlp_bias": False},
     centred=True,
     keys={"norm_epsilon": "norm_eps", "activation": "hidden_act", "rotary_fraction": "partial_rotary_factor"},

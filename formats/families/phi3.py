@@ -4,7 +4,6 @@ In Phi-4-mini three quarters of a head rotate.
 """
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -22,7 +21,7 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu"},
     window="sliding_window",
     keys={"rotary_fraction": "partial_rotary_factor"},

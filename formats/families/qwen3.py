@@ -1,9 +1,9 @@
 """Qwen3: Llama with a norm on each query and key head (transformers models/qwen3/modeling_qwen3.py, 5.23.0)."""
 
+from formats.families.blocks import GATED_MLP, HEAD, NORMS, QK_NORMS
 from formats.families.family import Family
-from formats.layout.table import rules
 
-TABLE = """
+ATTENTION_WITH_BIASES = """
 model.embed_tokens.weight                                embedding: vocab hidden
 model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
 model.layers.{layer}.self_attn.q_proj.bias               query_bias: (group head half pair)  qkv_bias
@@ -13,26 +13,37 @@ model.layers.{layer}.self_attn.v_proj.weight             value: (group dim) hidd
 model.layers.{layer}.self_attn.v_proj.bias               value_bias: (group dim)     qkv_bias
 model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
 model.layers.{layer}.self_attn.o_proj.bias               output_bias: hidden         output_bias
-model.layers.{layer}.self_attn.q_norm.weight             query_norm: (half pair)
-model.layers.{layer}.self_attn.k_norm.weight             key_norm: (half pair)
-model.layers.{layer}.mlp.gate_proj.weight                gate: ffn hidden
-model.layers.{layer}.mlp.up_proj.weight                  up: ffn hidden
-model.layers.{layer}.mlp.down_proj.weight                down: hidden ffn
-model.layers.{layer}.input_layernorm.weight              input_norm: hidden
-model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
-model.norm.weight                                        final_norm: hidden
-lm_head.weight                                           head: vocab hidden          untied
-lm_head.weight                                           embedding: vocab hidden     tied optional
 """
+TABLE = ATTENTION_WITH_BIASES + QK_NORMS + GATED_MLP + NORMS + HEAD
+
+TORCHTITAN = """
+tok_embeddings.weight                                    embedding: vocab hidden
+layers.{layer}.attention.{wq|qkv_linear.wq}.weight       query: (group head half pair) hidden
+layers.{layer}.attention.{wk|qkv_linear.wk}.weight       key: (group half pair) hidden
+layers.{layer}.attention.{wv|qkv_linear.wv}.weight       value: (group dim) hidden
+layers.{layer}.attention.wo.weight                       output: hidden (group head dim)
+layers.{layer}.attention.q_norm.weight                   query_norm: (half pair)
+layers.{layer}.attention.k_norm.weight                   key_norm: (half pair)
+layers.{layer}.feed_forward.w1.weight                    gate: ffn hidden
+layers.{layer}.feed_forward.w3.weight                    up: ffn hidden
+layers.{layer}.feed_forward.w2.weight                    down: hidden ffn
+layers.{layer}.attention_norm.weight                     input_norm: hidden
+layers.{layer}.ffn_norm.weight                           post_norm: hidden
+norm.weight                                              final_norm: hidden
+{output|lm_head}.weight                                  head: vocab hidden          untied
+{output|lm_head}.weight                                  embedding: vocab hidden     tied optional
+"""
+"""The native names of torchtitan, which turns halves of a head, as Hugging Face does."""
 
 FAMILY = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu"},
     biases={"attention_bias": ("qkv_bias output_bias", False)},
     switch="use_sliding_window",
     window_default=4096,
     full_until=("max_window_layers", 28),
     head_dim=128,
+    torchtitan=TORCHTITAN,
 )

@@ -2,12 +2,11 @@
 
 from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout.table import rules
 
 FAMILY = Family(
     name="seed_oss",
     architecture="SeedOssForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu"},
     biases={
         "attention_bias": ("qkv_bias", True),

@@ -2,12 +2,11 @@
 
 from formats.families.family import Family
 from formats.families.llama import TABLE
-from formats.layout.table import rules
 
 FAMILY = Family(
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu"},
     biases={"attention_bias": ("qkv_bias output_bias", False), "mlp_bias": ("mlp_bias", False)},
     switch="use_sliding_window",

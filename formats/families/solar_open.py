@@ -5,16 +5,15 @@ the width of nothing, and its class has no such key.
 """
 
 from formats.families import dots1
+from formats.families.blocks import ATTENTION, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
 from formats.families.family import Family
-from formats.layout.table import rules
 
-WHOLE = dots1.TABLE.splitlines()
-TABLE = "\n".join(one for one in WHOLE if "_norm: (half pair)" not in one and not one.endswith(" dense"))
+TABLE = ATTENTION + EXPERTS + dots1.ROUTER + SHARED_EXPERTS + NORMS + HEAD
 
 FAMILY = Family(
     name="solar_open",
     architecture="SolarOpenForCausalLM",
-    tensors=rules(TABLE),
+    table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0},
     rope_theta=1000000.0,
     head_dim=128,

@@ -1,7 +1,6 @@
 """StarCoder2: LayerNorm, biases everywhere, an MLP without a gate (transformers models/starcoder2, 5.23.0)."""
 
 from formats.families.family import Family
-from formats.layout.table import rules
 
 TABLE = """
 model.embed_tokens.weight                                embedding: vocab hidden
@@ -30,7 +29,8 @@ lm_head.weight                                           embedding: vocab hidden
 FAMILY = Family(
     name="starcoder2",
     architecture="Starcoder2ForCausalLM",
-    tensors=rules(TABLE),
+    general=True,
+    table=TABLE,
     requires={"use_bias": True},
     window="sliding_window",
     keys={"norm_epsilon": "norm_epsilon", "activation": "hidden_act"},

@@ -17,15 +17,16 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, read_safetensors
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, some
-from formats.fsdp import torchtitan
+from formats.families.family import Family
+from formats.fsdp import FSDP, torchtitan
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread
-from formats.layout.table import Cut, Slot, match, slots
+from formats.layout.table import ALONE, Cut, Rule, Slot, match, slots
 from formats.layout.tensors import UNTRAINED
 from formats.model.adapters import require_plain
 from formats.model.spec import ModelSpec, Spec, Verbatim
@@ -36,7 +37,7 @@ from formats.torch_files.archive import TorchFile, packed, read_torch
 from formats.torch_files.archive_writer import Small
 from formats.torch_files.wrappers import unwrapped
 
-NAME = "fsdp"
+NAME = FSDP.name
 INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy")
 """Where in the folder that a user names the weights lie."""
 STEPS = re.compile(r"(?:checkpoint|step|global_step|epoch)[-_]?(\d+)")
@@ -75,6 +76,16 @@ class Listing(NamedTuple):
 def detect(path: Path) -> bool:
     """Whether a folder looks like this format."""
     return any(_kind(path / inside) for inside in INSIDE)
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """Torchtitan's names of each family that it has; all others are those of Hugging Face."""
+    return {f"torchtitan {name}": table for name, table in torchtitan.TITAN.items()}
+
+
+def holders(_: Family) -> dict[str, bool]:
+    """It holds every family."""
+    return {NAME: True}
 
 
 def checkpoints(path: Path, detect: Callable[[Path], bool] = detect) -> list[Path]:
@@ -194,21 +205,24 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     list_folder = _kind(folder)
     assert list_folder is not None
     listing = list_folder(folder, settings)
-    config = _config_folder(path, folder, settings)
+    assets = _config_folder(path, folder, settings)
+    config = huggingface.read_config(assets)
     if listing.flat is not None:
-        spec, tensors, dropped = _read_flat(listing.flat, config, settings)
+        spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
     else:
-        spec, tensors, dropped = _read_tensors(path, listing, config, settings)
+        spec, tensors, dropped = _read_tensors(path, listing, config, assets, settings)
     wanted = _native_slots(spec) if torchtitan.FIRST in tensors else huggingface.model_slots(spec, tensors)
     drops = (*huggingface.drops(spec), *torchtitan.DROPS)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
-    placed, more = match(wanted, {"": whole}, drops, path)
+    placed, more = match(wanted, {ALONE: whole}, drops, path)
     if isinstance(spec, Verbatim):
         _require_rows(tensors, spec, path)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
-    ranks = {"ranks": len({piece.fragment.path for piece in pieces})}
-    extra = {"unbounded": True} if listing.unbounded and isinstance(spec, Verbatim) else {}
-    return Checkpoint(path, folder, NAME, spec, pieces, (*dropped, *more), listing.files, ranks, config, extra)
+    ranks, left = {"ranks": len({piece.fragment.path for piece in pieces})}, (*dropped, *more)
+    unbounded = listing.unbounded and isinstance(spec, Verbatim)
+    return Checkpoint(
+        path, folder, NAME, spec, pieces, left, listing.files, ranks, assets, config=config, unbounded=unbounded
+    )
 
 
 def _config_folder(path: Path, folder: Path, settings: Settings) -> Path:
@@ -243,11 +257,11 @@ def _model_name(folder: Path) -> str | None:
 
 
 def _read_flat(
-    files: Mapping[int, TorchFile], config: Path, settings: Settings
+    files: Mapping[int, TorchFile], config: dict[str, Any], folder: Path, settings: Settings
 ) -> tuple[Spec, dict[str, Scattered], list[str]]:
     """FSDP1's flat parameters: names and shapes come from the family's table."""
     try:
-        spec = huggingface.read_spec(config, settings)
+        spec = huggingface.read_spec(config, folder, settings)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"FSDP1's LOCAL_STATE_DICT records no shapes, they can only be had from a family's table: {error}",
@@ -263,7 +277,7 @@ def _read_flat(
 
 
 def _read_tensors(
-    path: Path, listing: Listing, config: Path, settings: Settings
+    path: Path, listing: Listing, config: dict[str, Any], folder: Path, settings: Settings
 ) -> tuple[Spec, dict[str, Scattered], list[str]]:
     """The tensors of the model by key, wrappers stripped; and the names of everything else."""
     container = _container(listing.paths, settings.container, path)
@@ -281,8 +295,8 @@ def _read_tensors(
     tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
     dropped = [".".join(one) for number, one in enumerate(listing.paths) if number not in set(map(keys.get, wanted))]
     if torchtitan.FIRST in tensors:
-        return huggingface.read_spec(config, settings), tensors, dropped
-    spec = huggingface.spec_of({key: one.shape for key, one in tensors.items()}, config, settings)
+        return huggingface.read_spec(config, folder, settings), tensors, dropped
+    spec = huggingface.spec_of({key: one.shape for key, one in tensors.items()}, config, folder, settings)
     if not isinstance(spec, Verbatim):
         outer = _outer(tensors, spec)
         tensors = {key.removeprefix(outer): one for key, one in tensors.items()}

@@ -26,9 +26,9 @@ from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
 from formats.fsdp import checkpoint as fsdp
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import Placed, match
+from formats.layout.table import ALONE, Placed, match
 from formats.layout.tensors import UNTRAINED
-from formats.optimizer import Group, Optimizer
+from formats.optimizer import Group, Optimizer, require_adam
 from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_small, read_torch
 from formats.torch_files.archive_writer import NUMBERS, Small, plain
@@ -63,6 +63,17 @@ class Held(NamedTuple):
 
 
 # --- finding it ------------------------------------------------------------------------------------------------------
+
+
+def is_trained(source: Checkpoint) -> bool:
+    """Whether an optimizer lies with the weights."""
+    return find(source) is not None
+
+
+def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
+    """Its states, and what `inspect` says of it."""
+    optimizer = read(source)
+    return optimizer.states, {"step": optimizer.step}
 
 
 def find(source: Checkpoint) -> Held | None:
@@ -166,7 +177,8 @@ def read(source: Checkpoint) -> Optimizer:
         numbers = held.states[state]
         tensors = dict(zip(numbers, held.listing.load([*numbers.values()]), strict=True))
         try:
-            placed, _ = match(slots.values(), {"": {key: one.whole for key, one in tensors.items()}}, (), source.home)
+            whole = {key: one.whole for key, one in tensors.items()}
+            placed, _ = match(slots.values(), {ALONE: whole}, (), source.home)
         except SourceError as error:
             raise SourceError(f"{state} of its optimizer: {error}", error.hint or FROZEN) from None
         keys = {one.key: one for one in placed}
@@ -248,15 +260,11 @@ def _groups(held: Held, keys: Mapping[str, Placed]) -> dict[str, Group]:
 
 def _group(about: Mapping[str, Any], where: str) -> Group:
     """Settings of Adam, of which those that change what it computes are known."""
-    for name in ("amsgrad", "maximize"):
-        if about.get(name):
-            raise UnsupportedError(f"{where} says {name}")
+    require_adam(about, where)
     betas = about.get("betas")
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise SourceError(f"{where} has the betas {short(betas)}")
     lr, eps, decay = (_number(about.get(name), f"{where}: its {name}") for name in ("lr", "eps", "weight_decay"))
-    if decay and about.get("decoupled_weight_decay") is False:
-        raise UnsupportedError(f"{where} is Adam's with a weight decay of {decay:g} in its gradients, not AdamW's")
     first, second = (_number(one, f"{where}: its betas") for one in betas)
     return Group(lr, (first, second), eps, decay)
 

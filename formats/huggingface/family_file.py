@@ -25,7 +25,8 @@ from typing import Any
 from formats.errors import RefusedError, UsageError, short
 from formats.families import FAMILIES
 from formats.families.family import Family
-from formats.huggingface.config import HUGGINGFACE, SCALING
+from formats.huggingface.rope import SCALING
+from formats.huggingface.settings_table import USUAL
 from formats.layout.pattern import PatternError, lower
 from formats.layout.table import BIASES, CONDITIONS, Rule, model_tensors, rules
 from formats.layout.tensors import TENSORS
@@ -49,6 +50,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "ffn_ratio": (int,),
     "mha": (bool,),
     "centred": (bool,),
+    "general": (bool,),
     "window": (str,),
     "window_default": (int,),
     "keys": (dict,),
@@ -61,10 +63,10 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "switch": (str,),
     "tokens": (dict,),
 }
-"""Field of a `Family`, and its type; `table` becomes its tensors. The first four have to be there."""
-APART = ("table", "rope_theta", "drops", "full_until", "biases")
+"""Field of a `Family`, and its type. The first four have to be there."""
+APART = ("rope_theta", "drops", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
-SETTINGS = (*HUGGINGFACE, *CHOICES, "rope_theta")
+SETTINGS = (*USUAL, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
 OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
 OF_QUERIES = {"compressed", "uncompressed"}
@@ -112,9 +114,9 @@ def load(path: Path) -> Family:
             raise UsageError(f"{path}: tokens.{key} = {short(token)} is no id of a token")
     layers = {name: held for name, held in values["defaults"].items() if name in LISTS and isinstance(held, list)}
     values["defaults"] |= {name: tuple(held) for name, held in layers.items()}
+    _check_lines(values["table"], path)
     family = Family(
         **{name: value for name, value in values.items() if name not in APART},
-        tensors=tuple(_rules(values["table"], path)),
         drops=tuple(_drops(values.get("drops", []), path)),
         rope_theta=_theta(values["rope_theta"], path),
         full_until=_full_until(values.get("full_until"), path),
@@ -186,17 +188,17 @@ def _drops(values: list[Any], path: Path) -> Iterator[str]:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def _rules(table: str, path: Path) -> Iterator[Rule]:
-    """The rules of a table, each proved by itself."""
+def _check_lines(table: str, path: Path) -> None:
+    """Each line of a table is a rule, and right by itself."""
     lines = table.splitlines()
     if len(lines) > MOST_LINES:
         raise UsageError(f"{path}: its table has {len(lines)} lines, more than {MOST_LINES}")
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield _rule(line.strip(), f"{path}, line {number} of its table")
+            _check_line(line.strip(), f"{path}, line {number} of its table")
 
 
-def _rule(line: str, where: str) -> Rule:
+def _check_line(line: str, where: str) -> None:
     columns = re.split(r"\s{2,}", line)
     names = {name for column in columns[2:] for name in column.split()}
     if len(columns) < 2:
@@ -222,13 +224,12 @@ def _rule(line: str, where: str) -> Rule:
     except ValueError:
         hint = f"tensors: {', '.join(TENSORS)}"
         raise UsageError(f"{where} names a tensor that there is not: {columns[1]}", hint) from None
-    return rule
 
 
 def _check_rule(rule: Rule, where: str) -> None:
     """Every tensor of a rule has all of its axes, once."""
     pattern = rule.pattern
-    if pattern.meshes or "~" in pattern.text:
+    if pattern.meshes or pattern.filled:
         raise UsageError(f"{where}: a Hugging Face folder has neither ranks (/) nor padding (~): {pattern.text}")
     leaves = lower(pattern, SIZES, {})
     for tensor in pattern.tensors:
@@ -252,14 +253,20 @@ def _check_rule(rule: Rule, where: str) -> None:
 def _check_orders(family: Family, path: Path) -> None:
     """Queries meet keys, and heads their outputs: the tensors of a layer have them in one order."""
     for outer, inner in (("half", "pair"), ("group", "head")):
-        found: dict[bool, str] = {}
-        for leaf in (leaf for rule in family.tensors for leaf in lower(rule.pattern, SIZES, {})):
-            strides = {span.axis: span.stride for span in leaf.spans}
-            if outer in strides and inner in strides:
-                found[strides[outer] > strides[inner]] = leaf.tensor
+        found = _orders(family, outer, inner)
         if len(found) > 1:
             one, other = f"`{outer} {inner}`", f"`{inner} {outer}`"
             raise UsageError(f"{path}: its table has {found[True]} in the order {one}, {found[False]} in {other}")
+
+
+def _orders(family: Family, outer: str, inner: str) -> dict[bool, str]:
+    """A tensor of each order that two axes have in a table, by whether the first of them is the outer one."""
+    found: dict[bool, str] = {}
+    for leaf in (leaf for rule in family.tensors for leaf in lower(rule.pattern, SIZES, {})):
+        strides = {span.axis: span.stride for span in leaf.spans}
+        if outer in strides and inner in strides:
+            found[strides[outer] > strides[inner]] = leaf.tensor
+    return found
 
 
 def _check_table(family: Family, path: Path) -> None:
@@ -268,9 +275,9 @@ def _check_table(family: Family, path: Path) -> None:
     used = {name for rule in family.tensors for name in rule.conditions}
     if used & {"parallel", "serial"} and residuals == [set()]:
         raise UsageError(f"{path}: lines that are {used & {'parallel', 'serial'}} need the key parallel_residual")
-    if not family.facts.experts and used & OF_EXPERTS:
+    if "moe" not in family.traits and used & OF_EXPERTS:
         raise UsageError(f"{path}: without a router no line can be {min(used & OF_EXPERTS)}")
-    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if family.facts.experts else [set[str]()]
+    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else [set[str]()]
     if "query_rank" not in family.keys and used & OF_QUERIES:
         raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
     queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
@@ -308,17 +315,15 @@ def _check_settings(family: Family, path: Path) -> None:
     for name, key in family.keys.items():
         if not isinstance(key, str) or (not key and name not in ("kv_heads", "head_dim")):
             raise UsageError(f"{path}: keys.{name} = {short(key)} is no key of a config")
-    if family.facts.experts and not ({"experts", "top_k"} <= set(family.keys) and family.router in ROUTERS):
+    if "moe" in family.traits and not ({"experts", "top_k"} <= set(family.keys) and family.router in ROUTERS):
         raise UsageError(
             f"{path}: a mixture of experts needs keys.experts, keys.top_k and router = {' or '.join(ROUTERS)}"
         )
     if "rotary_fraction" in family.keys and "rotary_fraction" not in family.defaults:
         raise UsageError(f"{path}: keys has rotary_fraction, and defaults has none")
-    if "rotary_fraction" in family.keys and any(
-        re.search(r"\bpair half\b", one.pattern.text) for one in family.tensors
-    ):
+    if "rotary_fraction" in family.keys and False in _orders(family, "half", "pair"):
         raise UsageError(f"{path}: a head that rotates in part is `half pair`, no table can turn it into `pair half`")
-    if family.facts.learned and family.rope_theta is not None:
+    if "learned" in family.traits and family.rope_theta is not None:
         raise UsageError(f"{path}: its positions are learned, so rope_theta has to be {NONE!r}")
 
 
@@ -331,10 +336,10 @@ def _check_megatron(family: Family, path: Path) -> None:
     if family.only_here:
         return
     known = {one.holds: set(one.own) for one in FAMILIES.values() if not one.only_here}
-    own, plain = known.get(family.holds, set()), family.facts.plain
+    own, plain = known.get(family.holds, set()), "ungated" in family.traits
     reasons = {
         "no family that Megatron has is made of these tensors": family.holds not in known,
-        "nothing rotates and no position is learned": family.rope_theta is None and not family.facts.learned,
+        "nothing rotates and no position is learned": family.rope_theta is None and "learned" not in family.traits,
         "no other format has the keys in own": bool(set(family.own) - own),
         f"its own lacks {', '.join(sorted(own))}": bool(own - set(family.own)),
         "its residual may be parallel": "parallel_residual" in family.keys,

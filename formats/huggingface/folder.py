@@ -19,10 +19,13 @@ from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dt
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 from formats.errors import SourceError, UnsupportedError, short
-from formats.families import family_named
-from formats.huggingface.config import from_huggingface, require_biases, require_class
+from formats.families import FAMILIES, family_named
+from formats.families.family import Family
+from formats.huggingface import HUGGINGFACE
+from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
-from formats.layout.table import Placed, Slot, match, slots
+from formats.huggingface.require import require_biases, require_class
+from formats.layout.table import ALONE, Placed, Rule, Slot, match, slots
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.adapters import require_plain
@@ -30,7 +33,7 @@ from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.torch_files.archive import read_torch
 from formats.torch_files.pickle_values import TensorRef
 
-NAME = "huggingface"
+NAME = HUGGINGFACE.name
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -66,11 +69,24 @@ def unread(path: Path) -> str:
     return f"{path} holds {safe} and {other}: the first is read, as transformers does; nobody compares them"
 
 
-def read_spec(path: Path, settings: Settings) -> ModelSpec:
-    """The spec of a folder's config.json."""
-    file = path / "config.json"
-    values = _said(settings)
-    return from_huggingface(read_json(file), values, str(file))
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """The names of each family."""
+    return {f"{NAME} {name}": family.tensors for name, family in FAMILIES.items()}
+
+
+def holders(_: Family) -> dict[str, bool]:
+    """It holds every family."""
+    return {NAME: True}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder."""
+    return read_json(folder / "config.json")
+
+
+def read_spec(config: Mapping[str, Any], folder: Path, settings: Settings) -> ModelSpec:
+    """The spec of a config.json that was read from a folder."""
+    return from_huggingface(config, _said(settings), str(folder / "config.json"))
 
 
 def _said(settings: Settings) -> dict[str, Any]:
@@ -87,12 +103,16 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     found, note = read_files(path), ""
     require_plain(found, path)
     files = tuple(sorted({fragment.path for fragment in found.values()}))
-    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, settings.config or path, settings)
+    config, folder = read_config(path), settings.config or path
+    named = config if folder == path else read_config(folder)
+    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, named, folder, settings)
     if isinstance(spec, ModelSpec):
-        found, note = dequantized(found, read_json(path / "config.json"))
-    placed, dropped = match(model_slots(spec, found), {"": found}, drops(spec), path)
+        found, note = dequantized(found, config)
+    placed, dropped = match(model_slots(spec, found), {ALONE: found}, drops(spec), path)
     notes = tuple(filter(None, [note, unread(path)]))
-    return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes)
+    return Checkpoint(
+        path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes, config=config
+    )
 
 
 def read_files(path: Path) -> dict[str, Fragment]:
@@ -137,25 +157,25 @@ def _read_safe(path: Path) -> dict[str, Fragment]:
     return read_safetensors(path)[0]
 
 
-def spec_of(shapes: Mapping[str, tuple[int, ...]], folder: Path, settings: Settings) -> Spec:
+def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folder: Path, settings: Settings) -> Spec:
     """The spec of a model with given tensors: from its family's table, or verbatim when none describes it.
 
     Args:
         shapes: the tensors by their Hugging Face keys, in the order of the model.
-        folder: where its config.json lies.
+        config: its config.json.
+        folder: where that lies.
         settings: what the user said.
     """
-    config = read_json(folder / "config.json")
-    said = _said(settings)
+    said, file = _said(settings), str(folder / "config.json")
     if settings.verbatim:
         return untabled.describe(config, shapes, said, "--verbatim")
     try:
-        require_class(config, str(folder / "config.json"))
-        spec = read_spec(folder, settings)
-        require_biases(config, shapes, str(folder / "config.json"))
+        require_class(config, file)
+        spec = read_spec(config, folder, settings)
+        require_biases(config, shapes, file)
         return spec
     except UnsupportedError as error:
-        require_biases(config, shapes, str(folder / "config.json"))
+        require_biases(config, shapes, file)
         return untabled.describe(config, shapes, said, str(error))
 
 

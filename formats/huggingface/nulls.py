@@ -12,7 +12,8 @@ NULLABLE = {
     "attention_chunk_size", "attn_logit_softcapping", "ffn_hidden_size", "final_logit_softcapping", "head_dim",
     "layer_types", "mlp_layer_types", "mlp_only_layers", "moe_layers", "n_group", "n_inner", "no_rope_layers",
     "num_key_value_heads", "num_kv_heads", "num_ln_in_parallel_attn", "partial_rotary_factor", "q_lora_rank",
-    "rope_scaling", "rope_theta", "rotary_dim", "sliding_window", "topk_group", "use_bidirectional_attention",
+    "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim", "sliding_window", "topk_group",
+    "use_bidirectional_attention",
 }  # fmt: skip
 """Keys in which null means something, or the same as no key (transformers 5.23.0, the config class of each family). In
 any other key that a table reads the class refuses it, or its model fails; transformers 4 took it for false."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -111,10 +112,15 @@ class Pattern:
         found = [self.label] if self.label else [label for label, _ in _branches(self.dims) if label]
         return tuple(dict.fromkeys(found))
 
-    @property
+    @cached_property
     def meshes(self) -> frozenset[str]:
         """The mesh axes that split this physical tensor. Over every other mesh axis it is replicated."""
-        return frozenset(re.findall(r"/(\w+)", self.text))
+        return frozenset(axis for term in self.dims for axis in splits(term))
+
+    @cached_property
+    def filled(self) -> bool:
+        """Whether some of its addresses may belong to no tensor."""
+        return any(map(_has_fill, self.dims))
 
 
 def _branches(terms: Sequence[Term]) -> Iterator[tuple[str | None, Product]]:
@@ -127,6 +133,17 @@ def _branches(terms: Sequence[Term]) -> Iterator[tuple[str | None, Product]]:
             for label, body in term.branches:
                 yield label, body
                 yield from _branches(body.terms)
+
+
+def _has_fill(term: Term) -> bool:
+    match term:
+        case Split(inner) | Interleaved(inner):
+            return _has_fill(inner)
+        case Product(terms):
+            return any(map(_has_fill, terms))
+        case Sum(branches):
+            return any(_has_fill(body) for _, body in branches)
+    return isinstance(term, Fill)
 
 
 # --- the parser ------------------------------------------------------------------------------------------------------

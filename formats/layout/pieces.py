@@ -103,7 +103,6 @@ def _at(index: int, piece: Piece) -> Piece:
 def spread(placed: Placed, tensor: Scattered) -> Iterator[Placed]:
     """One placed fragment for each piece of a tensor that has found its place."""
     for number, copy in enumerate(tensor.copies):
-        names = [name for name in (placed.slot.replica, f"replica {number}" if number else "") if name]
-        slot = placed.slot._replace(replica=", ".join(names))
+        slot = placed.slot._replace(replica=placed.slot.replica._replace(number=number))
         for part, fragment in copy:
             yield Placed(placed.key, slot, fragment, part)

@@ -88,21 +88,25 @@ class Rule:
         return self.pattern.meshes | ({"ep"} if self.of_expert else frozenset())
 
 
-def rules(table: str, without: Collection[str] = ()) -> tuple[Rule, ...]:
-    """Parse a layout table; lines that hold only under a condition of `without` are left out."""
+def rules(table: str) -> tuple[Rule, ...]:
+    """Parse a layout table."""
     parsed = []
-    for line in table.strip().splitlines():
+    for line in filter(str.strip, table.splitlines()):
         key, pattern, *conditions = re.split(r"\s{2,}", line.strip())
         names = frozenset(" ".join(conditions).split())
         if names - set(CONDITIONS):
             raise ValueError(f"unknown condition in: {line}")
-        if names & set(without):
-            continue
         rule = Rule(key, parse(pattern), names)
         if set(rule.pattern.tensors) - set(TENSORS):
             raise ValueError(f"unknown tensor in: {line}")
         parsed.append(rule)
     return tuple(parsed)
+
+
+def without(table: str, conditions: Collection[str]) -> str:
+    """A layout table without the lines that hold only under one of some conditions."""
+    lines = table.splitlines()
+    return "\n".join(line for line in lines if not set(conditions) & {*" ".join(re.split(r"\s{2,}", line)[2:]).split()})
 
 
 class Cut(NamedTuple):
@@ -120,20 +124,52 @@ class Cut(NamedTuple):
         return tuple(stop - start for start, stop in self.ranges)
 
 
-class Slot(NamedTuple):
-    """One physical tensor that a layout wants: its file, the spellings of its key, its shape and its content.
+class Place(NamedTuple):
+    """Where a tensor is looked for: a file, and the pipeline chunk in it, where a file has several."""
 
-    `replica` is empty for the one copy that counts, and otherwise says which further copy this is.
+    file: str = ""
+    chunk: str = ""
+
+
+ALONE = Place()
+"""The place of every tensor of a checkpoint whose keys are enough to find them."""
+
+
+class Replica(NamedTuple):
+    """Which further copy of a tensor this is; nothing of the one that counts.
+
+    It is `shared` under another name, as by an output head; on the ranks of some mesh axes; or in pieces stored again.
     """
 
-    file: str
+    shared: bool = False
+    ranks: tuple[tuple[str, int], ...] = ()
+    number: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether it is a further copy."""
+        return self != ORIGINAL
+
+    def __str__(self) -> str:
+        """The copy, for a person."""
+        names = ["copy"] * self.shared + [f"{axis} rank {rank}" for axis, rank in self.ranks]
+        return ", ".join(names + [f"replica {self.number}"] * bool(self.number))
+
+
+ORIGINAL = Replica()
+SHARED = Replica(shared=True)
+
+
+class Slot(NamedTuple):
+    """One physical tensor that a layout wants: its place, the spellings of its key, its shape and its content."""
+
+    place: Place
     keys: tuple[str, ...]
     shape: tuple[int, ...]
     rule: Rule
     mesh: tuple[tuple[str, tuple[int, int]], ...]
     sizes: tuple[tuple[str, int], ...]
     layer: int | None
-    replica: str
+    replica: Replica
     expert: int | None = None
 
     def leaves(self, strides: tuple[int, ...] | None = None, part: Cut | None = None) -> list[Leaf]:
@@ -179,7 +215,7 @@ def slots(
     sizes: Mapping[str, int],
     *,
     tensors: Iterable[str],
-    file: str = "",
+    place: Place = ALONE,
     prefix: str = "",
     layers: Iterable[tuple[int, int]],
     mesh: Mesh,
@@ -194,7 +230,7 @@ def slots(
         table: the rules.
         sizes: the size of each axis.
         tensors: the logical tensors that the model has.
-        file: the file's path, relative to the checkpoint.
+        place: the file, relative to the checkpoint, and the chunk in it.
         prefix: what stands before every key.
         layers: (number in the key, number in the model) of each layer that the file holds.
         mesh: the file's rank and the number of ranks on each mesh axis.
@@ -214,19 +250,19 @@ def slots(
             if stacked and rule.conditions & KINDS == {"dense" if layer in sparse else "sparse"}:
                 continue
             own = meshes["ep" in rule.splits or "etp" in rule.splits]
-            copies = ["copy"] if rule.conditions & {"copy", "optional"} else []
-            copies += [f"{axis} rank {rank}" for axis, (rank, _) in own if axis not in rule.splits and rank]
+            again = tuple((axis, rank) for axis, (rank, _) in own if axis not in rule.splits and rank)
+            replica = Replica(not rule.conditions.isdisjoint({"copy", "optional"}), again)
             for number, expert in experts if rule.of_expert else [(0, None)]:
                 names = {"{layer}": str(local), "{expert}": str(number)}
                 yield Slot(
-                    file,
+                    place,
                     tuple(prefix + _filled(spelling, names) for spelling in rule.spellings),
                     _shape(rule.pattern, frozen_sizes, own),
                     rule,
                     own,
                     frozen_sizes,
                     layer if stacked else None,
-                    ", ".join(copies),
+                    replica,
                     expert,
                 )
 
@@ -266,13 +302,13 @@ class Placed(NamedTuple):
 
 
 def match(
-    wanted: Iterable[Slot], found: Mapping[str, Mapping[str, Fragment]], drops: Sequence[str], where: Path
+    wanted: Iterable[Slot], found: Mapping[Place, Mapping[str, Fragment]], drops: Sequence[str], where: Path
 ) -> tuple[list[Placed], list[str]]:
     """Pair the physical tensors that a layout wants with those that the files hold.
 
     Args:
         wanted: the slots of the layout.
-        found: the tensors of each file, by key.
+        found: the tensors of each place, by key.
         drops: regular expressions of keys that carry no weights.
         where: what to call the checkpoint in an error.
 
@@ -285,15 +321,15 @@ def match(
     placed: list[Placed] = []
     missing: list[str] = []
     bare = False
-    used: dict[str, set[str]] = {file: set() for file in found}
+    used: dict[Place, set[str]] = {place: set() for place in found}
     for slot in wanted:
-        tensors = found.get(slot.file, {})
+        tensors = found.get(slot.place, {})
         keys = [key for key in slot.keys if key in tensors]
         if len(keys) > 1:
             raise SourceError(f"{tensors[keys[0]].path} holds the same tensor twice: {' and '.join(keys)}")
         if not keys:
             if "optional" not in slot.rule.conditions:
-                missing.append(f"{slot.keys[0]} {list(slot.shape)} in {_path(tensors, slot.file, where)}")
+                missing.append(f"{slot.keys[0]} {list(slot.shape)} in {_path(tensors, slot.place, where)}")
                 bare |= slot.keys[0].removeprefix("model.") in tensors
             continue
         fragment = tensors[keys[0]]
@@ -303,14 +339,16 @@ def match(
                 f"{list(slot.shape)}",
                 "check that the configuration belongs to these weights",
             )
-        used[slot.file].add(keys[0])
+        used[slot.place].add(keys[0])
         placed.append(Placed(keys[0], slot, fragment))
     if missing:
         hint = "the names lack `model.`: AutoModelForCausalLM saves them with it, --verbatim takes them as they are"
         raise SourceError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}", hint if bare else "")
-    rest = [(file, key) for file, tensors in found.items() for key in tensors if key not in used[file]]
+    rest = [(place, key) for place, tensors in found.items() for key in tensors if key not in used[place]]
     unknown = [
-        f"{key} in {found[file][key].path}" for file, key in rest if not any(re.fullmatch(drop, key) for drop in drops)
+        f"{key} in {found[place][key].path}"
+        for place, key in rest
+        if not any(re.fullmatch(drop, key) for drop in drops)
     ]
     if unknown:
         raise SourceError(
@@ -322,9 +360,9 @@ def match(
     return placed, [key for _, key in rest]
 
 
-def _path(tensors: Mapping[str, Fragment], file: str, where: Path) -> str:
+def _path(tensors: Mapping[str, Fragment], place: Place, where: Path) -> str:
     """The file in which a tensor was looked for."""
-    return str(next(iter(tensors.values())).path) if tensors else str(where / file.partition(" ")[0])
+    return str(next(iter(tensors.values())).path) if tensors else str(where / place.file)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,1 +1,19 @@
 """Megatron-LM: classic shards, torch_dist, Megatron-LLM, and their optimizers."""
+
+from dataclasses import replace
+
+from formats.format import Format
+
+MEGATRON = Format(
+    "megatron",
+    "mp_rank_XX[_YYY]/model_optim_rng.pt: Megatron-LM's --ckpt-format torch, and Megatron-LLM",
+    "for Megatron use `convert megatron2hf` or `convert reshard`",
+    "formats.megatron.classic",
+    "formats.megatron.portable_optimizer",
+    "megatron2hf",
+    (),
+    ("tp", "pp", "vpp", "norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "interleave", "version"),
+    ranked=True,
+)
+ABOUT = "Megatron-LM's --ckpt-format torch_dist: torch DCP (.metadata, .distcp) with metadata.json"
+DIST = replace(MEGATRON, name="megatron_dist", about=ABOUT, reads="formats.megatron.torch_dist", ranked=False)

@@ -26,12 +26,14 @@ from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError
 from formats.layout.table import Cut, Placed, Slot
 from formats.megatron import chained_optimizer
-from formats.megatron.args.args import Options
 from formats.megatron.args.moe import interleaves_of
+from formats.megatron.args.options import Options
 from formats.megatron.chained_optimizer import CHAINED, Parameter, joined, same_scaler
-from formats.megatron.classic import MCORE, parameters_of, pipeline_of, slots_of
+from formats.megatron.classic import MCORE, parameters_of, slots_of
+from formats.megatron.details import Megatron
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import ALIGNMENT, stored_name
+from formats.megatron.pipeline import pipeline_of
 from formats.megatron.shards import folder_of
 from formats.model.spec import ModelSpec, whole
 from formats.optimizer import STATES
@@ -82,7 +84,8 @@ def read(source: Checkpoint) -> tuple[dict[str, Checkpoint], Settings]:
 
 def _trained(source: Checkpoint) -> list[list[list[Parameter]]]:
     """What each rank of each optimizer trains, in the order of its model."""
-    spec, args, path = cast(ModelSpec, source.spec), source.extra["args"], source.home
+    spec, details, path = cast(ModelSpec, source.spec), source.details_of(Megatron), source.home
+    args = details.args
     tp, pp, virtual = (
         whole(args.get(f"{axis}_model_parallel_size") or 1, axis, str(path))
         for axis in ("tensor", "pipeline", "virtual_pipeline")
@@ -94,13 +97,12 @@ def _trained(source: Checkpoint) -> list[list[list[Parameter]]]:
         raise UnsupportedError(
             f"{source.home}: buckets of experts with {what}", "save once more with --dist-ckpt-optim-fully-reshardable"
         )
-    pipeline, options = pipeline_of(args, pp, virtual, path), Options(norm=source.extra["norm"])
-    options = replace(options, experts=source.extra["experts"])
+    pipeline, options = pipeline_of(args, pp, virtual, path), Options(norm=details.norm, experts=details.experts)
 
     def of(mesh: Mesh) -> list[list[list[Parameter]]]:
         by_file: dict[str, list[Slot]] = {}
-        for slot in slots_of(spec, MCORE, mesh, pipeline, source.extra["padded_vocab"]):
-            by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
+        for slot in slots_of(spec, MCORE, mesh, pipeline, source.padded_vocab or 0):
+            by_file.setdefault(slot.place.file, []).append(slot)
         files = [folder_of(tensor, stage, ep, pp, mesh) for stage in range(pp) for _, tensor, ep in mesh.files()]
         ranks = [parameters_of(by_file.get(file, []), options) for file in files]
         shares = [chained_optimizer.shares(parameters, {True} if several else ()) for parameters in ranks]

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from formats.errors import SourceError, UnsupportedError
-from formats.layout.table import Slot
+from formats.layout.table import Place, Slot
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_writer import plain
 
@@ -107,7 +107,7 @@ def is_spread(args: Mapping[str, Any]) -> bool:
     return args.get("num_experts") is not None and type(size) is int and size > 1
 
 
-def apart(chunks: Mapping[str, Mapping[str, Any]], *, several: bool) -> list[dict[str, dict[str, Any]]]:
+def apart(chunks: Mapping[Place, Mapping[str, Any]], *, several: bool) -> list[dict[Place, dict[str, Any]]]:
     """The tensors of each chunk of a file, by key, for each optimizer."""
     moved = {
         place: {key: one for key, one in held.items() if not BUFFER.fullmatch(key)} for place, held in chunks.items()

@@ -11,51 +11,51 @@ proven by the tests that name it.
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment
-from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.families import family_named
+from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.layout.table import Slot, match, rules, slots
-from formats.megatron import megatron_llm
+from formats.layout.table import Place, Rule, Slot, match, rules, slots
+from formats.megatron import MEGATRON, megatron_llm
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, mla
-from formats.megatron.args.args import CORE, DIST, Options, from_megatron, main_dtype, namespace
+from formats.megatron.args.args import from_megatron
+from formats.megatron.args.options import CORE, DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import Parameter, spread
+from formats.megatron.details import details
+from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh, require_mesh
 from formats.megatron.optimizer import SHARDED, Optimizer
-from formats.megatron.pipeline import Pipeline, chunks
+from formats.megatron.pipeline import Pipeline, chunks, pipeline_of
 from formats.megatron.shards import (
     DROPS,
-    TRACKER,
+    GROUPED,
+    TIES,
     args_of,
     check_apart,
     check_grid,
+    flattened,
     folder_of,
-    iteration_of,
-    locate,
     mesh_of,
-    name_of,
     names_of,
     read_shards,
     state_of,
     tensors_of,
-    vocab_multiple,
 )
-from formats.model.spec import MOST_LAYERS, ModelSpec
+from formats.model.spec import ModelSpec
 from formats.torch_files.archive_writer import Held, archived
 from formats.torch_files.pickle_values import Namespace, TensorRef
 
-NAME = "megatron"
+NAME = MEGATRON.name
 ASSETS = "huggingface"
 FLAGS = "megatron_flags.txt"
 
@@ -107,7 +107,6 @@ stacks of transposed experts by what they hold (transformer/moe/experts.py `Grou
 Gate and up of grouped experts are interleaved where `moe_mlp_glu_interleave_size` says so (the same file,
 `_remove_glu_interleaving`, 0.19.2).
 """
-GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
 
 LEGACY = rules("""
 language_model.embedding.word_embeddings.weight                             (embedding: vocab | ~padding)/tp hidden    first
@@ -126,6 +125,21 @@ word_embeddings_for_head.weight                                             (emb
 
 TABLES = {CORE: MCORE, megatron_llm.NAME: megatron_llm.TRAINED}
 """What is written, by dialect."""
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """The layouts."""
+    return {
+        NAME: MCORE,
+        f"{NAME} before megatron-core": LEGACY,
+        "Megatron-LLM": megatron_llm.TRAINED,
+        "Megatron-LLM, converted": megatron_llm.CONVERTED,
+    }
+
+
+def holders(family: Family) -> dict[str, bool]:
+    """megatron-core holds the families that are not of Hugging Face alone, and Megatron-LLM some of them."""
+    return {NAME: not family.only_here, megatron_llm.NAME: not (family.only_here or megatron_llm.lacks(family))}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -147,13 +161,14 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     found, table, dialect = flattened(tensors_of(shards, mesh, pp)), MCORE, CORE
     keys = {key for tensors in found.values() for key in tensors}
     assets = assets_of(run, settings)
+    config = huggingface.read_config(assets) if assets else None
     if megatron_llm.wrote(keys, args):
         table, dialect = megatron_llm.table(keys), megatron_llm.NAME
     elif any(key.startswith("language_model.") for key in keys):
         table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
     padded = _padded_vocab(found, mesh.tp)
     settled = table is LEGACY  # whose model was given what its args say (megatron/legacy/model/language_model.py)
-    spec = spec_of(args, dialect, assets, settings, iteration, first.file.path, padded, settled=settled)
+    spec = spec_of(args, dialect, assets, config, settings, iteration, first.file.path, padded, settled=settled)
     pipeline = pipeline_of(args, pp, len(first.chunks), first.file.path)
     try:
         if dialect == megatron_llm.NAME:
@@ -168,20 +183,12 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     topology |= {"ep": mesh.ep} if mesh.ep > 1 else {}
     topology |= {"etp": mesh.etp} if mesh.etp != mesh.tp else {}
     files = tuple(shard.file.path for shard in shards)
-    extra = {
-        "args": args,
-        "iteration": iteration_of(first.file),
-        "folder": iteration.name,
-        "vocab_multiple": vocab_multiple(args, first.file.path),
-        "state": state_of(shards),
-        "padded_vocab": padded,
-        "norm": names_of(keys),
-        "experts": "local" if any(".local_experts." in key for key in keys) else "te",
-        "interleaves": mesh.interleaves,
-        "dialect": dialect,
-        "added_tokens": megatron_llm.added_tokens(args),
-    }
-    return Checkpoint(run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, extra)
+    experts = "local" if any(".local_experts." in key for key in keys) else "te"
+    saved = details(first.file, args, dialect, iteration, padded, names_of(keys), experts, mesh.interleaves)
+    return Checkpoint(
+        run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, saved, config=config,
+        padded_vocab=padded, added_tokens=megatron_llm.added_tokens(args), state=state_of(shards), ties=TIES,
+    )  # fmt: skip
 
 
 def assets_of(run: Path, settings: Settings) -> Path | None:
@@ -193,6 +200,7 @@ def spec_of(
     args: Mapping[str, Any],
     dialect: str,
     assets: Path | None,
+    config: Mapping[str, Any] | None,
     settings: Settings,
     iteration: Path,
     path: Path,
@@ -205,7 +213,7 @@ def spec_of(
     What a conversion wrote is `settled`: nobody has trained it, whatever the version would ignore.
     """
     settled = settled or (iteration / MANIFEST).is_file()
-    base = huggingface.read_spec(assets, replace(settings, vocab_size=None)) if assets else None
+    base = huggingface.read_spec(config, assets, replace(settings, vocab_size=None)) if assets and config else None
     if dialect == megatron_llm.NAME:
         spec = megatron_llm.from_args(args, settings, base, assets, iteration.name == "release", str(path))
     else:
@@ -248,44 +256,12 @@ def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path:
     return args | {"rotary_base": 10000}
 
 
-def flattened(found: Mapping[str, Mapping[str, Fragment]]) -> dict[str, dict[str, Fragment]]:
-    """The tensors, with those of `GROUPED` as the elements that they are, one behind the other."""
-    return {
-        file: {
-            key: fragment._replace(shape=(prod(fragment.shape),), strides=(1,))
-            if GROUPED.fullmatch(key) and fragment.row_major and len(fragment.shape) == 2
-            else fragment
-            for key, fragment in tensors.items()
-        }
-        for file, tensors in found.items()
-    }
-
-
-def _padded_vocab(found: Mapping[str, Mapping[str, Fragment]], tp: int) -> int:
+def _padded_vocab(found: Mapping[Place, Mapping[str, Fragment]], tp: int) -> int:
     for tensors in found.values():
         for key, fragment in tensors.items():
             if key.endswith("embedding.word_embeddings.weight") and fragment.shape:
                 return fragment.shape[0] * tp
     raise SourceError("no file holds the word embeddings")
-
-
-def pipeline_of(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pipeline:
-    """How layers are spread over stages and chunks, as args say."""
-    layout = args.get("pipeline_model_parallel_layout")
-    ends = [args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
-    if not all(end is None or (type(end) is int and 0 <= end < MOST_LAYERS) for end in ends):
-        raise SourceError(f"{path}: the layers of its first and last stage are {short(ends)}")
-    if not (layout is None or (isinstance(layout, str) and len(layout) < MOST_LAYERS)):
-        raise UnsupportedError(f"{path}: pipeline_model_parallel_layout = {short(layout)} is no text")
-    return Pipeline(
-        pp,
-        virtual,
-        ends[0],
-        ends[1],
-        bool(args.get("account_for_embedding_in_pipeline_split")),
-        bool(args.get("account_for_loss_in_pipeline_split")),
-        layout,
-    )
 
 
 def _chunk_key(virtual: int, pipeline: Pipeline) -> str:
@@ -308,7 +284,7 @@ def _require_tp(spec: ModelSpec, tp: int) -> None:
 def slots_of(
     spec: ModelSpec, table: Iterable[Any], mesh: Mesh, pipeline: Pipeline, padded_vocab: int, *, fused: bool = False
 ) -> list[Slot]:
-    """Every physical tensor of a topology. A slot's file is `FOLDER CHUNK`. `fused` experts are those of `GROUPED`."""
+    """Every physical tensor of a topology, its file being a rank's folder. `fused` experts are those of `GROUPED`."""
     _require_tp(spec, mesh.tp)
     require_mesh(mesh, spec, classic=True)
     found: list[Slot] = []
@@ -322,7 +298,7 @@ def slots_of(
                 here,
                 spec.sizes(padded_vocab) | mesh.interleaves,
                 tensors=spec.tensors,
-                file=f"{folder_of(tp, chunk.stage, ep, pipeline.stages, mesh)} {_chunk_key(chunk.virtual, pipeline)}",
+                place=Place(folder_of(tp, chunk.stage, ep, pipeline.stages, mesh), _chunk_key(chunk.virtual, pipeline)),
                 layers=enumerate(chunk.layers),
                 conditions=conditions,
                 sparse=spec.sparse_layers,
@@ -364,8 +340,8 @@ def write(
     by_file: dict[str, list[Slot]] = {}
     wanted = slots_of(spec, TABLES[options.dialect], options.mesh, pipeline, padded)
     for slot in wanted:
-        by_file.setdefault(slot.file.partition(" ")[0], []).append(slot)
-    files, kinds = [], spread(wanted, options.mesh.ep)
+        by_file.setdefault(slot.place.file, []).append(slot)
+    files, kinds = [], spread(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
     for stage, (rank, tp, ep) in product(range(options.pp), options.mesh.files()):
         name = folder_of(tp, stage, ep, options.pp, options.mesh)
         path = root / folder / name / "model_optim_rng.pt"
@@ -417,7 +393,7 @@ def parameters_of(wanted: Iterable[Slot], options: Options) -> list[Parameter]:
         names = options.norm if slot.expert is None else options.experts or options.norm
         return slot.keys[0] if names == "te" else slot.keys[-1]
 
-    return megatron_optim.in_order(Parameter(slot.file.partition(" ")[2], key_of(slot), slot) for slot in wanted)
+    return megatron_optim.in_order(Parameter(slot.place.chunk, key_of(slot), slot) for slot in wanted)
 
 
 def _file(

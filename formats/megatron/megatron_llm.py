@@ -19,15 +19,20 @@ from formats.checkpoint import Settings
 from formats.disk.json_file import read_json
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.families import family_named
-from formats.families.family import Facts, Family
+from formats.families.family import Family
 from formats.layout.table import Rule, rules
 from formats.megatron.args import fields
-from formats.megatron.args.args import Options, agreed, found_in, main_dtype, require_only
+from formats.megatron.args.args import agreed
+from formats.megatron.args.codecs import choice, only, single
+from formats.megatron.args.options import Options, main_dtype
+from formats.megatron.args.table import conditions, described
 from formats.megatron.pipeline import Pipeline
+from formats.model.codec import Context, read, rows, write
 from formats.model.spec import ModelSpec, real, whole
 from formats.torch_files.pickle_values import Dtype, Opaque, keeps
 
 NAME = "megatron-llm"
+FRESH = "--no_load_optim --no_load_rng"
 TOKENIZER = "tokenizer.model"
 """Beside the tracker: the SentencePiece model that the training is told to use."""
 
@@ -47,50 +52,71 @@ TRAINED = rules(_TABLE)
 CONVERTED = rules(_TABLE.replace(".encoder.", ".transformer.").replace(".self_attention.", ".attention."))
 """What hf_to_megatron.py writes."""
 
-ARGS = {
-    "layers": "num_layers encoder_num_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_attention_heads_kv",
-    "head_dim": "kv_channels",
-    "ffn": "ffn_hidden_size",
-    "max_positions": "max_position_embeddings",
-    "norm_epsilon": "layernorm_epsilon",
-    "rope_theta": "rope_theta",
-    "sliding_window": "sliding_window_size",
-}
-"""Setting: argument (megatron/arguments.py)."""
+LOST = {"norm_epsilon": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
+"""What the re-sharder forgets, and the defaults that its files have instead (tools/checkpoint_saver_megatron.py)."""
 
-ONLY = {
-    "glu_activation": ("swiglu",),
-    "use_rms_norm": (True,),
-    "position_embedding_type": ("rotary",),
-    "tie_embed_logits": (False,),
-    "use_bias": (False,),
-    "use_post_ln": (False,),
-    "parallel_attn": (False,),
-    "parallel_layernorm": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-}
-"""Arguments that change what the model computes, and what its Llama and Mistral assert (model/llama_model.py)."""
+
+def _read_head_dim(value: Any, context: Context) -> int:
+    hidden, heads = (whole(context.values[name], name, context.where) for name in ("hidden", "heads"))
+    if value not in (None, hidden // heads):
+        raise UnsupportedError(f"{context.where}: Megatron-LLM turns {hidden // heads} elements of a head, not {value}")
+    return hidden // heads
+
+
+def _read_scaling(value: Any, context: Context) -> Mapping[str, Any] | None:
+    factor = real(value or 1.0, "rope_scaling_factor", context.where)
+    return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+
+TABLE = rows(
+    """
+layers            num_layers|encoder_num_layers
+hidden            hidden_size
+heads             num_attention_heads
+kv_heads          num_attention_heads_kv         as heads
+head_dim          kv_channels                    hidden / heads
+ffn               ffn_hidden_size
+max_positions     max_position_embeddings
+norm_epsilon      layernorm_epsilon
+rope_theta        rope_theta                     or 10000
+sliding_window    sliding_window_size
+-                 glu_activation                 = "swiglu"
+-                 use_rms_norm                   = true
+-                 position_embedding_type        = "rotary"
+tied              tie_embed_logits               never
+-                 use_bias                       = false
+-                 use_post_ln                    = false
+-                 parallel_attn                  = false
+-                 parallel_layernorm             = false
+-                 apply_residual_connection_post_layernorm    = false
+rope_scaling      rope_scaling_factor            linear
+vocab             true_vocab_size
+""",
+    {
+        "as heads": single(lambda value, context: value or context.values["heads"]),  # named where they differ
+        "hidden / heads": single(_read_head_dim),
+        "or 10000": single(
+            lambda value, _: value or LOST["rope_theta"]
+        ),  # the parser's default, where Llama's is left out
+        **only(True, False, "swiglu", "rotary"),
+        "never": choice((False, False)),
+        "linear": single(_read_scaling, lambda scaling, _: (scaling or {}).get("factor", 1.0)),
+    },
+)
+"""Setting and argument (megatron/arguments.py). The values that change what the model computes are those that its Llama
+and Mistral assert (model/llama_model.py)."""
 
 ONLY_SAID = ("glu_activation", "use_rms_norm", "position_embedding_type", "tie_embed_logits")
-"""Those of them whose default is another model: they have to be there."""
+"""Arguments whose default is another model: they have to be there."""
 
-OWN = (
-    "num_attention_heads_kv", "rope_theta", "sliding_window_size", "glu_activation", "use_rms_norm", "use_bias",
-    "use_post_ln", "parallel_attn", "parallel_layernorm", "tie_embed_logits",
-)  # fmt: skip
-"""The arguments of layout and computation that Megatron-LM never had: settings, and those of `ONLY`."""
+OWN = {name for row in TABLE for names in row.keys for name in names}
+"""The arguments of layout and computation; many of them Megatron-LM never had."""
 
 RUN = """
 bias_droput_fusion data_type lima_dropout load_iters loss_role metrics model_name new_tokens packed_input
 scalar_loss_mask skip_iters vocab_extra_ids_list wandb_api_key wandb_id wandb_logger wandb_resume
 """
-"""Its other arguments that Megatron-LM never had: settings of a run."""
-
-LOST = {"norm_epsilon": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
-"""What the re-sharder forgets, and the defaults that its files have instead (tools/checkpoint_saver_megatron.py)."""
+"""Its arguments that Megatron-LM never had, but for those of the table: settings of a run."""
 
 WINDOW = 4096
 """finetune.py sets this window in every model that it is told to be a `mistral`."""
@@ -131,26 +157,18 @@ def from_args(
     if _is_rotary(args.get("position_embedding_type")):
         plain["position_embedding_type"] = "rotary"
     own = {*OWN, *RUN.split()}
-    accepted = fields.require_understood(args, where, understood=ONLY, own=own, accept=settings.accept)
-    require_only(plain, ONLY, where)
-    values = found_in(args, ARGS) | {"notes": accepted}
-    values["tied"] = False
-    values["kv_heads"] = values["kv_heads"] or values["heads"]  # hf_to_megatron.py names them only where they differ
-    width = whole(values["hidden"], "hidden", where) // whole(values["heads"], "heads", where)
-    if values["head_dim"] not in (None, width):
-        raise UnsupportedError(f"{where}: Megatron-LLM turns {width} elements of a head, not {values['head_dim']}")
-    values["head_dim"] = width
-    values["rope_theta"] = values["rope_theta"] or LOST["rope_theta"]  # the parser's default, where Llama's is left out
-    factor = real(args.get("rope_scaling_factor") or 1.0, "rope_scaling_factor", where)
-    values["rope_scaling"] = None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+    judged = {name for row in TABLE if row.setting == "-" for names in row.keys for name in names}
+    notes = fields.require_understood(args, where, understood=judged, own=own, accept=settings.accept)
+    values = read(TABLE, plain, (), where)
     if args.get("perform_initialization") is False:  # nobody but the re-sharder asks for that
         forgotten = [name for name, default in LOST.items() if values[name] == default]
         known = "as in the config" if base else "its defaults are taken; --config BASE has the true ones"
-        values["notes"] += [f"Megatron-LLM's re-sharder forgets {', '.join(forgotten)}: {known}"]
+        notes += [f"Megatron-LLM's re-sharder forgets {', '.join(forgotten)}: {known}"]
         values |= {name: getattr(base, name) for name in forgotten if base}
-    values["vocab"] = vocab = settings.vocab_size or args.get("true_vocab_size") or _vocab(args, base, assets, release)
+    values["vocab"] = vocab = settings.vocab_size or values["vocab"] or _vocab(args, base, assets, release)
     lost = base is not None and isinstance(vocab, int) and vocab < (base.vocab or 0)  # a training only adds tokens
-    spec = agreed(values, Facts(), settings.values, base, where, apart=() if lost else ("vocab",))
+    values |= {"notes": notes, **described(())}
+    spec = agreed(values, conditions(()), settings.values, base, where, apart=() if lost else ("vocab",))
     return replace(spec, notes=(*spec.notes, *window_notes(spec)))
 
 
@@ -235,16 +253,17 @@ def check_topology(spec: ModelSpec, tp: int, pipeline: Pipeline) -> None:
 def lacks(family: Family, biases: Collection[str] | None = None) -> str:
     """Why Megatron-LLM holds no model of a family, with the usual biases or others; empty where it does."""
     biases = family.biases_of({}) if biases is None else biases
+    traits = family.traits_with(biases)
     reasons = {
         "its Llama and Mistral have no biases": bool({"output_bias", "mlp_bias"}.intersection(biases)),
-        "its norms are RMSNorm and its MLP has a gate": family.facts.plain,
+        "its norms are RMSNorm and its MLP has a gate": "ungated" in traits,
         "its linear layers have biases everywhere or nowhere, and this model has them on query, key and value": (
-            family.facts_with(biases).qkv_bias
+            "qkv_bias" in traits
         ),
-        "it has no norms on query and key": family.facts.qk_norm,
+        "it has no norms on query and key": "qk_norm" in traits,
         "its positions are rotary, in every layer": family.rope_theta is None or "nope_layers" in family.keys,
         "its window holds for every layer": "full_layers" in family.keys,
-        "its MLP has no experts": bool(family.facts.experts),
+        "its MLP has no experts": "moe" in traits,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -288,10 +307,7 @@ def namespace(
         "bias_gelu_fusion": False,
         "bias_droput_fusion": False,
     } | kept
-    facts = {name: getattr(spec, setting) for setting, names in ARGS.items() for name in names.split()}
-    return base | facts | {name: allowed[0] for name, allowed in ONLY.items()} | {
-        "rope_scaling_factor": (spec.rope_scaling or {}).get("factor", 1.0),
-        "true_vocab_size": spec.vocab,
+    return base | write(TABLE, vars(spec), (), "") | {
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": options.vocab_multiple,
         "tensor_model_parallel_size": options.tp,

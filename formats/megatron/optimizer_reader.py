@@ -16,14 +16,14 @@ from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.pieces import spread
-from formats.layout.table import Placed, match
+from formats.layout.table import ALONE, Place, Placed, match
 from formats.layout.tensors import BUFFERS
 from formats.megatron import bucketed_optimizer, common_state, torch_dist
-from formats.megatron.args.args import CORE, DIST
+from formats.megatron.args.options import CORE, DIST
 from formats.megatron.chained_optimizer import CHAINED, apart, decays, entries, is_spread, joined, repeated, same_scaler
-from formats.megatron.classic import flattened
+from formats.megatron.details import Megatron
 from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
-from formats.megatron.shards import DROPS, Shard, mesh_of, read_shards, tensors_of
+from formats.megatron.shards import DROPS, Shard, flattened, mesh_of, read_shards, tensors_of
 from formats.optimizer import STATES
 from formats.torch_files import dcp
 from formats.torch_files.archive import TorchFile, read_torch
@@ -37,9 +37,9 @@ HEAD = ("opt_param_scheduler", "lr_scheduler", "num_floating_point_operations_so
 HALF = ("BF16", "F16")
 NAMES = {name: dtype for dtype, name in reversed([*TYPES.items()])}
 """Element types as torch calls them."""
-Chunks = Mapping[str, Mapping[str, Fragment]]
-"""Tensors by file and chunk, and key."""
-Found = dict[str, dict[str, dict[str, Fragment]]]
+Chunks = Mapping[Place, Mapping[str, Fragment]]
+"""Tensors by place and key."""
+Found = dict[str, dict[Place, dict[str, Fragment]]]
 """The same by state."""
 
 
@@ -50,12 +50,13 @@ def read(source: Checkpoint) -> Optimizer:
         SourceError: there is none, or it is damaged or incomplete.
         UnsupportedError: it is not Adam's, or kept in a way that cannot be cut again.
     """
-    args = source.extra["args"]
+    details, released = source.details_of(Megatron), source.home.name == "release"
+    args = details.args
     legacy = any(placed.key.startswith("language_model.") for placed in source.tensors)
-    if source.extra["dialect"] not in (CORE, DIST) or legacy:
+    if details.dialect not in (CORE, DIST) or legacy:
         raise UnsupportedError(f"{source.home}: of optimizers those of megatron-core are read, not of models before it")
-    if "optimizer" not in source.extra["state"] or source.extra["folder"] == "release":
-        what = "is a release, of which Megatron loads" if source.extra["folder"] == "release" else "holds"
+    if "optimizer" not in source.state or released:
+        what = "is a release, of which Megatron loads" if released else "holds"
         raise SourceError(f"{source.home} {what} no optimizer", "reshard the weights without --with-optimizer")
     if (kind := args.get("optimizer")) not in (None, "adam"):
         raise UnsupportedError(
@@ -84,9 +85,7 @@ def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dic
     }
 
 
-def _matched(
-    source: Checkpoint, found: Mapping[str, Mapping[str, Fragment]], state: str, *, once: bool = False
-) -> list[Placed]:
+def _matched(source: Checkpoint, found: Chunks, state: str, *, once: bool = False) -> list[Placed]:
     """Pair the tensors of a state with the slots of the weights, each of which is there once, in pieces or not.
 
     Args:
@@ -96,7 +95,7 @@ def _matched(
         once: of dense tensors on several data ranks the first alone has kept it.
     """
     slots = {
-        (one.slot.file, one.slot.keys): one.slot
+        (one.slot.place, one.slot.keys): one.slot
         for one in reversed(source.tensors)
         if not BUFFERS.intersection(one.slot.rule.pattern.tensors) and not (once and repeated(one.slot))
     }
@@ -117,11 +116,12 @@ def _grads(args: Mapping[str, Any], dtype: str) -> str:
 
 def _dist(source: Checkpoint) -> Optimizer:
     file = common_state.read(source.home)
-    outers = entries(file, source.extra["args"])
+    args = source.details_of(Megatron).args
+    outers = entries(file, args)
     about = held if isinstance(held := file.value.get("content_metadata"), Mapping) else {}
     kind = about.get("distrib_optim_sharding_type") or outers[0].get("param_state_sharding_type")
     head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
-    grads = _grads(source.extra["args"], next(iter(source.dtypes().values())))
+    grads = _grads(args, next(iter(source.dtypes().values())))
     if kind == bucketed_optimizer.NAME:
         states, (groups, scaler) = bucketed_optimizer.read(source)
         return Optimizer(_as_checkpoints(source, states), groups, True, None, scaler, head, grads)
@@ -150,7 +150,7 @@ def _dist(source: Checkpoint) -> Optimizer:
     states = {}
     for name, pieces_of in listed.items():
         tensors = torch_dist.tensors_in(source.home, pieces_of)
-        placed = _matched(source, {"": {key: one.whole for key, one in tensors.items()}}, names[name])
+        placed = _matched(source, {ALONE: {key: one.whole for key, one in tensors.items()}}, names[name])
         pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
         states[names[name]] = replace(source, tensors=pieces)
     return Optimizer(
@@ -170,7 +170,7 @@ def _dist(source: Checkpoint) -> Optimizer:
 def _classic(source: Checkpoint) -> Optimizer:
     found: Found = {}
     heads = []
-    shards, args = read_shards(source.home), source.extra["args"]
+    shards, args = read_shards(source.home), source.details_of(Megatron).args
     mesh = mesh_of(shards, args, source.home)
     for shard in shards:
         chunks = {
@@ -229,8 +229,8 @@ def _shard(
 
 def _plain(
     file: TorchFile, outer: Mapping[Any, Any], chunks: Chunks, steps: set[Small]
-) -> Iterator[tuple[str, str, str, Fragment]]:
-    """State, file and chunk, key and place of what torch's Adam keeps; its steps are added to `steps`."""
+) -> Iterator[tuple[str, Place, str, Fragment]]:
+    """State, place, key and fragment of what torch's Adam keeps; its steps are added to `steps`."""
     inner = outer.get("optimizer", outer)
     every = [(place, key, one.shape) for place, tensors in chunks.items() for key, one in tensors.items()]
     masters = outer.get("fp32_from_fp16_params")
@@ -259,7 +259,7 @@ def _plain(
                 yield state, place, key, file.fragment(ref, f"{state} of {key}")
 
 
-def _sharded(beside: TorchFile, shares: Sequence[Chunks]) -> Iterator[tuple[str, str, str, Fragment]]:
+def _sharded(beside: TorchFile, shares: Sequence[Chunks]) -> Iterator[tuple[str, Place, str, Fragment]]:
     """The same of a distributed optimizer, whose states lie in a file of their own."""
     path = beside.path.with_name(SHARDED)
     if not path.is_file():
@@ -273,7 +273,7 @@ def _sharded(beside: TorchFile, shares: Sequence[Chunks]) -> Iterator[tuple[str,
             yield from _buffers(file, kept, {place: tensors for place, tensors in share.items() if tensors})
 
 
-def _buffers(file: TorchFile, every: Mapping[Any, Any], chunks: Chunks) -> Iterator[tuple[str, str, str, Fragment]]:
+def _buffers(file: TorchFile, every: Mapping[Any, Any], chunks: Chunks) -> Iterator[tuple[str, Place, str, Fragment]]:
     buffers = [every[number] for number in range(len(chunks))]
     if len(buffers) in every or any(len(buffer) != 1 for buffer in buffers):
         raise UnsupportedError(f"{file.path} holds more than one buffer for each chunk of the model")

@@ -7,9 +7,13 @@ transformer/transformer_block.py `get_num_layers_to_build`), against which the t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from formats.errors import RefusedError, UnsupportedError, short
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.model.spec import MOST_LAYERS
 
 LONGEST = 100_000
 """Characters of an expanded pipeline layout."""
@@ -136,3 +140,22 @@ def _entries(layout: str) -> list[str]:
     if not re.fullmatch(r"\|*E[t|]*L\|*", text):
         raise RefusedError(f"{refused} has to begin with its one E and to end with its one L")
     return text.split("|")
+
+
+def pipeline_of(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pipeline:
+    """How layers are spread over stages and chunks, as args say."""
+    layout = args.get("pipeline_model_parallel_layout")
+    ends = [args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    if not all(end is None or (type(end) is int and 0 <= end < MOST_LAYERS) for end in ends):
+        raise SourceError(f"{path}: the layers of its first and last stage are {short(ends)}")
+    if not (layout is None or (isinstance(layout, str) and len(layout) < MOST_LAYERS)):
+        raise UnsupportedError(f"{path}: pipeline_model_parallel_layout = {short(layout)} is no text")
+    return Pipeline(
+        pp,
+        virtual,
+        ends[0],
+        ends[1],
+        bool(args.get("account_for_embedding_in_pipeline_split")),
+        bool(args.get("account_for_loss_in_pipeline_split")),
+        layout,
+    )

@@ -26,6 +26,17 @@ from formats.torch_files.archive_writer import Small
 SCHEDULER = "opt_param_scheduler"
 
 
+def is_trained(source: Checkpoint) -> bool:
+    """Whether an optimizer lies with the weights."""
+    return "optimizer" in source.state
+
+
+def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
+    """Its states, and what `inspect` says of it."""
+    optimizer = optimizer_reader.read(source)
+    return optimizer.states, {"distributed": optimizer.distributed}
+
+
 def read(source: Checkpoint) -> Optimizer:
     """The optimizer of an opened run of Megatron, without what only Megatron knows of it.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from formats.disk.safetensors import Fragment, read_bytes
 from formats.errors import SourceError, UnsupportedError, short
-from formats.layout.table import Placed
+from formats.layout.table import Place, Placed
 from formats.megatron import megatron_llm
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.moe import interleaves_of
@@ -20,7 +21,9 @@ from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Namespace, TensorRef
 from formats.torch_files.saves import require_same
 
-TRACKER = "latest_checkpointed_iteration.txt"
+TIES = ("iteration", "checkpoint_version", "consumed_train_samples", "consumed_valid_samples")
+"""What each file says of the save that it is of (training/checkpointing.py `generate_state_dict`, 0.16: `args`, whose
+samples are counted on every rank, `checkpoint_version`, `iteration`)."""
 
 SHARED = sorted(
     {*FIELDS, *megatron_llm.OWN, "tensor_model_parallel_size", "pipeline_model_parallel_size"}
@@ -43,6 +46,8 @@ COMPARED = 1 << 16
 
 DROPS = (r".*\._extra_state", r".*\.inv_freq")
 """Transformer Engine's FP8 state, and rotary tables that some versions saved."""
+GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
+"""All experts of a layer in one matrix."""
 LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
 FUSED = re.compile(r"decoder\.layers\.\d+\..*\.layer_norm_weight")
 """What tells the names of the local layers from those of Transformer Engine, which has the first too with latents."""
@@ -62,33 +67,6 @@ class Shard:
         """(key, state dict) of each virtual pipeline chunk."""
         names = [name for name in self.file.value if isinstance(name, str) and re.fullmatch(r"model\d{0,3}", name)]
         return [(name, self.file.value[name]) for name in sorted(names, key=lambda name: int(name[5:] or 0))]
-
-
-def locate(path: Path) -> tuple[Path, Path]:
-    """The run folder and the folder of one iteration, from either of them.
-
-    Raises:
-        SourceError: the tracker names an iteration that is not there.
-    """
-    if any(path.glob("mp_rank_*")) or not (path / TRACKER).is_file():
-        run, iteration = (path.parent if (path.parent / TRACKER).is_file() else path), path
-    else:
-        with (path / TRACKER).open("rb") as file:
-            word = file.read(100).decode(errors="replace").strip()
-        if word != "release" and not re.fullmatch(r"[0-9]{1,18}", word):
-            raise SourceError(f"{path / TRACKER} says {short(word)}, which is neither an iteration nor `release`")
-        run, iteration = path, path / name_of(None if word == "release" else int(word))
-        if not iteration.is_dir():
-            raise SourceError(
-                f"{path / TRACKER} names {iteration.name}, which does not exist",
-                f"present: {', '.join(sorted(p.name for p in path.iterdir() if p.is_dir())) or 'nothing'}",
-            )
-    return run, iteration
-
-
-def name_of(iteration: int | None) -> str:
-    """The folder of an iteration, or of a release."""
-    return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
 def read_shards(iteration: Path) -> list[Shard]:
@@ -197,7 +175,7 @@ def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]
         raise SourceError(f"{iteration}: of {len(wanted)} ranks {len(missing)} are missing: {names}")
     first = shards[0].file
     said = {shard.file.path: args_of(shard.file) | shard.file.value for shard in shards}
-    require_same({path: held.get for path, held in said.items()}, "megatron")
+    require_same({path: held.get for path, held in said.items()}, TIES)
     for shard in shards[1:]:
         other = args_of(shard.file)
         for name in SHARED:
@@ -246,12 +224,12 @@ def _check_writers(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, 
             )
 
 
-def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[str, dict[str, Fragment]]:
+def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[Place, dict[str, Fragment]]:
     """The tensors of each chunk of each file, by dotted key."""
-    found: dict[str, dict[str, Fragment]] = {}
+    found: dict[Place, dict[str, Fragment]] = {}
     for shard in shards:
         for name, state in shard.chunks:
-            tensors = found[f"{folder_of(shard.tp, shard.pp, shard.ep, pp, mesh)} {name}"] = {}
+            tensors = found[Place(folder_of(shard.tp, shard.pp, shard.ep, pp, mesh), name)] = {}
             for path, ref in _flat(state, shard.file.path):
                 key = path.replace(" ", ".")
                 if key in tensors:
@@ -261,6 +239,19 @@ def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[str, dict[s
                 elif not any(re.fullmatch(drop, key) for drop in DROPS):
                     raise UnsupportedError(f"{shard.file.path}: {key} holds {short(ref)}, which is no tensor")
     return found
+
+
+def flattened(found: Mapping[Place, Mapping[str, Fragment]]) -> dict[Place, dict[str, Fragment]]:
+    """The tensors, with those of `GROUPED` as the elements that they are, one behind the other."""
+    return {
+        place: {
+            key: fragment._replace(shape=(prod(fragment.shape),), strides=(1,))
+            if GROUPED.fullmatch(key) and fragment.row_major and len(fragment.shape) == 2
+            else fragment
+            for key, fragment in tensors.items()
+        }
+        for place, tensors in found.items()
+    }
 
 
 def _flat(state: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:

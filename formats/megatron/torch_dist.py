@@ -28,28 +28,33 @@ from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.json_file import read_json
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
+from formats.families.family import Family
+from formats.huggingface import folder as huggingface
 from formats.layout.pattern import splits
 from formats.layout.pieces import Scattered, unstacked
 from formats.layout.pieces import spread as pieces
-from formats.layout.table import Cut, Rule, Slot, match, rules, slots
+from formats.layout.table import ALONE, Cut, Rule, Slot, match, rules, slots
+from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, mla
-from formats.megatron.args.args import DIST, Options, namespace
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
+from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
 from formats.megatron.classic import FLAGS, MCORE, assets_of, spec_of, topology_of
+from formats.megatron.details import details
+from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
-from formats.megatron.shards import DROPS, STATE, TRACKER, args_of, iteration_of, locate, name_of, vocab_multiple
+from formats.megatron.shards import DROPS, STATE, args_of
 from formats.model.spec import MOST_LAYERS, ModelSpec
 from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import packed
 from formats.torch_files.archive_writer import packed_plain
 from formats.torch_files.pickle_values import Namespace
 
-NAME = "megatron_dist"
+NAME = FORMAT.name
 BACKEND = "metadata.json"
 ABOUT = {
     "sharded_backend": "torch_dist",
@@ -114,6 +119,16 @@ def detect(path: Path) -> bool:
     return dcp.is_dcp(folder) and any(file.is_file() for file in (folder / BACKEND, run / TRACKER))
 
 
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """The layouts."""
+    return {NAME: TABLE, f"{NAME}, gate and up apart": SPLIT}
+
+
+def holders(family: Family) -> dict[str, bool]:
+    """It holds the families that are not of Hugging Face alone."""
+    return {NAME: not family.only_here}
+
+
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: its metadata, its arguments, and the heads of the model's tensors."""
     run, folder = locate(path)
@@ -126,27 +141,18 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         raise SourceError(f"{folder} holds no {EMBEDDING}")
     padded = tensors[EMBEDDING].shape[0]
     assets = assets_of(run, settings)
-    spec = spec_of(args, DIST, assets, settings, folder, common.path, padded)
+    config = huggingface.read_config(assets) if assets else None
+    spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
-    placed, dropped = match(_slots(spec, table, padded, interleaves), {"": whole}, DROPS, folder)
+    placed, dropped = match(_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
     held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
     files = {item.path for entry in entries for item in entry.items}
     writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
-    extra = {
-        "args": args,
-        "iteration": iteration_of(common),
-        "folder": folder.name,
-        "vocab_multiple": vocab_multiple(args, common.path),
-        "state": tuple(name for name in STATE if name in held),
-        "padded_vocab": padded,
-        "interleaves": interleaves,
-        "dialect": DIST,
-        "norm": "local" if args.get("transformer_impl") == "local" else "te",
-        "experts": "local" if args.get("moe_grouped_gemm") is False else None,
-    }
+    norm = "local" if args.get("transformer_impl") == "local" else "te"
+    experts = "local" if args.get("moe_grouped_gemm") is False else None
     return Checkpoint(
         run,
         folder,
@@ -157,7 +163,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tuple(dict.fromkeys([common.path, *dcp.metadata_files(folder), *sorted(files)])),
         {"ranks": len(writers)},
         assets,
-        extra,
+        details(common, args, DIST, folder, padded, norm, experts, interleaves),
+        config=config,
+        padded_vocab=padded,
+        state=tuple(name for name in STATE if name in held),
     )
 
 
@@ -284,7 +293,7 @@ def write(
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
     _require_interleaves(options.mesh.interleaves, merged, apart=False, where=f"tp = {options.tp}")
     merged |= optimizer.args() if optimizer else {}
-    kinds = spread(wanted, options.mesh.ep)
+    kinds = spread(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
     if optimizer and kinds:
         _require_experts(optimizer, spec, parts)
     kept, about = megatron_optim.common(optimizer, kinds) if optimizer else ({}, {"singleton_local_shards": False})
@@ -369,10 +378,10 @@ def _states_of(optimizer: Optimizer, held: Sequence[dcp_writer.Stored]) -> Itera
 def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
     """The names of the `_extra_state` entries that megatron-core asks for, of local or Transformer Engine's layers."""
     te, family = norm == "te", family_named(spec.family)
-    attention = mla.states(spec, te=te) if family.facts.latent else STATES
-    every = [*attention, *(TE_STATES if te else ()), *(TE_NORMS if te and family.facts.qk_norm else ())]
+    attention = mla.states(spec, te=te) if "latent" in family.traits else STATES
+    every = [*attention, *(TE_STATES if te else ()), *(TE_NORMS if te and "qk_norm" in family.traits else ())]
     sparse = ["pre_mlp_layernorm"] if te else []
-    sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_up" in family.facts.experts else []
+    sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_experts" in family.traits else []
     for layer in range(spec.layers):
         place, number = (f"{LAYERS}{layer}.", "0_1") if spec.mixed else (LAYERS, f"{layer}_{spec.layers}")
         experts = layer in spec.sparse_layers

@@ -12,7 +12,6 @@ from typing import Any
 
 from formats.errors import SourceError, UnsupportedError, UsageError, short
 from formats.families import family_named
-from formats.families.family import Facts
 from formats.layout.table import KINDS, model_tensors
 from formats.layout.tensors import TENSORS
 
@@ -32,6 +31,8 @@ EXPERTS: Mapping[str, Any] = {
     "router_top_groups": 1,
 }
 """The settings of a mixture of experts: what holds in a family that leaves no choice."""
+FIXED: Mapping[str, Any] = {"rotary_fraction": 1.0, "nope_layers": (), "full_layers": (), **EXPERTS}
+"""The same of these and of rotary embeddings and windows."""
 LATENT = ("query_rank", "latent_rank", "nope_dim", "rope_dim")
 """The settings of an attention with latents."""
 LISTS = ("dense_layers", "nope_layers", "full_layers")
@@ -101,14 +102,14 @@ class ModelSpec:
     def conditions(self) -> frozenset[str]:
         """The layout conditions that follow from the settings."""
         residual = {None: set[str](), True: {"parallel"}, False: {"serial"}}[self.parallel_residual]
-        plain = {"plain"} if family_named(self.family).facts.plain else set()
+        plain = {"plain"} if "ungated" in self.traits else set()
         query = {"compressed" if self.query_rank else "uncompressed", "latent"} if self.latent_rank else {"direct"}
         return frozenset({"tied" if self.tied else "untied", *residual, *plain, *query, *self.biases})
 
     @property
-    def facts(self) -> Facts:
-        """What the tensors and keys of its family tell of it."""
-        return family_named(self.family).facts_with(self.biases)
+    def traits(self) -> frozenset[str]:
+        """What the tensors of its family tell of it."""
+        return family_named(self.family).traits_with(self.biases)
 
     @property
     def sparse_layers(self) -> frozenset[int]:
@@ -264,7 +265,7 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     scaling: Any = values.get("rope_scaling")
     if scaling is not None and not _is_scaling(scaling):
         raise SourceError(f"{where} says rope_scaling = {short(scaling)}", "correct it with --set rope_scaling=none")
-    optional |= {name: _layers_of(optional[name], name, sizes["layers"], where) for name in LISTS}
+    optional |= layers_of(values, where)
     spec = ModelSpec(
         **sizes,
         **optional,
@@ -304,9 +305,9 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     fraction = spec.rotary_fraction
     if fraction is not None and real(fraction, "rotary_fraction", where) > 1:
         raise SourceError(f"{where} says rotary_fraction = {fraction}", "correct it with --set rotary_fraction=VALUE")
-    if family_named(spec.family).facts.experts:
+    if "moe" in family.traits:
         _check_experts(spec, where)
-    if family.facts.latent:
+    if "latent" in family.traits:
         _check_latent(spec, where)
     if spec.head_dim % 2:
         raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, and no table here has such heads")
@@ -318,13 +319,21 @@ def some_layers(count: Any) -> range:
     return range(count if type(count) is int and 0 < count <= MOST_LAYERS else 0)
 
 
-def _layers_of(value: Any, name: str, layers: int, where: str) -> tuple[int, ...] | None:
-    """Some layers of a model, in their order, each once."""
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or not all(type(one) is int and 0 <= one < layers for one in value):
-        raise SourceError(f"{where} says {name} = {short(value)}, these are no layers of {layers}")
-    return tuple(sorted(set(value)))
+def layers_of(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...] | None]:
+    """The settings of `LISTS`, in the order of the layers, each once.
+
+    Raises:
+        SourceError: one names no layers of the model.
+    """
+    numbers, layers = some_layers(values.get("layers")), dict[str, tuple[int, ...] | None]()
+    for name in LISTS:
+        value = values.get(name)
+        if value is not None and not (
+            isinstance(value, list | tuple) and all(type(layer) is int and layer in numbers for layer in value)
+        ):
+            raise SourceError(f"{where} says {name} = {short(value)}, these are no layers of {len(numbers)}")
+        layers[name] = None if value is None else tuple(sorted(set(value)))
+    return layers
 
 
 def _check_experts(spec: ModelSpec, where: str) -> None:

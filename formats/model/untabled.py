@@ -12,7 +12,7 @@ from typing import Any
 
 from formats.errors import UnsupportedError
 from formats.layout.pattern import Axis, Pattern
-from formats.layout.table import Rule, Slot
+from formats.layout.table import ALONE, ORIGINAL, SHARED, Replica, Rule, Slot
 from formats.layout.tensors import TENSORS
 from formats.model.spec import Verbatim
 
@@ -47,10 +47,14 @@ def describe(
         why: why no table describes it.
 
     Raises:
-        UnsupportedError: the config names no model type, or a tensor has the name of a logical tensor.
+        UnsupportedError: the config names no model type, a tensor has the name of a logical tensor, or a setting would
+            have no effect.
     """
     if not isinstance(config.get("model_type"), str):
         raise UnsupportedError(why)
+    idle = sorted(settings.keys() - {"tied", "vocab"})
+    if idle:
+        raise UnsupportedError(f"--set {idle[0]} would have no effect: {why}", "leave it out, or correct config.json")
     clash = sorted(set(shapes) & set(TENSORS))
     if clash:
         raise UnsupportedError(f"a tensor is called {clash[0]}, which is the name of a logical tensor here")
@@ -85,13 +89,13 @@ def language(config: dict[str, Any]) -> dict[str, Any]:
 def slots(spec: Verbatim) -> Iterator[Slot]:
     """One physical tensor for each logical one, and one for each copy."""
     for key, shape in spec.shapes.items():
-        yield _slot(key, key, shape, "")
+        yield _slot(key, key, shape, ORIGINAL)
     for key, original in spec.copies.items():
-        yield _slot(key, original, spec.shapes[original], "copy")
+        yield _slot(key, original, spec.shapes[original], SHARED)
 
 
-def _slot(key: str, tensor: str, shape: tuple[int, ...], replica: str) -> Slot:
+def _slot(key: str, tensor: str, shape: tuple[int, ...], replica: Replica) -> Slot:
     axes = tuple(f"dim{i}" for i in range(len(shape)))
     conditions = frozenset({"copy", "optional"} if replica else ())
     rule = Rule(key, Pattern(f"{tensor}: {' '.join(axes)}", tensor, tuple(map(Axis, axes))), conditions)
-    return Slot("", (key,), shape, rule, (), tuple(zip(axes, shape, strict=True)), None, replica)
+    return Slot(ALONE, (key,), shape, rule, (), tuple(zip(axes, shape, strict=True)), None, replica)

@@ -5,7 +5,7 @@
 The CRC-32 of a file of torch.save is that of its zip directories, which hold the CRC-32 of every entry: a few KB are
 read of a file of any size. Of any other file, such as `.metadata`, it is that of all bytes. `train` writes the record
 last, into a folder that gets its name after that; files in `EDITABLE` are not recorded. Other programs write no record;
-what ties their files is in `TIES`.
+what ties their files is `Checkpoint.ties`.
 """
 
 from __future__ import annotations
@@ -41,21 +41,6 @@ REQUIRED = (".start", "adapter_config.json")
 """Recorded files without which a checkpoint is taken for another one. Others may be deleted: their reader misses them,
 or does not need them."""
 ZIP = b"PK\x03\x04"
-TIES: Mapping[str, tuple[str, ...]] = {
-    "megatron": ("iteration", "checkpoint_version", "consumed_train_samples", "consumed_valid_samples"),
-    "neox": ("iteration", "global_steps", "global_samples", "skipped_steps"),
-    "zero": ("global_steps", "global_samples", "skipped_steps"),
-    "fsdp": (),
-    "huggingface": (),
-    "megatron_dist": (),
-}
-"""Format: what each of its model files says of the save that it is of, alike in all of them; nothing where there is ().
-
-Facts: Megatron-LM, training/checkpointing.py `generate_state_dict` (0.16: `args`, whose samples are counted on every
-rank, `checkpoint_version`, `iteration`); deepspeed 0.19.8, runtime/engine.py `_get_checkpoint_state`, and the client
-state of GPT-NeoX (checkpointing.py: `iteration`). In the layer files of a GPT-NeoX pipeline, in `.distcp` files and in
-safetensors there is nothing but tensors. The partitions of ZeRO have Adam's step (`deepspeed/partitions.py`).
-"""
 
 
 class Entry(NamedTuple):
@@ -174,32 +159,32 @@ def refuse_mixed(folder: Path, names: Iterable[str]) -> None:
         )
 
 
-def untied(folder: Path, paths: Collection[Path], format_: str) -> str:
+def untied(folder: Path, paths: Collection[Path], ties: Collection[str]) -> str:
     """What the checksums of a checkpoint do not say, empty where its files are tied to one save.
 
     Args:
         folder: its folder.
         paths: the files of torch.save that its tensors are in.
-        format_: a key of `TIES`.
+        ties: as in `Checkpoint`.
     """
-    if len(paths) < 2 or TIES[format_] or any((folder / name).is_file() for name in (RECORD, MANIFEST)):
+    if len(paths) < 2 or ties or any((folder / name).is_file() for name in (RECORD, MANIFEST)):
         return ""
     kinds = " and ".join(sorted({path.suffix for path in paths}))
     return f"each file by itself; nothing ties {kinds} files to each other"
 
 
-def require_same(values: Mapping[Path, Callable[[str], Any]], format_: str) -> None:
+def require_same(values: Mapping[Path, Callable[[str], Any]], ties: Iterable[str]) -> None:
     """The model files of a checkpoint say the same of the save that they are of.
 
     Args:
-        values: by file, what gives a value by its name in `TIES`, None where it has none.
-        format_: a key of `TIES`.
+        values: by file, what gives a value by its name, None where it has none.
+        ties: the names of what each says of the save.
 
     Raises:
         SourceError: two do not.
     """
     (first, of_first), *others = values.items()
-    for name in TIES[format_]:
+    for name in ties:
         for path, of_other in others:
             ours, theirs = short(of_other(name)), short(of_first(name))
             if ours != theirs:

@@ -24,7 +24,7 @@ from converters.plan.targets import plan_fsdp, plan_megatron
 from formats.checkpoint import Checkpoint, Target
 from formats.huggingface import folder as huggingface
 from formats.huggingface.config import from_huggingface
-from formats.megatron.classic import Options
+from formats.megatron.args.options import Options
 from formats.registry import open_checkpoint
 
 SHAPES = {  # layers, hidden, ffn, heads, key/value heads, vocabulary

@@ -128,7 +128,7 @@ def test_a_full_disk(env, tmp_path, extra):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
     )  # fmt: skip
     assert done.returncode == 7, done.stderr
-    assert done.stderr == f"error: there is no room for {tmp_path / 'out.jsonl'}: File too large; nothing is written\n"
+    assert done.stderr == f"error: there is no room for {tmp_path / 'out.jsonl'}: File too large; nothing was written\n"
     assert (tmp_path / "out.jsonl").read_text() == "old"
     assert [one.name for one in tmp_path.glob("*.tmp")] == []
 

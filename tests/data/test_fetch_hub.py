@@ -241,7 +241,7 @@ def test_a_program_is_not_run(hub, env, tmp_path):
     made = recipe(tmp_path / "r.yml", "source: acme/script\nuser: q\nassistant: a\n")
     (ran,) = there(env, [made, tmp_path / "out.jsonl"])
     assert ran.code == 4, ran.err
-    assert "no program of others is run here" in ran.err
+    assert "scripts of others are not run here" in ran.err
     assert not (tmp_path / "ran").exists()
 
 
@@ -440,7 +440,7 @@ def test_a_copy_with_another_byte_is_not_taken(hub, env, tmp_path):
     path.write_bytes(content)
     (ran,) = there(env, ["aya-basque", tmp_path / "1.jsonl", "--cache", tmp_path / "copy"])
     assert ran.code == 6, ran.err
-    assert "has not the hash that the Hub says" in ran.err
+    assert "does not have the hash that the Hub gives" in ran.err
     assert not (tmp_path / "1.jsonl").exists()
 
 

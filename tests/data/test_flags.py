@@ -154,7 +154,7 @@ def test_a_turn_of_the_user_that_is_to_be_trained(tokenized):
     record["messages"][0]["train"] = True
     ran, _ = tokenized([record])
     assert ran.code == 5
-    assert "turn 1, of the role 'user': a turn of another role than the assistant's" in ran.err
+    assert "turn 1, of the role 'user': a turn of another role than the assistant" in ran.err
     record["messages"][0]["train"] = False
     assert tokenized([record])[0].code == 0
 
@@ -179,7 +179,7 @@ def test_blocks_that_are_no_replies_cannot_be_left_out(tokenized, tmp_path):
     words = ("--tokenizer", folder, "--chat-template", tmp_path / "t.jinja", "--max-drop-rate", 1)
     ran, _ = tokenized([dialogue({}, {}), dialogue({}, {"weight": 0})], *words)
     if ran.code == 0:
-        assert "1 dropped: a reply that is not trained, and the chat template" in ran.err
+        assert "1 dropped: a reply is excluded from the training, but the chat template" in ran.err
     else:  # the check of templates has refused it before
         assert "generation blocks" in ran.err
 
@@ -189,7 +189,7 @@ def test_role_bins_and_markers_cannot_leave_a_reply_out(train, tmp_path):
     words = ["--vocab-file", MODEL, "--vocab-extra-ids-list", "<|im_start|>,<|im_end|>", "--max-drop-rate", 1]
     ran = train("role-bins", "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "R", *words)
     assert ran.code == 0, ran.err
-    assert "1 dropped: a reply that is not trained, which neither role bins nor markers can tell" in ran.err
+    assert "1 dropped: a reply is excluded from the training, which role bins and markers cannot express" in ran.err
     for form, kept in (("control-text", 1), ("conversations", 2)):
         (tmp_path / "r.yml").write_text(f"source: {tmp_path}/in.jsonl\nconversations: messages\nas: {form}\n")
         ran = train("fetch", tmp_path / "r.yml", tmp_path / f"{form}.jsonl")

@@ -81,7 +81,7 @@ def test_long_lines_are_counted_and_not_kept(tmp_path, monkeypatch):
         ("x.json", b'[{"text": "a"}]', SourceError, "one JSON array"),
         ("x.json", b'{\n "text": "a"\n}\n', SourceError, "one JSON object over several lines"),
         ("x.csv", b"a,b\n", UsageError, "is a table"),
-        ("x.parquet", b"PAR1 no", SourceError, "no parquet file"),
+        ("x.parquet", b"PAR1 no", SourceError, "not a parquet file"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error, message):

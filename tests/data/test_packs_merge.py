@@ -97,7 +97,7 @@ def test_documents_of_all_kinds(train, tmp_path):
     make(tmp_path / "XX/e", [1], marks=[])
     ran = train("packs", "merge", tmp_path / "XX", tmp_path / "out")
     assert ran.code == 0, ran.err
-    assert "2 indexes do not tell all documents, each sequence is one: d, e" in ran.err
+    assert "2 indexes do not list all documents, each sequence is taken as one: d, e" in ran.err
     found = open_indexed(tmp_path / "out/XX")
     assert list(found.sizes) == [3, 0, 4, 2, 2, 2, 2, 5, 5, 1]
     assert list(found.documents) == [0, 1, 2, 3, 4, 4, 7, 8, 9, 10]
@@ -141,7 +141,7 @@ def test_merges_that_are_refused(train, tmp_path):
     folder, out = tmp_path / "XX", tmp_path / "out"
     assert train("packs", "merge", folder, out).code == 3
     folder.mkdir()
-    assert "holds no .bin and .idx" in train("packs", "merge", folder, out).err
+    assert "has no .bin and .idx" in train("packs", "merge", folder, out).err
     make(folder / "a", [3])
     make(folder / "b", [3], dtype="<i4")
     ran = train("packs", "merge", folder, out)
@@ -196,7 +196,7 @@ def test_a_folder_named_by_a_dot_and_facts_of_some(train, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path / "XX")
     ran = train("packs", "merge", ".", "../out")
     assert ran.code == 0
-    assert "1 of 2 parts tell how they were tokenized, so the result does not" in ran.err
+    assert "1 of 2 parts have a sidecar that says how they were tokenized, the result has none" in ran.err
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["XX.bin", "XX.idx", "XX.merge.log"]
 
 
@@ -213,7 +213,7 @@ def test_a_pack_that_is_not_yet_whole(train, tmp_path):
     make(folder / "z_slice2_0_3", [3])
     ran = train("packs", "merge", folder, out)
     assert ran.code == 0
-    assert "1 files are no slices of this pack and are merged too: c_slice2_0_3" in ran.err
+    assert "1 files are not slices of this pack and are merged too: c_slice2_0_3" in ran.err
     (folder / "d.partial").mkdir()
     assert train("packs", "merge", folder, out, "--force").code == 3
 
@@ -301,7 +301,7 @@ def test_bytes_of_the_users_tool(train, tmp_path, monkeypatch, name, mode, chunk
     if force:
         ran = train("packs", "append-eod", path, 3, mode)
         assert ran.code == 5
-        assert "end in 3 already" in ran.err
+        assert "already end in 3" in ran.err
         assert len(list(tmp_path.iterdir())) == 2
     ran = train("packs", "append-eod", path, 3, mode, *force)
     assert ran.code == 0, ran.err

@@ -163,8 +163,8 @@ def test_all_sums_are_equal(world):
         assert phase != "warmup" or not full
     assert all(min(pack.targets) >= 0 for pack in packs)
     for one in pools.values():
-        assert abs(one.total - sum(one.wanted)) <= Fraction(1, 2)
-        assert all(abs(total - share) < 1 for total, share in zip(one.totals, one.wanted, strict=True))
+        assert abs(one.total - sum(one.requested)) <= Fraction(1, 2)
+        assert all(abs(total - share) < 1 for total, share in zip(one.totals, one.requested, strict=True))
 
 
 @settings(max_examples=300, deadline=None)

@@ -40,13 +40,13 @@ def test_everything_that_lacks_is_listed_and_nothing_is_written(train, tmp_path)
         ('{"names": ["a"]}', "has no 'U1'"),
         ('{"names": ["a"], "U1": {"total": [1, 2]}}', "is 2 numbers, for 1 names"),
         ('{"names": ["a", "a"]}', "a are named twice"),
-        ('{"names": ["../a"]}', "is no name of a file"),
+        ('{"names": ["../a"]}', "is not a file name"),
         ('{"names": ["a"], "U1": {"total": [-1]}}', "-1, which is no number of tokens"),
         ('{"names": ["a"], "U1": {"total": [NaN]}}', "nan, which is no number of tokens"),
         ('{"names": ["a"], "U1": {"total": [true]}}', "True, which is no number of tokens"),
-        ('{"names": [], "U1": {}}', "no list of data sets"),
-        ('{"names": "ab", "U1": {"total": [1, 2]}}', "no list of data sets"),
-        ('{"names": ["a\\u0000"]}', "is no name of a file"),
+        ('{"names": [], "U1": {}}', "is not a list of data sets"),
+        ('{"names": "ab", "U1": {"total": [1, 2]}}', "is not a list of data sets"),
+        ('{"names": ["a\\u0000"]}', "is not a file name"),
         ("[]", "it needs"),
     ],
 )
@@ -68,7 +68,7 @@ def test_state_files_that_are_none(train, tmp_path, content):
     (tmp_path / "state.0.yaml").write_text(content)
     ran = train(*arguments)
     assert ran.code == 3
-    assert "is no state file" in ran.err
+    assert "is not a state file" in ran.err
 
 
 def test_a_state_behind_the_end(train, tmp_path):
@@ -153,7 +153,7 @@ def test_names_that_no_file_can_have(train, tmp_path):
     words, _ = world(tmp_path, train, {"x" * 240: TOTALS["lv"]})
     ran = train(*words)
     assert ran.code == 5
-    assert "names that no file can have" in ran.err
+    assert "names that are too long for a file" in ran.err
 
 
 def test_no_room(train, tmp_path, monkeypatch):
@@ -172,7 +172,9 @@ def test_no_room(train, tmp_path, monkeypatch):
 )
 def test_states_of_any_depth(tmp_path, text):
     (tmp_path / "state.yaml").write_text(text)
-    with pytest.raises(SourceError, match=r"is nested deeper than 100|has more than 16,777,216 bytes|is no state file"):
+    with pytest.raises(
+        SourceError, match=r"is nested deeper than 100|has more than 16,777,216 bytes|is not a state file"
+    ):
         inputs.read_state(tmp_path / "state.yaml")
 
 
@@ -186,7 +188,7 @@ def test_states_without_a_path(tmp_path):
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"names": ' + "[" * 100_000])
 def test_slices_of_any_depth(tmp_path, content):
     (tmp_path / "slices.json").write_text(content)
-    with pytest.raises(SourceError, match=r"slices\.json is no slices json: it is nested too deep"):
+    with pytest.raises(SourceError, match=r"slices\.json is not a slices json: it is nested too deep"):
         inputs.read_slices(tmp_path / "slices.json")
 
 

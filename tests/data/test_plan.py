@@ -125,7 +125,7 @@ def test_only_a_plan_is_replaced(train, prefix, tmp_path):
     (tmp_path / "P.pack/thesis.tex").write_text("years of work")
     ran = train("pack", prefix, "--seq-length", 127, "--force")
     assert ran.code == 7
-    assert "holds 1 files that are no part of a plan, such as 'thesis.tex'" in ran.err
+    assert "holds 1 files that are not part of a plan, such as 'thesis.tex'" in ran.err
     assert (tmp_path / "P.pack/thesis.tex").exists()
     (tmp_path / "P.pack/thesis.tex").rename(tmp_path / "thesis.tex")
     (tmp_path / "P.pack.partial").mkdir()
@@ -148,7 +148,7 @@ def test_prefixes_without_a_name(train, tmp_path, name):
     for words in (("count", name), ("show", name), ("pack", name, "--seq-length", 8),
                   ("packs", "append-eod", name, 3, "append")):  # fmt: skip
         ran = train(*words)
-        assert (ran.code, "no prefix" in ran.err) == (2, True), words
+        assert (ran.code, "not a prefix" in ran.err) == (2, True), words
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
     words = ("--vocab-file", GOLDEN / "1_sft/model.model", "--format", "text", "--output-prefix", name)
     assert train("tokenize", "--input", tmp_path / "x.jsonl", *words).code == 2
@@ -183,7 +183,7 @@ def test_damaged_plans(prefix, tmp_path, name):
     write_plan(make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1), tmp_path / "plan")
     content = (tmp_path / "plan" / name).read_bytes()
     (tmp_path / "plan" / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(SourceError, match="is no pack plan"):
+    with pytest.raises(SourceError, match="is not a pack plan"):
         open_plan(tmp_path / "plan")
 
 
@@ -277,14 +277,14 @@ def test_odd_facts(tmp_path, change):
     facts_path(tmp_path / "P").write_text(json.dumps(held))
     assert read_facts(tmp_path / "P") == Facts(**held)
     facts_path(tmp_path / "P").write_text(json.dumps(held | change))
-    with pytest.raises(SourceError, match=f"does not tell how the tokens were made: .*{next(iter(change))}"):
+    with pytest.raises(SourceError, match=f"does not say how the tokens were made: .*{next(iter(change))}"):
         read_facts(tmp_path / "P")
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{", "[" * 100_000])
 def test_facts_that_are_none(tmp_path, text):
     facts_path(tmp_path / "P").write_text(text)
-    with pytest.raises(SourceError, match="does not tell how the tokens were made"):
+    with pytest.raises(SourceError, match="does not say how the tokens were made"):
         read_facts(tmp_path / "P")
 
 
@@ -310,7 +310,7 @@ def test_showing(train, tmp_path):
     neox = train("show", words[0], "--compat", "neox", "--control-tokens", "user=7,assistant=8", "--document", 0)
     assert "5 trained" in neox.out
     unknown = train("show", words[0], "--document", 0)
-    assert "document 0, 16 tokens, of which nothing tells which are trained: --control-tokens" in unknown.out
+    assert "document 0, 16 tokens, it is not known which of them are trained: --control-tokens" in unknown.out
     assert "»" not in unknown.out
     assert "15 trained" in train("show", words[0], "--document", 0, "--loss", "all").out
     small = made(tmp_path / "S", [300])

@@ -40,7 +40,7 @@ def test_a_recipe_says_what_it_says():
     ("text", "said"),
     [
         (PAIR + "asistant: b\n", "'asistant' is no key of a recipe: did you mean assistant?"),
-        (PAIR + "source: c/d\n", "'source' is there twice in line 4"),
+        (PAIR + "source: c/d\n", "'source' is given twice in line 4"),
         ("user: q\nassistant: a\n", "it has no source"),
         ("source: a/b\n", "it takes nothing from a record"),
         (PAIR + "text: t\n", "it takes text and also user and assistant"),

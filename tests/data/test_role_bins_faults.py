@@ -126,7 +126,7 @@ def test_a_signal_stops_the_packing_and_the_same_command_goes_on(train, tmp_path
     monkeypatch.setattr(role_bins, "longest_first", signalled)
     stopped = train(*words)
     assert stopped.code == 75
-    assert "run the same command again to go on" in stopped.err
+    assert "run the same command again to resume" in stopped.err
     assert [path.name for path in tmp_path.iterdir()] == ["P.partial"]
     monkeypatch.setattr(role_bins, "longest_first", real)
     assert train(*words).code == 0

@@ -195,7 +195,7 @@ def test_turns_with_more_than_text_are_not_cut(train, tmp_path):
     ran = train("tokenize", *words, tmp_path / "P", "--workers", 1, "--max-drop-rate", 1)
     assert ran.code == 0, ran.err
     assert "2 documents" in ran.out
-    assert "1 dropped: a turn with calls of tools" in ran.err
+    assert "1 dropped: a turn with tool calls" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_from_the_command_line(train, tmp_path):
     )  # fmt: skip
     assert ran.code == 0, ran.err
     assert "51 documents" in ran.out
-    assert "1 dropped: the line is no JSON" in ran.err
+    assert "1 dropped: the line is not valid JSON" in ran.err
     shown = train("show", tmp_path / "P_text_document", "--tokenizer", folder, "--first", 100, "--no-color")
     assert shown.code == 0, shown.err
     assert shown.out.count("document ") == 51

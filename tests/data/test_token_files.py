@@ -48,7 +48,7 @@ def impossible(path):
 @pytest.mark.parametrize(
     ("suffix", "change", "told", "commands"),
     [
-        ("bin", cut, "its index tells of", (COUNT, PACK, SHOW)),
+        ("bin", cut, "bytes, its index has", (COUNT, PACK, SHOW)),
         ("idx", move_pointer, "points to other places than its sizes tell", (COUNT, PACK, SHOW)),
         ("mask", cut, "bytes for", (COUNT, PACK, SHOW)),
         ("mask", impossible, "has the value 9 at byte 3: a mask has 0 to 3", (SHOW,)),

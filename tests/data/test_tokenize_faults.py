@@ -285,7 +285,7 @@ def test_other_work_in_the_same_place_is_refused(train, tmp_path):
     (staging / "done.json").write_text(json.dumps(note | {"counts": {}, "examples": {}}))
     refused = train(*words_of(tmp_path, "P"))
     assert refused.code == 7
-    assert "beginnings of other work" in refused.err
+    assert "unfinished work of another command" in refused.err
     assert train(*words_of(tmp_path, "P", "--force")).code == 0
 
 
@@ -296,11 +296,11 @@ def test_other_work_in_the_same_place_is_refused(train, tmp_path):
         (["--jsonl-keys", "a/b"], 2, "cannot hold a slash"),
         (["--eod", "<|nobody|>"], 2, "no control token <|nobody|>"),
         (["--eod", "<|pad|>"], 2, "is the padding token"),
-        (["--control-tokens", "user=8,assistant=7"], 2, "<|user|> is said to be 8"),
-        (["--control-tokens", "user"], 2, "is no list such as user=7"),
-        (["--tokenizer-type", "HFTokenizer"], 2, "is no file for HFTokenizer"),
-        (["--chat-template", "chatml"], 2, "has no use for records of the format control-text"),
-        (["--vocab-file", str(GOLDEN / "sft.jsonl")], 3, "is no SentencePiece model"),
+        (["--control-tokens", "user=8,assistant=7"], 2, "<|user|> is given as 8"),
+        (["--control-tokens", "user"], 2, "is not a list such as user=7"),
+        (["--tokenizer-type", "HFTokenizer"], 2, "is not a file for HFTokenizer"),
+        (["--chat-template", "chatml"], 2, "has no effect on records of the format control-text"),
+        (["--vocab-file", str(GOLDEN / "sft.jsonl")], 3, "is not a SentencePiece model"),
         (["--vocab-file", "nowhere.model"], 3, "nowhere.model is not there"),
         (["--output-prefix", "nowhere/P"], 2, "mkdir -p nowhere"),
     ],

@@ -127,9 +127,9 @@ def test_plain_text_of_a_tokenizer_without_roles(train, tmp_path, roleless):
         "tokenize", "--input", tmp_path / "in.jsonl", "--vocab-file", roleless, "--output-prefix", f"{tmp_path}/P/",
         "--workers", 1,
     )  # fmt: skip
-    assert (ran.code, f"{tmp_path}/P/NAME puts them into it" in ran.err) == (0, True), ran.err
+    assert (ran.code, f"{tmp_path}/P/NAME writes them into it" in ran.err) == (0, True), ran.err
     shown = train("show", tmp_path / "P_text_document", "--tokenizer", roleless)
-    assert "nothing tells which are trained: --loss all\n" in shown.out
+    assert "it is not known which of them are trained: --loss all\n" in shown.out
 
 
 def test_lint_tells_of_the_others_before_a_file_that_is_empty(train, tmp_path):

@@ -53,7 +53,7 @@ def main() -> None:
     from converters.convert import run
     from converters.plan.request import Limits, Request
     from converters.plan.targets import plan_megatron
-    from formats.megatron.args.args import CORE, Options
+    from formats.megatron.args.options import CORE, Options
     from formats.registry import open_checkpoint
 
     request = Request(Path(out), limits=Limits(threads=1), quiet=True, commit_seconds=0.002)

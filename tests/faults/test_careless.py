@@ -253,8 +253,42 @@ def test_weights_that_are_integers_are_refused(model, convert, tmp_path, command
     weights["model.norm.weight"] = weights["model.norm.weight"].view("int32")
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     ran = convert(command, source, tmp_path / "out")
-    assert ran.code == 3
+    assert ran.code == 4
     assert "model.norm.weight" in ran.err
     assert "is I32, and the weights of a llama are floating point numbers" in ran.err
     if command == "hf2hf":
         assert convert(command, source, tmp_path / "out", "--verbatim").code == 0
+
+
+def test_a_mistral_whose_layer_types_say_that_none_has_a_window_is_refused(model, convert, tmp_path):
+    """AutoConfig takes a Mistral with `layer_types` for a Ministral, MistralForCausalLM does not look at them."""
+    source = tmp_path / "source"
+    shutil.copytree(model("mistral"), source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"] * 4}))
+    ran = convert("hf2megatron", source, tmp_path / "out")
+    assert ran.code == 3
+    assert "layer_types, by which no layer has a window, and sliding_window = 8 for all of them" in ran.err
+    (source / "config.json").write_text(
+        json.dumps(config | {"layer_types": ["full_attention"] * 4, "sliding_window": None})
+    )
+    assert convert("hf2megatron", source, tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("setting", ["sliding_window=8", "experts=4", "nope_layers=[1]", "rotary_fraction=0.5"])
+@pytest.mark.parametrize("command", ["hf2hf", "hf2fsdp"])
+def test_a_setting_that_the_family_has_not_is_refused(model, convert, tmp_path, command, setting):
+    """Not dropped, with the model carried under its own names."""
+    ran = convert(command, model(), tmp_path / "out", "--set", setting)
+    assert ran.code == 4
+    assert f"--set {setting.partition('=')[0]} would have no effect" in ran.err
+
+
+def test_verify_names_the_setting_with_which_a_table_describes_the_model_no_longer(model, convert, tmp_path):
+    assert convert("hf2hf", model(), tmp_path / "out").code == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    (tmp_path / "out/config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    ran = convert("verify", tmp_path / "out")
+    assert ran.code == 6
+    assert "a table described when vitruvian.json was written, and none does now" in ran.err
+    assert "hidden_act = 'gelu' is not supported" in ran.err

@@ -18,7 +18,7 @@ def run(model, tmp_path_factory):
     from converters.convert import run as execute
     from converters.plan.request import Request
     from converters.plan.targets import plan_megatron
-    from formats.megatron.args.args import Options
+    from formats.megatron.args.options import Options
     from formats.registry import open_checkpoint
 
     out = tmp_path_factory.mktemp("experts") / "run"

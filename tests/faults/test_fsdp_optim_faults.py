@@ -76,9 +76,14 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "amsgrad": (lambda s: of(UP)(s).update(max_exp_avg_sq=of(UP)(s)["exp_avg"]), 4, ("it keeps max_exp_avg_sq",)),
     "set to amsgrad": (lambda s: s["optim"]["param_groups"][1].update(amsgrad=True), 4, ("says amsgrad",)),
     "maximize": (lambda s: s["optim"]["param_groups"][0].update(maximize=True), 4, ("says maximize",)),
+    "no correction": (
+        lambda s: s["optim"]["param_groups"][0].update(bias_correction=False), 4, ("says bias_correction = False",),
+    ),
+    "lamb": (lambda s: s["optim"]["param_groups"][0].update(max_coeff=10.0), 4, ("its optimizer is LAMB",)),
+    "radam": (lambda s: s["optim"]["param_groups"][0].pop("amsgrad"), 4, ("its optimizer is of an unknown kind",)),
     "not AdamW": (
         lambda s: s["optim"]["param_groups"][0].update(decoupled_weight_decay=False), 4,
-        ("a weight decay of 0.1 in its gradients, not AdamW's",),
+        ("a weight decay of 0.1 is in the gradients, and not AdamW's",),
     ),
     "momentum": (
         lambda s: every(s, lambda one: one.update(momentum_buffer=one.pop("exp_avg"))), 4,

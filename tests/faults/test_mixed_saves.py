@@ -7,18 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from formats.registry import FORMATS
-from formats.torch_files.saves import TIES
+from formats.deepspeed.neox import checkpoint as neox
+from formats.megatron import shards
 from tests.faults.dcp_tools import refused
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "neox"
 
 
-def test_each_format_says_what_ties_its_files():
-    assert TIES.keys() == FORMATS.keys()
-
-
-@pytest.mark.parametrize("name", TIES["megatron"][2:])
+@pytest.mark.parametrize("name", shards.TIES[2:])
 def test_megatron_ranks_of_one_iteration_and_two_runs(model, convert, tmp_path, name):
     """As where a run began again at iteration 0 with another batch size."""
     import torch
@@ -33,7 +29,7 @@ def test_megatron_ranks_of_one_iteration_and_two_runs(model, convert, tmp_path, 
     refused(ran, 3, f"{paths[1]} is of {name} 3200, {paths[0]} of 1600: files of different saves", "hint:")
 
 
-@pytest.mark.parametrize("name", TIES["neox"])
+@pytest.mark.parametrize("name", neox.TIES)
 def test_neox_ranks(convert, tmp_path, name):
     """Of files that GPT-NeoX wrote: one of two ranks is made that of another step."""
     import torch

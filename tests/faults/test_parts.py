@@ -25,7 +25,7 @@ from converters.plan.request import Request
 from converters.plan.targets import SHARD_SIZE, plan_huggingface, plan_megatron
 from converters.prove.archive_crc import amend
 from formats.errors import Interrupted
-from formats.megatron.args.args import Options
+from formats.megatron.args.options import Options
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import save, weights
 from tests.models import files

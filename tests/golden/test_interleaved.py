@@ -79,13 +79,13 @@ def test_reshard_keeps_turns_changes_them_and_undoes_them(model, convert, tmp_pa
     source = model("qwen3_moe")
     convert("hf2megatron", source, tmp_path / "m", "--glu-interleave", 8)
     assert convert("reshard", tmp_path / "m", tmp_path / "two", "--tp", 2, "--ep", 2, "--etp", 1).code == 0
-    assert open_checkpoint(tmp_path / "two").extra["interleaves"]["interleave"] == 8
+    assert open_checkpoint(tmp_path / "two").details.interleaves["interleave"] == 8
     assert convert("reshard", tmp_path / "m", tmp_path / "other", "--glu-interleave", 16).code == 0
-    assert open_checkpoint(tmp_path / "other").extra["interleaves"]["interleave"] == 16
+    assert open_checkpoint(tmp_path / "other").details.interleaves["interleave"] == 16
     assert convert("reshard", tmp_path / "m", tmp_path / "dist", "--format", "torch_dist", "--ep", 2).code == 0
-    assert open_checkpoint(tmp_path / "dist").extra["interleaves"]["interleave"] == 8
+    assert open_checkpoint(tmp_path / "dist").details.interleaves["interleave"] == 8
     assert convert("reshard", tmp_path / "dist", tmp_path / "plain", "--glu-interleave", 0).code == 0
-    assert open_checkpoint(tmp_path / "plain").extra["interleaves"]["interleave"] == 0
+    assert open_checkpoint(tmp_path / "plain").details.interleaves["interleave"] == 0
     for name in ("two", "other", "dist", "plain"):
         assert convert("diff", tmp_path / name, source).code == 0
 
@@ -105,7 +105,7 @@ def test_shared_experts_have_interleaves_of_their_own(model, convert, tmp_path):
                 record["model"][key] = interleaved(rows, 16)
         torch.save(record, path)
     assert convert("reshard", run, tmp_path / "again", "--tp", 2).code == 0
-    assert open_checkpoint(tmp_path / "again").extra["interleaves"] == {"interleave": 8, "shared_interleave": 16}
+    assert open_checkpoint(tmp_path / "again").details.interleaves == {"interleave": 8, "shared_interleave": 16}
     flags = (tmp_path / "again/megatron_flags.txt").read_text()
     assert "--use-grouped-gemm-for-shared-expert\n--moe-mlp-glu-interleave-size 8\n" in flags
     for folder in (run, tmp_path / "again"):

@@ -127,7 +127,7 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, megatron_
         saved, back = tmp_path / f"s{number}", tmp_path / f"back{number}"
         checkpoint = open_checkpoint(saved)
         state = ("optimizer", "rng_state") if case.optimizer else ("rng_state",)
-        assert (checkpoint.format, checkpoint.extra["state"]) == (torch_dist.NAME, state)
+        assert (checkpoint.format, checkpoint.state) == (torch_dist.NAME, state)
         seen |= used(saved)
         assert convert("verify", saved).code == 0, "its own checksums"
         assert convert("megatron2hf", saved, back, "--config", source).code == 0

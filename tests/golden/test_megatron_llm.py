@@ -85,7 +85,7 @@ def test_reshard_is_that_of_upstream(convert, tmp_path, name):
 def test_args_are_those_of_upstream(convert, tmp_path, name):
     convert("hf2megatron", HERE / name / "hf", tmp_path / "m", "--format", "megatron-llm", *TOPOLOGY[name],
             "--true-vocab-size", 130)  # fmt: skip
-    ours, theirs = (open_checkpoint(path).extra["args"] for path in (tmp_path / "m", HERE / name / "sharded"))
+    ours, theirs = (open_checkpoint(path).details.args for path in (tmp_path / "m", HERE / name / "sharded"))
     differing = {key for key in ours.keys() & theirs.keys() if str(ours[key]) != str(theirs[key])}
     assert differing == {"hidden_dropout", "attention_dropout", "perform_initialization", "position_embedding_type"}
     assert ours.keys() - theirs.keys() == {"bias_droput_fusion", "true_vocab_size", "iteration"}
@@ -185,7 +185,7 @@ def test_an_unknown_vocabulary_is_asked_for(convert, tmp_path):
 
 def vocab_with(args: Mapping[str, Any], base: Path = HERE / "llama2/hf", *, release: bool = False) -> int | None:
     """The vocabulary that a training with these arguments has."""
-    known = open_checkpoint(HERE / "llama2/trained", Settings(config=HERE / "llama2/hf")).extra["args"]
+    known = open_checkpoint(HERE / "llama2/trained", Settings(config=HERE / "llama2/hf")).details.args
     spec = open_checkpoint(base).spec
     return megatron_llm.from_args(known | args, Settings(), spec, base, release, "x").vocab
 
@@ -252,13 +252,13 @@ def test_an_iteration_that_is_not_there_is_named(convert, tmp_path):
      {"glu_activation": None}],
 )  # fmt: skip
 def test_another_model_is_not_read(args):
-    known = open_checkpoint(HERE / "llama2/raw").extra["args"]
+    known = open_checkpoint(HERE / "llama2/raw").details.args
     with pytest.raises(UnsupportedError, match=re.escape(str(next(iter(args.values()))))):
         megatron_llm.from_args(known | args, Settings(), None, None, True, "x")
 
 
 def test_linear_rope_scaling_is_read():
-    known = open_checkpoint(HERE / "llama2/raw").extra["args"]
+    known = open_checkpoint(HERE / "llama2/raw").details.args
     spec = megatron_llm.from_args(known | {"rope_scaling_factor": 4.0}, Settings(), None, None, True, "x")
     assert spec.rope_scaling == {"rope_type": "linear", "factor": 4.0}
 

@@ -45,10 +45,10 @@ def test_it_becomes_the_model_that_it_was_filled_with(convert, tmp_path, folder)
 def test_reshard_keeps_run_settings_and_iteration(convert, tmp_path, folder):
     """What has nothing to do with model or topology stays in args, objects that could run code do not."""
     assert convert("reshard", folder, tmp_path / "m", "--tp", 2, "--pp", 1, "--vocab-size", 211).code == 0
-    before, after = (open_checkpoint(path).extra for path in (folder, tmp_path / "m"))
-    assert after["folder"] == before["folder"]
+    before, after = (open_checkpoint(path) for path in (folder, tmp_path / "m"))
+    assert after.home.name == before.home.name
     for name in ("lr", "train_iters", "seq_length", "micro_batch_size", "tokenizer_type", "weight_decay"):
-        assert after["args"][name] == before["args"][name]
+        assert after.details.args[name] == before.details.args[name]
     assert convert("megatron2hf", tmp_path / "m", tmp_path / "hf", "--vocab-size", 211).code == 0
     assert tensors(tmp_path / "hf/model.safetensors") == tensors(folder / "expected.safetensors")
 

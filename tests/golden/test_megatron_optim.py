@@ -127,7 +127,7 @@ def at(topology: Topology) -> dict[str, int | None]:
 def states(run: Path, vocab: int) -> dict[str, str]:
     """The digest of each state of each tensor."""
     source = open_checkpoint(run, Settings(vocab))
-    return digest_of(state_jobs(source, optimizer_reader.read(source)), Limits())
+    return digest_of(state_jobs(source, optimizer_reader.read(source).states), Limits())
 
 
 def swapped(run: Path) -> None:

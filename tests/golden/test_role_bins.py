@@ -264,7 +264,7 @@ def test_a_dry_run_writes_nothing(train, tmp_path):
         (["--max-seq-length", 8], 2, "--max-seq-length 8 has no effect without --do-packing"),
         (["--vocab-extra-ids-list", "<|im_end|>"], 2, "lacks <|im_start|>"),
         (["--vocab-extra-ids-list", "<|im_start|>,<|im_end|>,en"], 2, "is an ordinary piece"),
-        (["--input", INPUTS[1], INPUTS[1]], 2, "name all files behind one --input"),
+        (["--input", INPUTS[1], INPUTS[1]], 2, "name all files after one --input"),
         (["--vocab-file", "nowhere.model"], 3, "is not there"),
         (["--output-prefix", "nowhere/P"], 2, "mkdir -p nowhere"),
         (["--tokenizer_type", "GPT2BPETokenizer"], 2, "GPT2BPETokenizer"),
@@ -286,7 +286,7 @@ def test_a_fast_tokenizer_is_refused(train, tmp_path):
     source = written(tmp_path, HELLO)
     ran = train("role-bins", "--input", source, "--output-prefix", tmp_path / "P", "--vocab-file", tmp_path)
     assert ran.code == 2
-    assert "is no SentencePiece model" in ran.err
+    assert "is not a SentencePiece model" in ran.err
 
 
 def test_packing_needs_a_token_that_begins_a_text(train, tmp_path):
@@ -300,7 +300,7 @@ def test_packing_needs_a_token_that_begins_a_text(train, tmp_path):
     words = ["role-bins", "--input", source, "--vocab-file", tmp_path / "x.model", "--do-packing", "--output-prefix"]
     ran = train(*words, tmp_path / "P", "--no-new-tokens")
     assert ran.code == 2
-    assert "no token that begins a text" in ran.err
+    assert "no BOS token" in ran.err
     assert train(*words, tmp_path / "P").code == 0
     row = open_indexed(tmp_path / "P-text")[0].tolist()
     assert row[(len(row) - 1) // 2] == 705, "<BOS> is new, behind <PAD>"

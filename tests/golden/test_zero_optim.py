@@ -206,6 +206,13 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] 
     "amsgrad": (lambda s: inner(s)["state"][0].update(max_exp_avg_sq=1.0), UnsupportedError, "keeps max_exp_avg_sq"),
     "lamb": (lambda s: inner(s)["param_groups"][1].update(max_coeff=10.0), UnsupportedError, "is LAMB"),
     "radam": (lambda s: inner(s)["param_groups"][0].pop("amsgrad"), UnsupportedError, "of an unknown kind"),
+    "maximize": (lambda s: inner(s)["param_groups"][0].update(maximize=True), UnsupportedError, "says maximize = True"),
+    "set to amsgrad": (lambda s: inner(s)["param_groups"][0].update(amsgrad=True), UnsupportedError, "says amsgrad"),
+    "no correction": (
+        lambda s: inner(s)["param_groups"][0].update(bias_correction=False),
+        UnsupportedError,
+        "bias_correction = False",
+    ),
     "a group's parameters": (lambda s: inner(s)["param_groups"][1].update(params=[]), SourceError, "of group 1"),
     "L2": (lambda s: inner(s)["param_groups"][0].update(L2), UnsupportedError, "decay of 0.1 is in the gradients"),
     "no rate": (lambda s: inner(s)["param_groups"][0].pop("lr"), SourceError, "in no form that is known"),

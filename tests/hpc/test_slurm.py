@@ -141,7 +141,7 @@ def test_told_to_save_a_training_saves(submitted, settings, queue, tmp_path, lau
     assert (tmp_path / "save/latest").read_text() == f"global_step{100 + done}"
     told = logs(tmp_path)
     assert "told to save, USR1 to the step" in told
-    assert f"stopped behind step {done} of 100000" in told
+    assert f"stopped after step {done} of 100000" in told
     assert "that was the last of 1 links" in told
     assert (tmp_path / "save/RESUME").exists()
 

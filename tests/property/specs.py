@@ -12,8 +12,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from formats.families.family import Family
-from formats.huggingface.config import FULL, HUGGINGFACE, SLIDING
-from formats.huggingface.moe_config import COUNTED
+from formats.huggingface.layers import FULL, SLIDING
+from formats.huggingface.settings_table import LINES, USUAL
 from formats.model.spec import EXPERTS, LISTS, ModelSpec, checked
 
 SIZE = st.integers(1, 300)
@@ -83,9 +83,9 @@ def config_value(key: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
 @st.composite
 def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     """A model of a family."""
-    keys, facts = {**HUGGINGFACE, **family.keys}, family.facts
+    keys, traits = {**USUAL, **family.keys}, family.traits
     layers, groups = draw(st.integers(1, 6)), draw(st.sampled_from([2, 1, 4]))
-    heads = groups if facts.latent else groups * draw(st.sampled_from([1, 2, 3]))
+    heads = groups if "latent" in traits else groups * draw(st.sampled_from([1, 2, 3]))
     if not keys["kv_heads"]:
         groups = family.defaults.get("kv_heads", heads)
     head_dim = 2 * draw(st.integers(1, 32))
@@ -111,7 +111,7 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     if family.rope_theta is not None:
         values["rope_theta"] = draw(st.sampled_from([10000.0, 5e5, 1234.5]))
         values["rope_scaling"] = draw(st.one_of(SCALINGS)) if draw(st.booleans()) else None
-    needed = {*family.keys, *(("experts", "top_k") if facts.experts else ())}
+    needed = {*family.keys, *(("experts", "top_k") if "moe" in traits else ())}
     values |= {name: draw(choice) for name, choice in choices.items() if name in needed}
     if "router_top_groups" in keys:
         most = values["router_groups"]
@@ -128,12 +128,12 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
 
 def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
     """The values, where the table ties them: to the only one that it supports, or to another setting."""
-    keys, first = {**HUGGINGFACE, **family.keys}, dict[str, str]()
+    keys, first = {**USUAL, **family.keys}, dict[str, str]()
     for name, key in keys.items():
         if key in family.requires and name in values:
             values[name] = family.requires[key]
         if name in (*EXPERTS, "ffn") and first.setdefault(key, name) != name:
             values[name] = values[first[key]]  # one key for both
-    if keys.get("shared_ffn") in COUNTED:  # as wide as so many experts
+    if LINES.get(("shared_ffn", keys.get("shared_ffn", "")), "").endswith("counted"):  # as wide as so many experts
         values["shared_ffn"] = values["expert_ffn"] * (1 + values["shared_ffn"] % 3)
     return values

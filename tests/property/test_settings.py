@@ -19,13 +19,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from formats.checkpoint import Settings
 from formats.deepspeed.neox import yml as neox_args
+from formats.deepspeed.neox.yml_file import dump_yml
 from formats.errors import RefusedError, UnsupportedError
 from formats.families import FAMILIES, family_named
 from formats.families.family import Family
-from formats.huggingface.config import PARTIAL, SCALING, from_huggingface, to_huggingface
+from formats.huggingface.config import from_huggingface, to_huggingface
+from formats.huggingface.rope import PARTIAL, SCALING
 from formats.megatron import megatron_llm
-from formats.megatron.args import args as megatron_args
-from formats.megatron.args.args import CORE, Options
+from formats.megatron.args.args import from_megatron
+from formats.megatron.args.options import CORE, Options, namespace
 from formats.megatron.classic import topology_of
 from formats.model.spec import ModelSpec
 from tests.property.specs import specs
@@ -47,7 +49,7 @@ class Format(NamedTuple):
 def write_megatron(spec: ModelSpec) -> Spoken:
     """The args of a classic checkpoint."""
     padded = topology_of(spec, Options())[1]
-    return megatron_args.namespace(spec, ["BF16"], Options(), padded, {}, None)
+    return namespace(spec, ["BF16"], Options(), padded, {}, None)
 
 
 def write_megatron_llm(spec: ModelSpec) -> Spoken:
@@ -59,7 +61,7 @@ def write_megatron_llm(spec: ModelSpec) -> Spoken:
 
 def write_neox(spec: ModelSpec) -> Spoken:
     """The yml of GPT-NeoX, and what of the model its weights alone tell."""
-    yml = neox_args.dump_yml(neox_args.to_neox(spec, 1, 0, 128, {}))
+    yml = dump_yml(neox_args.to_neox(spec, 1, 0, 128, {}))
     biases = "output_bias" in family_named(spec.family).holds
     return {"config": yaml.safe_load(yml), "ffn": spec.ffn, "vocab": spec.vocab, "biases": biases}
 
@@ -67,7 +69,7 @@ def write_neox(spec: ModelSpec) -> Spoken:
 FORMATS = {
     CORE: Format(
         write_megatron,
-        lambda args, base: megatron_args.from_megatron(args, {}, base, "args", settled=True),
+        lambda args, base: from_megatron(args, {}, base, "args", settled=True),
         lambda family: not family.only_here,
         examples=25,
     ),
@@ -82,10 +84,12 @@ FORMATS = {
         lambda told, base: neox_args.from_neox(
             **told, settings={}, where="the yml", family=base.family if base else None
         ),
-        lambda family: family.name in ("llama", "mistral", "gpt_neox"),
+        lambda family: bool(family.neox),
         examples=100,
     ),
 }
+SETTINGS = ("rope_theta", "rope_scaling", "tied", "norm_epsilon", "activation", "own", "rotary_fraction")
+"""Settings that any two models of a family can have of each other."""
 ALIKE = {"family", "biases", "own", "activation", "rope_scaling", "notes"}
 """What a format that names no family may tell otherwise without a config, if it computes the same."""
 
@@ -162,6 +166,27 @@ def test_from_other_formats(form, name):
         assert alike(bare.rope_scaling, spec.rope_scaling)
 
     comes_back()
+
+
+TAKEN = {"max_positions", "ffn"}
+"""Settings that a reader takes from the config: a limit of what rotates, and the width of no MLP."""
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FORMATS[CORE].may_hold(FAMILIES[name])])
+def test_with_the_config_of_another_model_it_is_refused_or_the_same(name):
+    """What is read is never another model than the one that was written, whatever config travels along."""
+
+    @BOUNDED
+    @given(spec=specs(FAMILIES[name]), other=specs(FAMILIES[name]))
+    def never_another(spec: ModelSpec, other: ModelSpec) -> None:
+        args = written(FORMATS[CORE], spec)
+        for setting in SETTINGS if args else ():
+            base = replace(spec, **{setting: getattr(other, setting)})
+            with suppress(RefusedError):
+                back = replace(FORMATS[CORE].read(args or {}, base), **{name: getattr(spec, name) for name in TAKEN})
+                assert FORMATS[CORE].write(back) == args, setting
+
+    never_another()
 
 
 # --- the strategy ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
 from formats.families import family_of, find_family
 from formats.megatron import megatron_llm
-from formats.megatron.args.args import CORE, DIST, Options
+from formats.megatron.args.options import CORE, DIST, Options
 from formats.registry import open_checkpoint
 from tests.models import MODELS, files, settings_of
 

@@ -26,7 +26,7 @@ def test_it_comes_back_through_megatron_core(model, convert, tmp_path, name, dty
     assert convert("reshard", two, three, "--tp", 4).code == 0
     assert files(three) == files(one), "A to B to A is not A"
     assert convert("reshard", three, core, "--tp", 2, "--format", "torch").code == 0
-    assert open_checkpoint(core).extra["dialect"] == "megatron-core"
+    assert open_checkpoint(core).details.dialect == "megatron-core"
     assert convert("megatron2hf", core, back).code == 0
     assert files(back) == files(source)
     digests = {convert("digest", folder).out.split()[0] for folder in (source, one, two, core)}

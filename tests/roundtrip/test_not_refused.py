@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2CLS, ACT2FN
 
 from formats.families import FAMILIES, known
-from formats.huggingface.config import SYNONYMS, from_huggingface
+from formats.huggingface.config import from_huggingface
+from formats.huggingface.require import SYNONYMS
 
 RIGHT = {
     "swish": ("llama", {"hidden_act": "swish"}),

@@ -21,10 +21,10 @@ from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
 from formats.huggingface.config import from_huggingface, residue
 from formats.megatron import megatron_llm
-from formats.megatron.args.args import CORE, DIST, Options
+from formats.megatron.args.options import CORE, DIST, Options
 from formats.model.spec import differences
 from formats.registry import open_checkpoint
-from tests.models import ALTERNATING, LLAMA3, MODELS, PARTIAL, settings_of
+from tests.models import ALTERNATING, HARMLESS, LLAMA3, MODELS, PARTIAL, settings_of
 
 LLM = megatron_llm.NAME
 FORMATS = {
@@ -92,20 +92,6 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 """Setting: model, what is changed of it, the formats that keep it, and why the others refuse."""
 SPELLINGS = {"family: llama | mistral", "family: llama | phi3", "rotary_fraction: None | 1.0"}
 """What a format without families does not tell, because it computes the same."""
-HARMLESS = {
-    "attention_dropout", "attn_pdrop", "classifier_dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout",
-    "resid_pdrop", "residual_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
-    "is_decoder", "reorder_and_upcast_attn", "pretraining_tp", "summary_activation", "summary_first_dropout",
-    "summary_proj_to_labels", "summary_type", "summary_use_proj", "_sliding_window_pattern", "max_window_layers",
-    "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
-    "multi_query", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
-    "shared_expert_intermediate_size", "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
-    "enable_moe_fp32_combine",
-}  # fmt: skip
-"""Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
-has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does
-not share; of DeepSeek a sum of two others, the layer that transformers drops, and V2's groups, as a greedy router has
-none."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -144,7 +130,7 @@ def test_what_a_training_drops_out_goes_on_in_megatron(model, convert, tmp_path,
     shutil.rmtree(tmp_path / "two/huggingface")
     assert convert("reshard", tmp_path / "two", tmp_path / "three").code == 0
     for folder in ("one", "two", "three"):
-        args = open_checkpoint(tmp_path / folder).extra["args"]
+        args = open_checkpoint(tmp_path / folder).details.args
         assert (args["attention_dropout"], args["hidden_dropout"]) == (0.25, 0.125)
 
 
@@ -153,5 +139,5 @@ def test_so_does_what_the_yml_of_neox_drops_out(model, convert, tmp_path):
     (yml,) = tmp_path.glob("neox/*/configs/*.yml")
     yml.write_text(f"{yml.read_text()}attention-dropout: 0.25\nhidden_dropout: 0.125\n")
     assert convert("hf2megatron", tmp_path / "neox", tmp_path / "run").code == 0
-    args = open_checkpoint(tmp_path / "run").extra["args"]
+    args = open_checkpoint(tmp_path / "run").details.args
     assert (args["attention_dropout"], args["hidden_dropout"]) == (0.25, 0.125)

@@ -9,14 +9,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from train.data.rows import open_rows
 from train.distributed import world
-from train.engines.fsdp import Sharded
+from train.engines.fsdp import FsdpEngine
 from train.model.trainee import open_config
 from train.settings.config import load_config
 
 if __name__ == "__main__":
     config, _ = load_config(Path(sys.argv[1]))
     with world(config.parallel.replicas, 2) as ranks:
-        engine = Sharded(config, open_config(config.model.path), ranks, "sdpa")
+        engine = FsdpEngine(config, open_config(config.model.path), ranks, "sdpa")
         flat = open_rows(config.data, config.data.train, 1).flat([ranks.rank])
         engine.backward(engine.trainee(flat, ranks.device, None), False)
         states = [one._get_fsdp_state() for one in engine.trainee.modules() if isinstance(one, FSDPModule)]

@@ -151,14 +151,14 @@ def test_varlen_gives_what_eager_gives(model, documents, kernel, family, window)
 def test_varlen_has_no_dropout(model, documents, kernel):
     folder = model("gpt_neox", vocab_size=253, attention_dropout=0.1)
     trainee = Trainee(loaded(folder, "varlen"), "varlen").train()
-    with pytest.raises(UnsupportedError, match="varlen has no dropout, gpt_neox wants it"):
+    with pytest.raises(UnsupportedError, match="varlen has no dropout, gpt_neox needs it"):
         trainee(flat_of(documents), CPU)
 
 
 @pytest.mark.parametrize(("name", "value"), [("softcap", 30.0), ("s_aux", torch.zeros(2))])
 def test_varlen_refuses_what_it_would_leave_out(kernel, name, value):
     layer, heads = SimpleNamespace(config=SimpleNamespace(model_type="m")), torch.zeros(1, 2, 3, 8)
-    with pytest.raises(UnsupportedError, match=f"varlen has no {name}, m wants it"):
+    with pytest.raises(UnsupportedError, match=f"varlen has no {name}, m needs it"):
         varlen(layer, heads, heads, heads, None, **{name: value})
     assert not kernel
 

@@ -64,7 +64,7 @@ def test_what_cannot_be_run(train, folder, tmp_path, monkeypatch):
     assert "pip install 'lm_eval[hf]'" in missing.err
     none = train("bench", tmp_path, "--tasks", "mmlu", "-n")
     assert none.code == 2
-    assert "is no Hugging Face folder" in none.err
+    assert "is not a Hugging Face folder" in none.err
     (folder / "chat_template.jinja").unlink()
     assert "--apply_chat_template" not in train("bench", folder, "--tasks", "mmlu", "-n").out
     chat = train("bench", folder, "--tasks", "mmlu", "-n", "--chat")

@@ -189,7 +189,7 @@ def test_every_format_has_a_command_that_makes_a_folder_of_it():
     ("change", "words", "code", "error", "hint"),
     [
         (lambda folder, _: folder / "nothing", [], 3, "nothing does not exist", "downloaded first"),
-        (checkpoint, [], 2, "is a checkpoint of the format fsdp, no Hugging Face folder", "convert fsdp2hf"),
+        (checkpoint, [], 2, "is a checkpoint of the format fsdp, not a Hugging Face folder", "convert fsdp2hf"),
         (gone("chat_template.jinja"), [], 2, "has no chat template", "convert assets"),
         (gone("tokenizer.json"), [], 2, "has no tokenizer.json", "convert tokenizer"),
         (altered("config.json", "num_hidden_layers", 3), [], 3, "lacks 9 tensors of its model, ", ""),
@@ -199,8 +199,8 @@ def test_every_format_has_a_command_that_makes_a_folder_of_it():
         (template("{{ messages | nothing }}"), [], 3, "does not render", ""),
         (template("<|im_start|>{{ messages }}"), [], 5, "which", "convert assets"),
         (lambda folder, _: folder, ["--system", "x"], 5, "knows the roles user and assistant only", ""),
-        (lambda folder, _: folder, ["--prompt", "\udcff"], 2, "no UTF-8", ""),
-        (lambda folder, _: folder, ["--temperature", "nan"], 2, "is no temperature", ""),
+        (lambda folder, _: folder, ["--prompt", "\udcff"], 2, "not UTF-8", ""),
+        (lambda folder, _: folder, ["--temperature", "nan"], 2, "is not a temperature", ""),
         (lambda folder, _: folder, ["--backend", "vllm"], 4, "vLLM is not installed", "pip install vllm"),
     ],
 )
@@ -217,4 +217,4 @@ def test_a_line_that_is_no_text_is_refused(talker, train, told):
     told(b"\xff\n")
     ran = train("chat", talker)
     assert ran.code == 2
-    assert "no UTF-8" in ran.err
+    assert "not UTF-8" in ran.err

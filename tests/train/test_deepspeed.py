@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from formats.errors import UnsupportedError, UsageError
 from tests.train.conftest import ROOT, Trained
-from train.engines.deepspeed import Zero, _deepspeed, _part, _require_known
+from train.engines.deepspeed import DeepSpeedEngine, _deepspeed, _part, _require_known
 from train.engines.deepspeed import settings as settings_of
 from train.settings.config import load_config
 
@@ -219,7 +219,7 @@ def test_settings_of_zero_plus_plus_go_to_deepspeed(load):
 def test_quantized_traffic_needs_a_gpu(load):
     config, _ = load("--engine", "deepspeed", "--parallel.deepspeed.zero_optimization.zero_quantized_weights", "true")
     with pytest.raises(UnsupportedError, match="DeepSpeed has no zero_quantized_weights on CPUs"):
-        Zero(config, None, SimpleNamespace(ranks=2, device=torch.device("cpu")), "sdpa")
+        DeepSpeedEngine(config, None, SimpleNamespace(ranks=2, device=torch.device("cpu")), "sdpa")
 
 
 def test_without_the_library(load, monkeypatch):
@@ -227,7 +227,7 @@ def test_without_the_library(load, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     config, _ = load("--engine", "deepspeed")
     with pytest.raises(UnsupportedError, match="the engine deepspeed lacks a library"):
-        Zero(config, None, SimpleNamespace(ranks=2, device=torch.device("cpu")), "sdpa")
+        DeepSpeedEngine(config, None, SimpleNamespace(ranks=2, device=torch.device("cpu")), "sdpa")
 
 
 @pytest.mark.parametrize(("shape", "ranks"), [((5, 3), 2), ((5, 3), 4), ((7,), 3), ((2, 2, 2), 16), ((1, 9), 4)])

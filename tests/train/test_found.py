@@ -70,14 +70,14 @@ def test_nobody_elses_checkpoint_is_replaced(save, tmp_path):
     (save / "global_step6").mkdir()
     (save / "global_step7_good").mkdir()
     require_places(save, Progress(6, 0, 4, 1, "rows", 9, 24), 10)
-    with pytest.raises(OutputError, match="global_step6 is no checkpoint of this run"):
+    with pytest.raises(OutputError, match="global_step6 is not a checkpoint of this run"):
         require_places(save, Progress(0, 0, 4, 1, "rows", 9, 24), 6)
     (save / "global_step6").rmdir()
     (save / "global_step6").symlink_to(save / "global_step4")
-    with pytest.raises(OutputError, match="global_step6 is no checkpoint"):
+    with pytest.raises(OutputError, match="global_step6 is not a checkpoint"):
         require_places(save, Progress(0, 0, 4, 1, "rows", 9, 24), 6)
     (save / "global_step6").unlink()
-    with pytest.raises(OutputError, match="global_step4 is no checkpoint of this run"):  # but of one that began at 0
+    with pytest.raises(OutputError, match="global_step4 is not a checkpoint of this run"):  # but of one that began at 0
         require_places(save, Progress(0, 3, 4, 1, "rows", 0, 24), 6)
     shutil.copytree(save / "global_step2", save / "global_step2_good")
     assert [path.name for path in ours(save)] == ["global_step2", "global_step4"]
@@ -128,8 +128,8 @@ def test_more_epochs_behind_a_short_step_are_refused(tmp_path):
     [
         (PLAIN + "train_batch_size: 8\n", [], r"batch\.size says 4, train_batch_size says 8"),
         (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": 5.0e-6}}\n', [], r"optim\.lr says 0\.1"),
-        (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": "abc"}}\n', [], "no number"),
-        (PLAIN + "optim: {lr: 5.0}\n", [], "optim stands twice, in lines 4 and 6"),
+        (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": "abc"}}\n', [], "is not a number"),
+        (PLAIN + "optim: {lr: 5.0}\n", [], "optim is given twice, in lines 4 and 6"),
         (PLAIN + "lora:\n", [], "lora is empty"),
         (PLAIN, ["--save.keep", "true"], "keep is true, which is no value for it"),
         (PLAIN, ["--optim.lr", ".inf"], r"optim\.lr"),
@@ -177,7 +177,7 @@ def test_a_save_folder_is_safe(settings, run, model, tmp_path):
     assert not (done.save / "RESUME").exists()
     nothing = run(config, "--optim.lr", 1e30, "--optim.clip", 0, "--steps.train_iters", 5, save="nan")
     assert nothing.code == 6, nothing.out
-    assert "nothing of it was saved" in nothing.out
+    assert "this step was not saved" in nothing.out
 
     other = run(settings("qwen3", steps={"train_iters": 4}))
     assert (other.code, "model_type: 'llama' | 'qwen3'" in other.out) == (5, True), other.out
@@ -216,7 +216,7 @@ WORKS_ALONE = """
 import time
 from train.distributed import world
 with world(1, 0.1) as ranks:  # 6 seconds
-    assert ranks.told(lambda: time.sleep(9) or ["found by", ranks.rank]) == ["found by", 0]
+    assert ranks.from_first(lambda: time.sleep(9) or ["found by", ranks.rank]) == ["found by", 0]
     assert ranks.sums(1) == [2]
 """
 

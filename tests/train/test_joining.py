@@ -48,7 +48,7 @@ def test_a_rank_that_is_alone_says_so(settings, forks, tmp_path):
 
 def test_a_task_of_slurm_is_a_rank_and_a_script_is_none():
     script = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "n1"}
-    with pytest.raises(UsageError, match="this job has 8 tasks, which nobody started"):
+    with pytest.raises(UsageError, match="this job has 8 tasks, but srun started none"):
         environment(script)
     task = script | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}
     found = environment(task)

@@ -25,7 +25,7 @@ def refuse():
 
 try:
     with world(1, 1) as ranks:
-        ranks.told(refuse)
+        ranks.from_first(refuse)
 except SourceError as error:  # its traceback refers to all that was there
     print([name for name in threads() if name.startswith(("pt_", "gloo"))], bool(error.__traceback__))
 """

@@ -13,7 +13,7 @@ from formats.errors import VerificationError
 from train.data.rows import Flat
 from train.run.checkpoint import Progress
 from train.run.log import Step
-from train.run.step import after, ahead
+from train.run.step import finish_step, reduce_counts
 from train.settings.config import load_config
 
 STEP = Step(1.0, 1.0, 8, 9, 0.0, 0, 0.1, stop=False, written=False, due=False)
@@ -29,12 +29,12 @@ def follows(settings, monkeypatch):
         monkeypatch.setattr("train.run.step.evaluate", lambda *_: did.append("evaluate"))
         saver = SimpleNamespace(finish=lambda: did.append("finish"), start=lambda *_: did.append("save"))
         run = SimpleNamespace(
-            made=SimpleNamespace(config=config, total=8), saver=saver, sets=sets, world=None, judge=None,
+            prepared=SimpleNamespace(config=config, total=8), saver=saver, sets=sets, world=None, judge=None,
             engine=SimpleNamespace(trainee=None), watch=SimpleNamespace(again=None),
         )  # fmt: skip
         progress = Progress(done, 100, 8, 1234, "rows", 9, 64)
         try:
-            return after(run, None, progress, step, 1.0, print), did
+            return finish_step(run, None, progress, step, 1.0, print), did
         except VerificationError:
             return "refused", did
 
@@ -92,6 +92,6 @@ def test_three_ranks_want_one_thing(mine, others, wanted):
     run = SimpleNamespace(world=world, saver=saver, engine=SimpleNamespace(model=model), parameters=1.0)
     ids, empty = np.arange(5), Flat(np.zeros(1, np.int64), np.full(1, -100), np.zeros(1), np.array([0, 1]), 0, 0)
     batches = [Flat(ids, ids, ids, np.array([0, 2, 5], np.int32), 3, 4), empty]
-    found = ahead(run, batches, said["stopped"])
+    found = reduce_counts(run, batches, said["stopped"])
     assert (found.stop, found.written, found.due) == wanted
     assert (found.trained, found.tokens) == (12, 15)

@@ -165,7 +165,7 @@ def test_adapters_begin_as_those_of_peft(small, tmp_path):
         ("llama", "q_porj", "q_porj is no linear layer of llama"),
         ("llama", "embed_tokens", "embed_tokens is no linear layer"),
         ("llama", "norm", "norm is no linear layer"),
-        ("llama-tied", "lm_head", "lm_head is the embedding too"),
+        ("llama-tied", "lm_head", "lm_head is tied to the embedding"),
     ],
 )
 def test_targets_that_cannot_be(small, tmp_path, family, target, message):

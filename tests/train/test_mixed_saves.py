@@ -69,7 +69,7 @@ def test_a_mixture_is_refused_by_all_that_read_it(settings, run, convert, tmp_pa
         return
     again = run(config, "--steps.exit_interval", 3, *words, ranks=ranks)  # as of a version that left no record
     assert again.code == 75, again.out
-    assert f"note       {newest} has no .files: that its files are of one save, nothing tells" in again.out
+    assert f"note       {newest} has no .files: nothing proves that its files are of one save" in again.out
 
 
 SMALL = {"config.json": b"{}", "adapter_config.json": b"{}", ".start": b"{}"}

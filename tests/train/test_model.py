@@ -13,7 +13,7 @@ from formats.errors import RefusedError, UnsupportedError, UsageError
 from tests.models import SMALL, settings_of
 from train.data.rows import IGNORED, Flat, open_rows
 from train.data.tokens.documents import open_documents
-from train.model.attention import forward_words
+from train.model.attention import forward_kwargs
 from train.model.neftune import noise_for
 from train.model.selfcheck import require_masks, self_check
 from train.model.trainee import Trainee, summed_loss
@@ -62,9 +62,9 @@ def test_packed_is_unpacked_in_losses_and_gradients(model, documents, family):
 
 
 def test_a_cache_would_mix_documents(model, documents):
-    """What the arguments of `forward_words` protect from: the default of every model."""
+    """What the arguments of `forward_kwargs` protect from: the default of every model."""
     trainee = loaded(model("llama", vocab_size=253))
-    words = forward_words(flat_of(documents), CPU, "sdpa")
+    words = forward_kwargs(flat_of(documents), CPU, "sdpa")
     assert words["use_cache"] is False
     assert "attention_mask" not in words
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_the_self_check_refuses_what_mixes_documents(model, monkeypatch):
 
     config = AutoConfig.from_pretrained(model("llama", vocab_size=253))
     assert self_check(config, CPU, "sdpa", torch.float32) < 1e-5
-    monkeypatch.setattr(selfcheck, "forward_words", lambda *_: forward_words(*_) | {"use_cache": True})
+    monkeypatch.setattr(selfcheck, "forward_kwargs", lambda *_: forward_kwargs(*_) | {"use_cache": True})
     with pytest.raises(VerificationError, match="documents of a row see each other"):
         self_check(config, CPU, "sdpa", torch.float32)
 
@@ -177,14 +177,14 @@ def test_noise_is_scaled_for_each_document(model, documents):
     [
         ("llama", {}, 1 << 20, ""),
         ("llama4_text", {}, 8191, ""),
-        ("llama4_text", {}, 8192, "behind 8191 differ"),
-        ("llama4_text", {"attention_chunk_size": 64}, 65, "behind 64 differ"),
+        ("llama4_text", {}, 8192, "after 8191 differ"),
+        ("llama4_text", {"attention_chunk_size": 64}, 65, "after 64 differ"),
         ("llama", {"layer_types": ["linear_attention"] * 4}, 64, "carry a state from token to token"),
         ("phi3", {"rope_parameters": LONG}, 32, ""),
         ("phi3", {"rope_parameters": LONG}, 33, "by the longest, if that has more than 32 tokens"),
         ("gemma3", {"rope_parameters": {"full_attention": LONG}}, 33, "has more than 32 tokens"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 129, "has more than 128 tokens"),
-        ("llama", {"keep_window_size": 48}, 49, "behind 48 differ"),
+        ("llama", {"keep_window_size": 48}, 49, "after 48 differ"),
     ],
 )
 def test_a_model_that_sees_more_than_a_document_is_refused(name, changes, length, reason):
@@ -205,7 +205,7 @@ def test_rows_of_a_micro_batch_are_one_sequence():
 
     config = AutoConfig.for_model(**settings_of("llama4_text"))
     require_masks(config, 4095, 2)
-    with pytest.raises(UsageError, match="behind 8191 differ"):
+    with pytest.raises(UsageError, match="after 8191 differ"):
         require_masks(config, 4096, 2)
 
 
@@ -222,5 +222,5 @@ def test_a_decoder_that_is_none_is_refused():
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("modernbert-decoder", **SMALL, pad_token_id=0)
-    with pytest.raises(UnsupportedError, match="does not tell its decoder from its head"):
+    with pytest.raises(UnsupportedError, match="does not separate its decoder from its head"):
         self_check(config, CPU, "sdpa", torch.float32)

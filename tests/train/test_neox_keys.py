@@ -65,7 +65,7 @@ COOL += "warmup: 0\niteration_offset: 339086\n"
 
 
 def neox_rate(step, style, low, *, warmup=0.0, decayed=100, high=1.6e-4):
-    """The rate of a step, as megatron/learning_rates.py computes it behind the warm-up."""
+    """The rate of a step, as megatron/learning_rates.py computes it after the warm-up."""
     warm = warmup * decayed
     past, whole = step - warm, decayed - warm
     rate = {
@@ -98,7 +98,7 @@ def test_a_cool_down(read):
     config, notes = read(BARE + COOL + "min_lr: 3.0e-5\n")
     assert "min_lr -> schedule.floor: 3e-05" in notes
     assert learning_rate(config, 84772, 84772) == 3e-5
-    with pytest.raises(UsageError, match="lr_decay_style is sqrt, and cd_end_iter, decay_pp cannot be found"):
+    with pytest.raises(UsageError, match="lr_decay_style sqrt requires cd_end_iter, decay_pp"):
         read(BARE + "lr_decay_style: sqrt\ncd_start_iter: 1\nstart_cd_lr: 1.6e-4\n")
     with pytest.raises(UsageError, match=r"lr is 0.0002, start_cd_lr is 0\.00016"):
         read(BARE + COOL, "--optim.lr", "2e-4")
@@ -156,7 +156,10 @@ def test_files_with_weights_are_refused(read):
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_what_follows_an_end_of_document_is_no_label(read, value):
     _, notes = read(BARE + f"eod_mask_loss: {value}\n")
-    assert any(note.startswith("eod_mask_loss: what follows the end of a document is no label") for note in notes)
+    assert any(
+        note.startswith("eod_mask_loss: no effect, the token after the end of a document is never a label")
+        for note in notes
+    )
     rows = open_rows(Data(train=["P"], seq_length=512, loss="all"), [GOLDEN / "sft_text_document"], 1)
     flat = rows.flat(range(len(rows)))
     ends = np.flatnonzero(flat.input_ids == 3)
@@ -175,7 +178,7 @@ MASKS = "loss_mask_pairs: [7, 7]\nloss_mask_alternating_individual: [8]\nloss_ma
 def test_masks_that_a_launcher_asks_for_and_no_file_describes_are_refused(read, monkeypatch):
     """F17: `export SFT_ENABLED=1` masked instructions once; a file without masks would train them all."""
     monkeypatch.setenv("SFT_ENABLED", "1")
-    with pytest.raises(UsageError, match="SFT_ENABLED is 1, which masks instructions, and no loss_mask") as caught:
+    with pytest.raises(UsageError, match="SFT_ENABLED is 1, which masks instructions, but no loss_mask") as caught:
         read(BARE)
     assert "--data.loss assistant" in caught.value.hint
     for loss in ("assistant", "all"):
@@ -204,5 +207,5 @@ def test_files_of_the_users_own_tool_are_masked(read):
     other = config.data.model_copy(update={"control_tokens": {"user": 8, "assistant": 7}})
     assert open_rows(other, [prefix], 1).digest != rows.digest
     wrong = config.data.model_copy(update={"control_tokens": {"user": 7, "assistant": 252}})
-    with pytest.raises(RefusedError, match="is 252, which is said to open what the assistant says"):
+    with pytest.raises(RefusedError, match="is 252, the given control token of the assistant"):
         open_rows(wrong, [prefix], 1)

@@ -80,7 +80,7 @@ def test_a_step_that_was_evaluated_again_and_a_line_half_written(tmp_path):
     assert len(found.steps["loss"]) == len(log)
     lines = (run / "log.jsonl").read_text().splitlines()
     (run / "log.jsonl").write_text("\n".join([*lines[:3], "{", *lines[3:]]))
-    with pytest.raises(SourceError, match=r"line 4 of .*log\.jsonl is no record of a step"):
+    with pytest.raises(SourceError, match=r"line 4 of .*log\.jsonl is not a record of a step"):
         read_history(run)
 
 

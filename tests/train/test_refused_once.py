@@ -88,7 +88,7 @@ def test_rates_are_told_in_the_names_of_the_user(read):
     with pytest.raises(UsageError) as failed:
         check_schedule(read(low)[0], 100)
     assert str(failed.value) == "min_lr (schedule.floor) 3e-05 is above optimizer.params.lr (optim.lr) 8e-06"
-    assert failed.value.hint.endswith("--schedule.floor 0 leaves that out")
+    assert failed.value.hint.endswith("--schedule.floor 0 removes the bound")
     check_schedule(read(low, "--schedule.floor", "0")[0], 100)
     with pytest.raises(UsageError, match=r"^min_lr \(schedule\.floor\) 3e-05 is above optim\.lr 1e-06$"):
         check_schedule(read(PHASE, "--optim.lr", "1e-6")[0], 100)
@@ -122,7 +122,7 @@ def test_settings_without_effect(settings, train, words, told):
 
 def test_what_a_phase_takes_up_is_said(read):
     (said,) = [note for note in read(BARE)[1] if note.startswith("no finetune")]
-    assert "resumes from a checkpoint of this trainer, moments and all" in said
+    assert "resumes from a checkpoint of this trainer with its moments" in said
 
 
 def test_settings_that_are_no_utf_8(tmp_path, settings, train):

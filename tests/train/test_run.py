@@ -50,7 +50,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(settings, run, whole, conve
     config = settings()
     stopped = run(config, "--steps.exit_interval", 4)
     assert stopped.code == 75, stopped.out
-    assert "stopped behind step 4 of 8, saved as global_step104" in stopped.out
+    assert "stopped after step 4 of 8, saved as global_step104" in stopped.out
     assert (stopped.save / "latest").read_text() == "global_step104"
     again = run(config)
     assert again.code == 0, again.out
@@ -63,21 +63,21 @@ def test_an_interrupted_training_goes_on_bit_for_bit(settings, run, whole, conve
 def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, whole):
     config = settings()
     stopped = run(config, "--steps.exit_minutes", 0.0001, ranks=2)
-    assert re.search(r"stopped behind step [12] of 8, saved as global_step10[12]", stopped.out), stopped.out
-    assert stopped.out.count("stopped behind") == 1, "one rank tells for all"
+    assert re.search(r"stopped after step [12] of 8, saved as global_step10[12]", stopped.out), stopped.out
+    assert stopped.out.count("stopped after") == 1, "one rank tells for all"
     require_same(run(config, ranks=2), whole)
 
 
 def test_loading_is_part_of_the_time(settings, monkeypatch):
     import train
-    from train.run.step import late
+    from train.run.step import time_is_up
     from train.settings.config import load_config
 
     monkeypatch.setattr("train.run.step.BEGAN", train.BEGAN - 90)
-    assert late(load_config(settings(steps={"exit_minutes": 1.5}))[0])
-    assert not late(load_config(settings())[0])
+    assert time_is_up(load_config(settings(steps={"exit_minutes": 1.5}))[0])
+    assert not time_is_up(load_config(settings())[0])
     monkeypatch.setattr("train.run.step.BEGAN", time.monotonic())
-    assert not late(load_config(settings(steps={"exit_minutes": 1.5}))[0])
+    assert not time_is_up(load_config(settings(steps={"exit_minutes": 1.5}))[0])
 
 
 def test_checkpoints_by_the_clock(settings, run, whole):
@@ -144,7 +144,7 @@ def test_sigterm_saves_and_ends_with_75(settings, forks, tmp_path, engine):
     assert code == 75, out
     done = json.loads((tmp_path / "save" / (tmp_path / "save/latest").read_text() / ".progress").read_text())["step"]
     assert done == len(log.read_text().splitlines())
-    assert f"stopped behind step {done} of 400" in out
+    assert f"stopped after step {done} of 400" in out
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "mistral", "qwen3", "gpt_neox"])

@@ -76,7 +76,7 @@ def test_a_file_stands_upon_its_base(tmp_path):
     assert {"checkpoint_factor -> save.every: 100", "pack_impl -> data.packing: packed"} <= set(notes)
     assert not [note for note in notes if "train_iters" in note or "k_bin" in note]
     for base, message in (
-        ("long/hot.yml", "is a file that it is the base of"),
+        ("long/hot.yml", "is a file that has it as its base"),
         ("[a.yml]", "base is"),
         ("n.yml", "n.yml: No"),
     ):
@@ -92,7 +92,7 @@ def test_notes_say_what_has_an_effect(tmp_path):
     assert "pack_impl -> data.packing: k_bin; but --data.packing bfd" in notes
     assert "optimizer -> optim; but --optim.lr 1e-05" in notes
     assert any(
-        note.startswith("zero_optimization.stage -> parallel.zero_stage: 1, if --engine deepspeed") for note in notes
+        note.startswith("zero_optimization.stage -> parallel.zero_stage: 1, with --engine deepspeed") for note in notes
     )
     assert any(note.startswith("fp16: no effect, nothing is trained in float16") for note in notes)
     with pytest.raises(UsageError, match=r"parallel\.zero_stage says 2, zero_optimization\.stage says 1"):

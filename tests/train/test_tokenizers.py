@@ -111,7 +111,7 @@ def test_rows_of_a_plan_and_its_splits(file, run, data, tmp_path):
     for changed, message in (
         ({"seq_length": 63}, "has rows of seq_length 64, not 63"),
         ({"packing": "k_bin"}, "has rows of packing bfd, not k_bin"),
-        ({"validation": {"test": plan}}, "has the splits train, validation, none is called test"),
+        ({"validation": {"test": plan}}, "has the splits train, validation, none is named test"),
     ):
         ran = run(file(data={"train": [plan], **changed}), save="refused")
         assert (ran.code, message in ran.out) == (5, True), ran.out

@@ -47,11 +47,11 @@ def test_numbers_and_weights_are_those_of_our_own_loop(config, run, convert, for
     words = ("--steps.exit_interval", 2, "--export", tmp_path / "theirs")
     save = tmp_path / "save"
     _, out = forks(["run", str(config), "--save.path", str(save), *map(str, words)], 2, script)
-    assert "stopped behind step 2 of 8, saved as global_step102" in out, out
+    assert "stopped after step 2 of 8, saved as global_step102" in out, out
     written = FileSystemReader(save / "global_step102").read_metadata().state_dict_metadata
     assert len(written["model.model.norm.weight"].chunks) == 2
     two = run(config, *words, "--batch.micro", 1, ranks=2)
-    assert "stopped behind step 4 of 8" in two.out, two.out
+    assert "stopped after step 4 of 8" in two.out, two.out
     one = run(config, *words, "--batch.micro", 8)
     assert one.code == 75, one.out
     last = run(config, *words, "--engine", "fsdp")

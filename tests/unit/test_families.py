@@ -12,7 +12,6 @@ import pytest
 
 from formats.errors import RefusedError, UnsupportedError
 from formats.families import FAMILIES, family_of
-from formats.families.family import Facts
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.megatron.args.args import from_megatron, to_megatron
 from formats.model.spec import differences
@@ -268,7 +267,8 @@ def test_grouped_queries_with_learned_positions_are_no_gpt_2():
     args = to_megatron(from_huggingface(config("gpt2"), {}, "config.json"))
     with pytest.raises(UnsupportedError, match="has no 2 key/value groups"):
         from_megatron(args | {"group_query_attention": True, "num_query_groups": 2}, {}, None, "args")
-    assert not FAMILIES["starcoder2"].fits(Facts(plain=True, learned=True))
+    with pytest.raises(RefusedError, match="describes a model like gpt2, its config a starcoder2"):
+        from_megatron(args, {}, from_huggingface(config("starcoder2"), {}, "config.json"), "args")
 
 
 # --- Falcon ----------------------------------------------------------------------------------------------------------

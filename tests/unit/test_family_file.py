@@ -14,20 +14,24 @@ from hypothesis import strategies as st
 from formats.errors import UsageError
 from formats.families import FAMILIES, known
 from formats.families.family import Family
-from formats.huggingface.config import HUGGINGFACE, from_huggingface, to_huggingface
+from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.family_file import load
+from formats.huggingface.settings_table import USUAL
 from tests.roundtrip.test_own_family import example
 
 OUTPUT = "output: hidden (group head dim)"
 """A pattern of the example, in line 3 of its table."""
 
 
+APART = ("table", "file", "neox", "torchtitan")
+"""What a family has beside the fields of a file."""
+
+
 def dump(family: Family) -> str:
     """A family as TOML; JSON's texts, numbers and lists are TOML's too."""
-    rows = [f"{one.key}    {one.pattern.text}    {' '.join(sorted(one.conditions))}" for one in family.tensors]
-    held = {one.name: getattr(family, one.name) for one in fields(Family) if one.name not in ("tensors", "file")}
+    held = {one.name: getattr(family, one.name) for one in fields(Family) if one.name not in APART}
     held = {name: "none" if name == "rope_theta" and value is None else value for name, value in held.items()}
-    lines = ["table = '''", *rows, "'''"]
+    lines = [f"table = '''{family.table}'''"]
     lines += [
         f"{name} = {json.dumps(one)}" for name, one in held.items() if not isinstance(one, dict) and one is not None
     ]
@@ -61,7 +65,8 @@ def test_each_of_ours_is_itself_again(name, changes):
         path = Path(folder) / "own.toml"
         path.write_text(dump(own))
         again = load(path)
-    assert again == own
+    assert again == replace(own, table=again.table, neox="", torchtitan="")
+    assert again.tensors == own.tensors
     assert again.file == path
 
 
@@ -183,7 +188,7 @@ def test_a_family_that_megatron_lacks_says_why(tmp_path):
 
 def test_every_setting_may_have_a_key_of_its_own(tmp_path):
     """Whatever transformers calls it: a config in which nothing has its usual name."""
-    keys = {name: f"my_{name}" for name in HUGGINGFACE} | {"rope_theta": "my_rope_theta"}
+    keys = {name: f"my_{name}" for name in USUAL} | {"rope_theta": "my_rope_theta"}
     path = tmp_path / "own.toml"
     path.write_text(example() + "\n[keys]\n" + "\n".join(f'{name} = "{key}"' for name, key in keys.items()))
     family = load(path)

@@ -18,8 +18,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from converters.prove.digest import MANIFEST
 from formats.errors import RefusedError, UnsupportedError, UsageError
 from formats.huggingface.config import from_huggingface
-from formats.megatron.args.args import Options, from_megatron, namespace, to_megatron
+from formats.megatron.args.args import from_megatron, to_megatron
 from formats.megatron.args.flags import faults, flags, remarks
+from formats.megatron.args.options import Options, namespace
 from formats.megatron.args.versions import DEVIATIONS, IGNORED, OPTIONS, VERSIONS, WROTE, ignored, version_of
 from tests.megatron_runs import with_args
 from tests.models import IN_MEGATRON, LATENT_YARN, LLAMA3, PLAIN_YARN, YARN, files, settings_of

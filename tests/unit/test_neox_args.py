@@ -108,6 +108,20 @@ def test_what_is_written_is_read_as_the_same(config):
     assert not {"expansion_factor", "mlp_type"} & kept.keys()
 
 
+@pytest.mark.parametrize(
+    ("keys", "setting"),
+    [
+        ({"sliding_window_width": 512}, {"sliding_window": None}),
+        ({"yarn": True, "yarn_original_max_position_embeddings": 1024, "yarn_factor": 4.0}, {"rope_scaling": None}),
+    ],
+)
+def test_what_the_kept_yml_says_and_the_model_no_longer_has_is_switched_off(keys, setting):
+    model = spec(LLAMA | keys, **setting)
+    again = spec(to_neox(model, 2, 0, 128, LLAMA | keys))
+    assert (again.sliding_window, again.rope_scaling) == (None, None)
+    assert not {*keys} & to_neox(model, 2, 0, 128, LLAMA).keys()
+
+
 def test_an_inner_size_that_neox_takes_two_thirds_of():
     """ParallelMLP: int(int(x * 2 / 3)) for gate and up together (transformer.py:117-143)."""
     for ffn in (96, 21504, 11008, 14336, 5461):

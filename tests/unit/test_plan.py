@@ -12,7 +12,7 @@ from converters.plan.request import Request
 from converters.plan.targets import plan_megatron
 from formats.errors import RefusedError
 from formats.layout.table import Placed
-from formats.megatron.args.args import Options
+from formats.megatron.args.options import Options
 from formats.registry import open_checkpoint
 
 

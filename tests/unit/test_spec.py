@@ -25,9 +25,10 @@ from formats.families import FAMILIES
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.folder import model_slots
 from formats.layout.tensors import BUFFERS
-from formats.megatron.args.args import Options, from_megatron, namespace, to_megatron
+from formats.megatron.args.args import from_megatron, to_megatron
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.flags import flags
+from formats.megatron.args.options import Options, namespace
 from formats.megatron.args.rope import LLAMA3_SCALING
 from formats.model.spec import differences, parse_settings
 from formats.model.untabled import describe

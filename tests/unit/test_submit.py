@@ -185,7 +185,7 @@ def test_a_script_of_all_sites_passes_bash(train, folder):
         (["run1/config.yml", "--sbatch", "--nodes 4"], "is no option of sbatch"),
         (["eval", "nosuch", "--all"], "nosuch: No such file"),
         (["--preflight", "run1/config.yml"], "--preflight examines nodes"),
-        ([], "what is to be submitted?"),
+        ([], "nothing to submit"),
         (["--settings", "run1/config.yml", "run1/config.yml"], "batch.size is no setting of a job"),
         (["--settings", "time.yml", "run1/config.yml"], "slurm.time is the number 72000"),
         (["--sbatch", "nodes=2-4", "run1/config.yml"], "nodes is '2-4', not a number"),

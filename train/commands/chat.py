@@ -1,4 +1,4 @@
-"""`train chat`: ask a model."""
+"""`train chat`: chat with a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--max-new-tokens", "most", type=click.IntRange(1), default=256, show_default=True, metavar="N",
               help="Longest answer.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
-              help="0 takes the likeliest token each time.")  # fmt: skip
+              help="0 is greedy: the most likely token each time.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=1234, show_default=True, help="With a temperature.")
 @click.option("--ids", is_flag=True, help="Show pieces and ids of prompt and answer, and what ended it.")
 @click.option("--backend", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True)
@@ -33,15 +33,15 @@ def chat(
     model: Path, prompt: str | None, system: str | None, most: int, temperature: float, seed: int, ids: bool,
     backend: str,
 ) -> None:  # fmt: skip
-    """Talk with a model in a Hugging Face folder, with its own chat template, on whatever device there is.
+    """Chat with a model in a Hugging Face folder, with its own chat template, on the GPU if there is one.
 
-    A text that spells a control token stays text. An answer ends at the tokens of generation_config.json, from which
-    nothing else is taken.
+    A text that spells a control token stays text. An answer ends at the tokens of generation_config.json; its sampling
+    settings are not used.
     """
     from train.tools.chat import Sampling, open_chat
 
     if not math.isfinite(temperature):
-        raise UsageError(f"--temperature {temperature} is no temperature")
+        raise UsageError(f"--temperature {temperature} is not a temperature")
     talk = open_chat(model, backend)
     for note in talk.notes:
         click.echo(f"note: {note}", err=True)
@@ -56,7 +56,7 @@ def chat(
 
 
 def _turns() -> Iterator[str]:
-    """Lines of stdin that say something, each after a sign if somebody types them."""
+    """The non-empty lines of stdin, each after a prompt on a terminal."""
     sign = "> " if sys.stdin.isatty() else ""
     click.echo(sign, nl=False, err=True)
     while line := sys.stdin.buffer.readline():
@@ -66,7 +66,7 @@ def _turns() -> Iterator[str]:
 
 
 def _shown(answer: Answer, vocabulary: Fast) -> Iterator[str]:
-    """A prompt and its answer, as `train show` shows documents."""
+    """A prompt and its answer, in the form of `train show`."""
     end = f"ended by {answer.ending}" if answer.ending is not None else "cut off"
     for name, ids in (("prompt", answer.prompt), ("answer", answer.ids)):
         yield f"{name}, {len(ids)} tokens" + (f", {end}" if name == "answer" else "")

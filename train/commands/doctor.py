@@ -1,4 +1,4 @@
-"""`train doctor`: what this machine has, and whether a training on it would be right."""
+"""`train doctor`: what this machine has, and whether a training on it would be correct."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from formats.errors import VerificationError
 @click.command()
 @click.argument("model", type=FOLDER, required=False)
 @click.option("--slower", type=click.FloatRange(1, min_open=True), default=1.2, show_default=True,
-              help="A node is slow that takes so many times what the median of all nodes takes.")  # fmt: skip
+              help="A node is slow if it takes so many times the median of all nodes.")  # fmt: skip
 @as_json
 def doctor(model: Path | None, slower: float, as_json: bool) -> None:
     """Look at this machine: versions, device, attention, ranks, nodes.
@@ -23,19 +23,23 @@ def doctor(model: Path | None, slower: float, as_json: bool) -> None:
     train doctor [MODEL]
     torchrun --nproc-per-node 8 -m train doctor
 
-    Each attention runs two layers (of MODEL, if given) on packed documents and on each alone. Exit code 6 if the one
-    that a training would take mixes them, or if ranks do not add up. Of several nodes the slow ones are named.
-    """  # noqa: D301  # \b is the sign of click for lines as they stand
+    Each attention backend runs two layers (of MODEL, if given) on packed documents and on each separately. Exit code 6
+    if the one that a training would take mixes documents, or if an all-reduce is wrong. Slow nodes are named.
+    """  # noqa: D301  # \b makes click keep the line breaks
     from train.distributed import world
     from train.tools.doctor import examine
 
     with world(1, 5) as ranks:
-        found = list(examine(ranks, model, slower))
-    faults = [one for one in found if one.fault]
+        findings = list(examine(ranks, model, slower))
+    faults = [finding for finding in findings if finding.fault]
     if ranks.first and as_json:
-        click.echo(json.dumps({one.name: one.told for one in found} | {"faults": [one.name for one in faults]}))
+        click.echo(
+            json.dumps(
+                {finding.name: finding.text for finding in findings} | {"faults": [finding.name for finding in faults]}
+            )
+        )
     elif ranks.first:
-        for one in found:
-            click.echo(f"{'FAULT ' if one.fault else ''}{one.name:<18}{one.told}")
+        for finding in findings:
+            click.echo(f"{'FAULT ' if finding.fault else ''}{finding.name:<18}{finding.text}")
     if faults:
-        raise VerificationError(f"{faults[0].name}: {faults[0].told}")
+        raise VerificationError(f"{faults[0].name}: {faults[0].text}")

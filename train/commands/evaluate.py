@@ -1,4 +1,4 @@
-"""`train eval`: what checkpoints are worth, without touching the training."""
+"""`train eval`: scores of checkpoints, without touching the training."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ def evaluate(
 ) -> None:
     """Perplexity, ROUGE and BLEU of checkpoints.
 
-    RUN is a run's folder or a file of settings, whose settings can be given as dotted words, such as
-    --evaluate.metrics '[rouge, bleu]'. A checkpoint of GPT-NeoX, Megatron, DeepSpeed or another trainer is made a
-    Hugging Face folder in RUN for as long as it is read. Under torchrun or srun the numbers are the same on any number
-    of ranks.
+    RUN is a run folder or a file of settings; any setting can be given as a dotted option, such as
+    --evaluate.metrics '[rouge, bleu]'. A checkpoint of GPT-NeoX, Megatron, DeepSpeed or another trainer is converted to
+    a temporary Hugging Face folder in RUN. Under torchrun or srun the numbers are the same on any number of ranks.
     """
-    from train.once import told_once
+    from train.once import reported_once
 
-    with told_once():
+    with reported_once():
         _evaluate(run, overrides, checkpoint, whole, texts, out, as_json)
 
 
@@ -82,15 +81,15 @@ def _evaluate(
     save = settings.save.path
     folder = out or (save / CSV / texts.resolve().name if texts else save / CSV)
     with world(1, settings.parallel.timeout_minutes) as ranks:
-        places = ranks.told(
+        places = ranks.from_first(
             lambda: (
-                [one for one in every(save) if not (folder / f"{one.step}.csv").is_file()]
+                [place for place in every(save) if not (folder / f"{place.step}.csv").is_file()]
                 if whole
                 else [find(save, checkpoint or "latest")]
             )
         )
         if not whole and out is not None and places[0].step is None:
-            raise UsageError(f"{places[0].path} has no global step, which names the file in --out", "--json tells all")
+            raise UsageError(f"{places[0].path} has no global step, which names the file in --out", "--json prints all")
         for text in notes if ranks.first else []:
             note(text)
         if ranks.first and not places:

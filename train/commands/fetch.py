@@ -1,4 +1,4 @@
-"""The command that turns a public set, or files, into training data."""
+"""`train fetch`: a public data set, or files, as training data."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from train.data.fetch.sources import Source
 
 OFTEN, MASK = 0.5, 0xFF
-"""Seconds between two updates of a line on a terminal; the clock is read for one record of 256."""
+"""Seconds between two updates of the progress line on a terminal; the clock is read once every 256 records."""
 AGAIN = 5.0
-"""Seconds after which an interruption that was swallowed is raised again."""
+"""Seconds after which a signal is raised again, in case a library has swallowed it."""
 PREVIEW = 1000
-"""How many records --dry-run reads at most."""
+"""Maximum number of records that --dry-run reads."""
 
 
 @click.command()
 @click.argument("recipe", required=False)
 @click.argument("out", type=FOLDER, required=False, metavar="[OUT.jsonl]")
-@click.option("--list", "listing", is_flag=True, help="List the recipes that come along.")
+@click.option("--list", "listing", is_flag=True, help="List the recipes that are included.")
 @click.option("--source", metavar="SET|PATH", help="Read this instead: org/name of the Hub, ./file or ./folder.")
 @click.option("--split", "splits", multiple=True, metavar="NAME", help="Read this split; repeat it.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.  [default: main]")
 @click.option("--sample", type=click.IntRange(1), metavar="N", help="Draw N of the records, in their order.")
-@click.option("--seed", type=click.IntRange(0), metavar="S", help="Which sample.  [default: 0]")
+@click.option("--seed", type=click.IntRange(0), metavar="S", help="Seed of --sample.  [default: 0]")
 @click.option("--dedup", type=click.Choice(["prompt"]), help="Keep the first record of those with the same prompt.")
 @click.option("--cache", type=FOLDER, metavar="FOLDER", help="Copy the set there first; read the copy if it is there.")
 @click.option("--strict", is_flag=True, help="Stop at a malformed record instead of dropping it.")
@@ -50,7 +50,7 @@ PREVIEW = 1000
 def fetch(recipe: str | None, out: Path | None, listing: bool, as_json: bool, **options: Any) -> None:
     """Public data or files to JSON lines, by a RECIPE: a name of --list, or a YAML file.
 
-    It needs the internet unless the source is local or a copy that --cache left.
+    It needs internet access unless the source is local or a copy that --cache made.
     """
     from formats.errors import UsageError
     from train.data.fetch.recipe_yaml import load, override
@@ -70,7 +70,7 @@ def fetch(recipe: str | None, out: Path | None, listing: bool, as_json: bool, **
         dedup=True if options["dedup"] else None,
     )
     if options["seed"] is not None and loaded.sample is None:
-        raise UsageError("--seed says which sample, and none is drawn", "--sample N --seed S")
+        raise UsageError("--seed has no effect without --sample", "--sample N --seed S")
     quiet = options["quiet"] or as_json
     target = (out or Path(f"{loaded.name}.jsonl")).expanduser()
     with _ended_by_signals():
@@ -110,13 +110,13 @@ def _report(
     for line in why(counts):
         click.echo(f"dropped as {line}", err=True)
     if recipe.sample and counts.written < recipe.sample:
-        click.echo(f"note: a sample of {recipe.sample} was asked for, and that is all there is", err=True)
+        click.echo(f"note: a sample of {recipe.sample} was asked for, there are no more records", err=True)
     click.echo(summary(counts) + (f"; commit {commit}" if commit else ""))
     click.echo(f"Saved {counts.written} examples to {out}")
 
 
 def _preview(recipe: Recipe, source: Source, out: Path, strict: bool, as_json: bool) -> None:
-    """What the first records become."""
+    """Print what the first records become."""
     from train.data.fetch.fetch import Counts, made, summary
 
     counts, first = Counts(), b""
@@ -130,8 +130,8 @@ def _preview(recipe: Recipe, source: Source, out: Path, strict: bool, as_json: b
         return
     for name, _ in source.parts:
         click.echo(f"read: {name}")
-    for one in recipe.where:
-        click.echo(f"where: {one.field} {one.test} {json.dumps(one.value, ensure_ascii=False)}")
+    for condition in recipe.where:
+        click.echo(f"where: {condition.field} {condition.test} {json.dumps(condition.value, ensure_ascii=False)}")
     drawn = f", a sample of {recipe.sample} with seed {recipe.seed}" if recipe.sample else ""
     click.echo(f"write: {out} as {recipe.form}{', each prompt once' if recipe.dedup else ''}{drawn}")
     click.echo(f"first records: {summary(counts)}")
@@ -153,16 +153,20 @@ def _list(as_json: bool) -> None:
 
     known = shipped()
     if as_json:
-        click.echo(json.dumps([{"name": one.name, "about": one.about, "source": list(one.source)} for one in known]))
+        click.echo(
+            json.dumps(
+                [{"name": recipe.name, "about": recipe.about, "source": list(recipe.source)} for recipe in known]
+            )
+        )
         return
-    click.echo(table(((one.name, one.source[0], one.about) for one in known), ""))
+    click.echo(table(((recipe.name, recipe.source[0], recipe.about) for recipe in known), ""))
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Signals end the work: exit 75, and nothing half-written remains.
+    """Signals end the work: exit code 75, and no partial output remains.
 
-    A library may swallow what is raised in the midst of it, and wait on for a server: it is raised again every 5 s.
+    A library may swallow the exception and keep waiting for a server, so it is raised again every 5 s.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -178,19 +182,19 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _line(quiet: bool) -> Iterator[Any]:
-    """How far the work is: one live line on a terminal, one line every 30 s in a log file."""
+    """Progress: one live line on a terminal, one line every 30 s in a log file."""
     from converters.common.progress import EVERY
 
     terminal, began = sys.stderr.isatty(), time.monotonic()
-    said = began
+    reported = began
 
     def tell(counts: Counts) -> None:
-        nonlocal said
+        nonlocal reported
         if quiet or counts.read & MASK:
             return
         now = time.monotonic()
-        if now - said >= (OFTEN if terminal else EVERY):
-            said = now
+        if now - reported >= (OFTEN if terminal else EVERY):
+            reported = now
             text = f"{counts.read:,} read, {counts.kept:,} kept, {counts.read / (now - began):,.0f} a second"
             sys.stderr.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
             sys.stderr.flush()
@@ -198,6 +202,6 @@ def _line(quiet: bool) -> Iterator[Any]:
     try:
         yield tell
     finally:
-        if terminal and said != began:
+        if terminal and reported != began:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

@@ -18,7 +18,7 @@ from formats.errors import UsageError
 @click.option("--config", type=FOLDER, help="Hugging Face folder, for a checkpoint without its own.")
 @click.option(
     "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto",
-    help="Of a checkpoint of GPT-NeoX, as of `convert`.",
+    help="QKV order of a GPT-NeoX checkpoint, as for `convert`.",
 )  # fmt: skip
 def init(
     folder: Path, start: Path | None, before: Path | None, data: tuple[Path, ...], config: Path | None, gqa_layout: str
@@ -29,17 +29,17 @@ def init(
     train init run1 --from final_train_v2/global_step423858 --data P_text_document
     train init run2 --after run1/config.yml --data Q_text_document
 
-    A checkpoint's global step becomes the iteration offset. A phase that follows another goes on in its save folder.
-    """  # noqa: D301  # \b is the sign of click for lines as they stand
-    from train.tools.init_folder import after
+    A checkpoint's global step becomes the iteration offset. A phase that follows another one uses its save folder.
+    """  # noqa: D301  # \b makes click keep the line breaks
     from train.tools.init_folder import init as begin
+    from train.tools.init_folder import init_after
 
     if (start is None) == (before is None):
         raise UsageError("give one of --from CHECKPOINT and --after CONFIG")
     if before is not None and (config is not None or gqa_layout != "auto"):
-        raise UsageError("--config and --gqa-layout belong to --from: the phase before has its own")
+        raise UsageError("--config and --gqa-layout belong to --from: the previous phase has its own")
     if before is not None:
-        path = after(folder, before, data)
+        path = init_after(folder, before, data)
     else:
         path = begin(folder, Path(str(start)), data, config, gqa_layout)
     click.echo(path)

@@ -1,4 +1,4 @@
-"""`train lint`, `show` and `count`: what data is, before and after tokenization."""
+"""`train lint`, `show` and `count`: look at data before and after tokenization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 
 from converters.commands.options import FILE, as_json
 from formats.errors import OutputError, SourceError, UsageError, VerificationError
-from train.commands.record_options import chat_template, control_tokens, record_format, told
+from train.commands.record_options import chat_template, control_tokens, parse_control_tokens, record_format
 from train.commands.tokenize import make_job
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LOSS = click.option("--loss", type=click.Choice(["assistant", "last_turn", "all"]), default="assistant",
                     show_default=True, help="What is trained: every reply, the last one, or all tokens.")  # fmt: skip
 SPELLED = {"seq_length": "seq-length", "template": "chat-template"}
-"""Options of lint that mean nothing without a tokenizer."""
+"""Options of lint that need a tokenizer."""
 
 
 @click.command()
@@ -54,23 +54,23 @@ def lint(**options: Any) -> None:
         if options[name] and not options["tokenizer"]:
             raise UsageError(f"--{SPELLED[name]} needs --tokenizer", "name the tokenizer: --tokenizer M")
     longest = options["seq_length"] and options["seq_length"] + 1
-    found = check(options["files"], form=options["form"], key=options["key"], job=_job(options), longest=longest)
-    bad = sum(number for finding, number in found.counts.items() if finding not in NOTES)
+    findings = check(options["files"], form=options["form"], key=options["key"], job=_job(options), longest=longest)
+    bad = sum(number for finding, number in findings.counts.items() if finding not in NOTES)
     if options["as_json"]:
-        record = {"records": found.records, "malformed": bad, "format": found.form}
-        click.echo(json.dumps(record | {"findings": dict(found.counts), "places": found.places}))
-    elif found.records or not found.unread:
-        _report(found)
-    for error in found.unread:
-        raise error  # the first, behind what is wrong with the others
+        record = {"records": findings.records, "malformed": bad, "format": findings.form}
+        click.echo(json.dumps(record | {"findings": dict(findings.counts), "places": findings.places}))
+    elif findings.records or not findings.unread:
+        _report(findings)
+    for error in findings.unread:
+        raise error  # the first; findings of the other files are printed already
     if bad:
-        over = found.counts.get("over", 0)
+        over = findings.counts.get("over", 0)
         long = f", {over} documents are longer than a row" if over else ""
-        raise VerificationError(f"{bad - over} of {found.records} records are malformed{long}")
+        raise VerificationError(f"{bad - over} of {findings.records} records are malformed{long}")
 
 
 def _job(options: Mapping[str, Any]) -> Job | None:
-    """How `train tokenize` would encode the files, None without a tokenizer or where none of them can be read."""
+    """How `train tokenize` would encode the files; None without a tokenizer, or if none of them can be read."""
     from train.data.tokens.input_ranges import ranges
 
     if not options["tokenizer"]:
@@ -80,20 +80,20 @@ def _job(options: Mapping[str, Any]) -> Job | None:
         try:
             parts = ranges([path])
         except SourceError:
-            continue  # the linter tells
+            continue  # the linter reports it
         return make_job({**options, **unasked}, parts)
     return None
 
 
-def _report(found: Findings) -> None:
+def _report(findings: Findings) -> None:
     from train.data.look.lint import NOTES, OVER
     from train.data.tokens.records import REASONS
 
-    click.echo(f"{found.records} records, {found.form}")
-    for finding, number in found.counts.most_common():
-        said = {**NOTES, **REASONS, "over": OVER}[finding]
-        places = ", ".join(found.places[finding])
-        click.echo(f"  {number}  {said}: {places}" + (", …" if number > len(found.places[finding]) else ""))
+    click.echo(f"{findings.records} records, {findings.form}")
+    for finding, number in findings.counts.most_common():
+        meaning = {**NOTES, **REASONS, "over": OVER}[finding]
+        places = ", ".join(findings.places[finding])
+        click.echo(f"  {number}  {meaning}: {places}" + (", …" if number > len(findings.places[finding]) else ""))
 
 
 @click.command()
@@ -103,7 +103,7 @@ def _report(found: Findings) -> None:
 @click.option("--force", is_flag=True, help="Replace OUT.")
 @as_json
 def count(prefix: Path, out: Path | None, seq_length: int | None, force: bool, as_json: bool) -> None:
-    """Tokens of each document, from the index alone: sums, quantiles, a histogram.
+    """Tokens of each document, from the index only: sums, quantiles, a histogram.
 
     OUT gets one number a line, in the order of the documents.
     """
@@ -114,7 +114,7 @@ def count(prefix: Path, out: Path | None, seq_length: int | None, force: bool, a
 
     indexed = open_indexed(prefix, tokens=False)
     require_mask_length(indexed)
-    found = counted(indexed, None if seq_length is None else seq_length + 1)
+    counts = counted(indexed, None if seq_length is None else seq_length + 1)
     if out is not None:
         if out.is_dir() or not out.name:
             raise OutputError(f"{out} is a folder", "name a file for OUT")
@@ -122,29 +122,29 @@ def count(prefix: Path, out: Path | None, seq_length: int | None, force: bool, a
             raise OutputError(f"{out} exists", "choose another OUT, or replace it with --force")
         write_counts(indexed, out)
     if as_json:
-        click.echo(json.dumps(asdict(found)))
+        click.echo(json.dumps(asdict(counts)))
         return
-    for line in _counted(found, seq_length):
+    for line in _counted(counts, seq_length):
         click.echo(line)
 
 
-def _counted(found: Counts, seq_length: int | None) -> list[str]:
-    mean = found.tokens / found.documents if found.documents else 0.0
+def _counted(counts: Counts, seq_length: int | None) -> list[str]:
+    mean = counts.tokens / counts.documents if counts.documents else 0.0
     lines = [
-        f"{found.documents} documents, {found.tokens} tokens, {found.shortest} to {found.longest}, mean {mean:.1f}",
-        "quantiles  " + ", ".join(f"{share} {tokens}" for share, tokens in found.quantiles.items()),
+        f"{counts.documents} documents, {counts.tokens} tokens, {counts.shortest} to {counts.longest}, mean {mean:.1f}",
+        "quantiles  " + ", ".join(f"{share} {tokens}" for share, tokens in counts.quantiles.items()),
     ]
-    most = max((many for _, _, many in found.bars), default=1)
-    for low, high, many in found.bars:
+    most = max((many for _, _, many in counts.bars), default=1)
+    for low, high, many in counts.bars:
         lines.append(f"{low:>9} to {high:>9}  {many:>10}  {'█' * max(1, round(40 * many / most))}")
     if seq_length is not None:
-        lines.append(f"{found.over[0]} documents with {found.over[1]} tokens are longer than {seq_length + 1}")
+        lines.append(f"{counts.over[0]} documents with {counts.over[1]} tokens are longer than {seq_length + 1}")
     return lines
 
 
 @click.command()
 @click.argument("prefix", type=FILE)
-@click.option("--tokenizer", type=FILE, metavar="M", help="Shows text and pieces too.")
+@click.option("--tokenizer", type=FILE, metavar="M", help="Show text and pieces too.")
 @click.option("--first", type=click.IntRange(0), default=100, show_default=True, help="Documents to show.")
 @click.option("--document", type=click.IntRange(0), metavar="N", help="Show this one only.")
 @LOSS
@@ -158,7 +158,7 @@ def _counted(found: Counts, seq_length: int | None) -> list[str]:
 def show(prefix: Path, **options: Any) -> None:
     """Documents as text, pieces and ids: trained tokens in green, masked ones grey.
 
-    Without colours trained tokens stand between » and «.
+    Without colours trained tokens are between » and «.
     """
     from train.data.look.show import lines_of
     from train.data.tokens.documents import open_documents
@@ -168,16 +168,16 @@ def show(prefix: Path, **options: Any) -> None:
     if colour is None:
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     vocabulary = None if options["tokenizer"] is None else open_vocabulary(options["tokenizer"])
-    documents = open_documents(prefix, vocabulary, told(options["control_tokens"]))
+    documents = open_documents(prefix, vocabulary, parse_control_tokens(options["control_tokens"]))
     for number in _numbers(options, len(documents.indexed)):
         for line in lines_of(documents, number, vocabulary, options["loss"], options["compat"], colour):
             click.echo(line, color=colour)
 
 
-def _numbers(options: Mapping[str, Any], held: int) -> range:
+def _numbers(options: Mapping[str, Any], total: int) -> range:
     number = options["document"]
     if number is None:
-        return range(min(options["first"], held))
-    if number >= held:
-        raise UsageError(f"there are {held} documents, the last is {held - 1}, not {number}")
+        return range(min(options["first"], total))
+    if number >= total:
+        raise UsageError(f"there are {total} documents, the last is {total - 1}, not {number}")
     return range(number, number + 1)

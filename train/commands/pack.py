@@ -30,7 +30,7 @@ from formats.errors import UsageError, short
     type=click.Choice(["drop", "error", "truncate"]),
     default="drop",
     show_default=True,
-    help="What becomes of documents that are longer than a row.",
+    help="How documents longer than a row are treated.",
 )
 @click.option(
     "--split",
@@ -44,12 +44,12 @@ from formats.errors import UsageError, short
 @click.option("-n", "--dry-run", is_flag=True, help="Pack and count, and write nothing.")
 @as_json
 def pack(prefix: Path, **options: Any) -> None:
-    """Put documents together in rows of --seq-length (and one token, the last label).
+    """Pack documents into rows of --seq-length tokens (and one more, the last label).
 
-    A training does so by itself; a plan keeps splits apart, named in its data.train and data.validation.
+    `train run` packs by itself; a plan keeps splits apart, named in its data.train and data.validation.
 
-    Only lengths are looked at. No document is cut or joined with another unless --algorithm packed says so: masks and
-    positions keep them apart in training.
+    Only lengths are read. Only --algorithm packed cuts documents or joins their parts. Masks and positions keep
+    documents apart in training.
     """
     from train.data.packing.pack_plan import make_plan, write_plan
     from train.data.tokens.documents import require_mask_length
@@ -59,7 +59,7 @@ def pack(prefix: Path, **options: Any) -> None:
     try:
         split = [float(share) for share in options["split"].replace("/", ",").split(",")]
     except ValueError:
-        raise UsageError(f"--split {short(options['split'])} is no list of shares such as 98,1,1") from None
+        raise UsageError(f"--split {short(options['split'])} is not a list of shares such as 98,1,1") from None
     indexed = open_indexed(prefix)
     require_mask_length(indexed)
     plan = make_plan(

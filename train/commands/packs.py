@@ -1,4 +1,4 @@
-"""The commands for data packs: a pre-training in phases, each with its own mixture."""
+"""`train packs`: data packs for a pre-training in phases, each with its own mixture."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from train.data.packs.phases import Pool, Schedule
     from train.data.packs.slices import Plan
 
-dry_run = click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
-force = click.option("--force", is_flag=True, help="Replace what is there.")
+dry_run = click.option("-n", "--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
+force = click.option("--force", is_flag=True, help="Replace existing output.")
 jobs = click.option("-j", "--jobs", type=click.IntRange(1, 256), default=2, show_default=True, help="Files at a time.")
 quiet = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 schedule = together(
     click.option("--tokens-per-iter", "--tokens_per_iter", type=click.IntRange(1), required=True, metavar="N",
-                 help="Tokens of a step: sequence length times global batch, such as 4718592."),
+                 help="Tokens of a step: sequence length times global batch size, such as 4718592."),
     click.option("--warmup-iters", "--warmup_iters", type=click.IntRange(0), required=True, metavar="N",
                  help="Steps of the warm-up, which is the beginning of U1 and one pack."),
     click.option("--cd-phase", "--cd_phase", type=click.IntRange(0, 100), required=True, metavar="PERCENT",
@@ -47,34 +47,34 @@ def state(folder: Path, out: Path, dry_run: bool, force: bool, as_json: bool) ->
 
     None of them is sliced yet.
 
-    It tells `slice` where each data set lies and at which document it begins.
+    It records for `slice` where each data set is and at which document it begins.
     """
     from converters.common.atomic import write_file
     from formats.errors import OutputError
     from train.data.packs import inputs
 
-    found = inputs.first_state(folder)
+    sets = inputs.first_state(folder)
     if out.exists() and not force:
         raise OutputError(f"{out} exists", "name another file, or replace it with --force")
-    text = inputs.state_text(found)
+    text = inputs.state_text(sets)
     if not dry_run:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_file(out, text)
     if as_json:
-        content = {name: {"datapath": one.datapath, "idxs": list(one.idxs)} for name, one in found.items()}
+        content = {name: {"datapath": entry.datapath, "idxs": list(entry.idxs)} for name, entry in sets.items()}
         click.echo(json.dumps(content, indent=1, ensure_ascii=False))
     else:
-        click.echo(text.decode() if dry_run else f"{out}: {len(found)} data sets", nl=not dry_run)
+        click.echo(text.decode() if dry_run else f"{out}: {len(sets)} data sets", nl=not dry_run)
 
 
 @packs.command("slice")
 @schedule
 @click.option("--out-dir", "--out_dir", type=FOLDER, required=True, metavar="DIR",
-              help="Where the folders of the packs come to lie.")  # fmt: skip
+              help="Where the folders of the packs are written.")  # fmt: skip
 @click.option("--slices-json", "--slices_json", type=FOLDER, required=True, metavar="FILE",
               help="Tokens of each data set: names, and U1, U2, N, U3 and Ext with their total.")  # fmt: skip
 @click.option("--state-file", "--state_file", type=FOLDER, required=True, metavar="FILE",
-              help="Where each data set lies and begins, from `train packs state` or an earlier slicing.")  # fmt: skip
+              help="Where each data set is and begins, from `train packs state` or an earlier slicing.")  # fmt: skip
 @dry_run
 @click.option("--force", is_flag=True, help="Delete the packs of an earlier slicing, and start over.")
 @jobs
@@ -87,25 +87,25 @@ def slice_(
 
     The phases are the warm-up, U1, N, U3, its cool-down, and E.
 
-    Run again after an interruption, it goes on with the slices that are missing.
+    After an interruption run it again: it resumes with the missing slices.
     """
     from converters.common.progress import size
     from train.data.packs import inputs, phases, slices, writing
 
     keys = ("tokens_per_iter", "warmup_iters", "cd_phase", "max_tokens_per_pack")
-    wanted = phases.Schedule(*(options[key] for key in keys))
+    step_schedule = phases.Schedule(*(options[key] for key in keys))
     names, pools = inputs.read_slices(slices_json)
-    held = inputs.read_state(state_file)
-    plan = slices.make_plan(names, pools, phases.packs(pools, wanted), held)
-    record = plan_record(plan, pools, wanted)
+    start_state = inputs.read_state(state_file)
+    plan = slices.make_plan(names, pools, phases.packs(pools, step_schedule), start_state)
+    record = plan_record(plan, pools, step_schedule)
     if dry_run:
         click.echo(json.dumps(record, indent=1, ensure_ascii=False) if as_json else plan_text(plan, record))
         return
     for note in plan.notes:
         click.echo(f"note: {note}", err=True)
-    began, nbytes = time.monotonic(), sum(one.nbytes for one in plan.slices)
+    began, nbytes = time.monotonic(), sum(part.nbytes for part in plan.slices)
     there = writing.write(
-        plan, wanted, held, out_dir, jobs=options["jobs"], force=options["force"], quiet=quiet or as_json
+        plan, step_schedule, start_state, out_dir, jobs=options["jobs"], force=options["force"], quiet=quiet or as_json
     )
     seconds = time.monotonic() - began
     if as_json:
@@ -117,14 +117,14 @@ def slice_(
     )
 
 
-def plan_record(plan: Plan, pools: dict[str, Pool], wanted: Schedule) -> dict[str, Any]:
-    """What is to be written, for programs."""
+def plan_record(plan: Plan, pools: dict[str, Pool], schedule: Schedule) -> dict[str, Any]:
+    """What will be written, for --json."""
     from train.data.packs import phases
 
     sums = phases.sums(plan.packs, pools)
     rows = []
-    for pack, end in zip(plan.packs, phases.ends(plan.packs, wanted), strict=True):
-        own = {one.source.name: one for one in plan.of(pack)}
+    for pack, end in zip(plan.packs, phases.ends(plan.packs, schedule), strict=True):
+        own = {part.source.name: part for part in plan.of(pack)}
         sets = {
             name: {
                 "target": target,
@@ -136,29 +136,29 @@ def plan_record(plan: Plan, pools: dict[str, Pool], wanted: Schedule) -> dict[st
         }
         rows.append({
             "pack": pack.name, "phase": pack.phase, "tokens": pack.tokens,
-            "iterations": pack.tokens / wanted.tokens_per_iter, "train_iters": pack.steps(wanted), "end_step": end,
-            "written_tokens": sum(one.count for one in own.values()), "sets": sets,
+            "iterations": pack.tokens / schedule.tokens_per_iter, "train_iters": pack.steps(schedule), "end_step": end,
+            "written_tokens": sum(part.count for part in own.values()), "sets": sets,
         })  # fmt: skip
-    totals = {name: {"tokens": one.total, "packs": sums[name]} for name, one in pools.items()}
+    totals = {name: {"tokens": pool.total, "packs": sums[name]} for name, pool in pools.items()}
     return {"packs": rows, "pools": totals, "notes": list(plan.notes)}
 
 
 def plan_text(plan: Plan, record: dict[str, Any]) -> str:
-    """What is to be written, for people."""
+    """What will be written, as text."""
     from converters.common.progress import size, table
 
     rows: list[tuple[str, ...]] = [
         ("pack", "tokens", "iterations", "train_iters", "end step", "tokens of whole documents", "files")
     ]
-    for one in record["packs"]:
-        files = sum(entry["files"] is not None for entry in one["sets"].values())
-        numbers = (f"{one['iterations']:.2f}", str(one["train_iters"]), str(one["end_step"]))
-        rows.append((one["pack"], f"{one['tokens']:,}", *numbers, f"{one['written_tokens']:,}", str(files)))
+    for pack in record["packs"]:
+        files = sum(entry["files"] is not None for entry in pack["sets"].values())
+        numbers = (f"{pack['iterations']:.2f}", str(pack["train_iters"]), str(pack["end_step"]))
+        rows.append((pack["pack"], f"{pack['tokens']:,}", *numbers, f"{pack['written_tokens']:,}", str(files)))
     sums = [
         f"{name}: {entry['tokens']:,} tokens, the same by packs and by data sets"
         for name, entry in record["pools"].items()
     ]
-    nbytes = sum(one.nbytes for one in plan.slices)
+    nbytes = sum(part.nbytes for part in plan.slices)
     notes = [f"note: {note}" for note in plan.notes]
     return "\n".join([table(rows), *sums, *notes, f"{len(plan.slices)} slices, {size(nbytes)}"])
 
@@ -175,11 +175,11 @@ def plan_text(plan: Plan, record: dict[str, Any]) -> str:
 def merge(
     folder: Path, out: Path, verify: bool, dry_run: bool, force: bool, jobs: int, quiet: bool, as_json: bool
 ) -> None:
-    """Token files of a folder as one.
+    """Merge the token files of a folder into one.
 
     FOLDER .../XX makes OUT/XX.bin, OUT/XX.idx and OUT/XX.merge.log.
 
-    In the order of their names, with all their documents, and with masks and facts where they have them.
+    In the order of their names, with all their documents, and with masks and sidecar files where they have them.
     """
     from converters.common.progress import size, table
     from train.data.packs import merge as merging
@@ -216,27 +216,27 @@ def merge(
 @click.option("--batch-size", type=click.IntRange(1), default=576, show_default=True, help="Samples of a step.")
 @as_json
 def iters(folder: Path, seq_length: int, batch_size: int, as_json: bool) -> None:
-    """Steps that packs are enough for.
+    """Number of steps that the tokens of packs last for.
 
-    FOLDER is a pack, or a folder of packs. Rounded up, they are train_iters.
+    FOLDER is a pack, or a folder of packs. Rounded up, it is train_iters.
     """
     from train.data.packs import iters as counting
 
-    found, step = counting.count(folder), seq_length * batch_size
+    counts, step = counting.count(folder), seq_length * batch_size
     if as_json:
         rows = [
             {
-                "folder": str(one.folder), "tokens": one.tokens, "iterations": one.tokens / step,
-                "train_iters": -(-one.tokens // step), "copies": {str(path): count for path, count in one.copies},
+                "folder": str(pack.folder), "tokens": pack.tokens, "iterations": pack.tokens / step,
+                "train_iters": -(-pack.tokens // step), "copies": {str(path): count for path, count in pack.copies},
             }
-            for one in found
+            for pack in counts
         ]  # fmt: skip
         click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
         return
-    for one in found:
-        click.echo(f"{one.folder}/: {counting.as_awk(one.tokens / step)}")
-    for one in found:
-        for path, count in one.copies:
+    for pack in counts:
+        click.echo(f"{pack.folder}/: {counting.as_awk(pack.tokens / step)}")
+    for pack in counts:
+        for path, count in pack.copies:
             value = counting.as_awk(count / step)
             click.echo(f"note: {path} is a copy of what was counted, it alone makes {value}", err=True)
 
@@ -247,7 +247,7 @@ def iters(folder: Path, seq_length: int, batch_size: int, as_json: bool) -> None
 @click.argument("mode", type=click.Choice(["append", "replace"]))
 @dry_run
 @force
-@click.option("--doubled", is_flag=True, help="Append where documents end in ID already, too.")
+@click.option("--doubled", is_flag=True, help="Append also where documents already end in ID.")
 @quiet
 @as_json
 def append_eod(
@@ -255,7 +255,7 @@ def append_eod(
 ) -> None:
     """End every document in a token.
 
-    ID comes behind the last token of a document, or in its place. Beside FILE.bin that makes eod_FILE.bin and .idx.
+    ID is added after the last token of a document, or replaces it. Writes eod_FILE.bin and .idx beside FILE.bin.
     """
     from converters.common.progress import size
     from train.data.packs import append

@@ -17,7 +17,7 @@ from formats.errors import OutputError
 def plot(runs: tuple[Path, ...], out: Path | None, force: bool) -> None:
     """Loss, learning rate, gradient norm and evaluations over the global step, as a PNG.
 
-    Several runs, such as the phases of a pre-training, lie in one diagram. A training may be running.
+    Several runs, such as the phases of a pre-training, are drawn in one diagram. A run may still be training.
     """
     from train.tools.plot import draw, read_history
 

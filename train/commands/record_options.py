@@ -1,4 +1,4 @@
-"""Options of several commands that say what records are and how they become tokens."""
+"""Options that several commands share: the format of records, and how they become tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ record_format = together(
         type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
         default="auto",
         show_default=True,
-        help="What the records are; auto takes what the first is, and refuses a record with two readings.",
+        help="Format of the records; auto takes that of the first, and refuses a record with two readings.",
     ),
     click.option(
         "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."
@@ -32,10 +32,10 @@ record_format = together(
 )
 
 
-def told(text: str | None) -> dict[str, int]:
+def parse_control_tokens(text: str | None) -> dict[str, int]:
     """The ids of --control-tokens."""
     try:
-        pairs = [one.split("=") for one in (text or "").split(",") if one]
+        pairs = [pair.split("=") for pair in (text or "").split(",") if pair]
         return {role.strip(): int(number) for role, number in pairs}
     except ValueError:
-        raise UsageError(f"--control-tokens {text} is no list such as user=7,assistant=8") from None
+        raise UsageError(f"--control-tokens {text} is not a list such as user=7,assistant=8") from None

@@ -23,9 +23,9 @@ unused = together(
     click.option("--chunk-size", "--chunk_size", type=int, hidden=True),
     click.option("--log-interval", "--log_interval", type=int, hidden=True),
 )
-"""Flags of the users' tool that change nothing here."""
+"""Flags of Megatron-LLM's tool that have no effect here."""
 LENGTH = 4096
-"""Tokens of a row if nothing is said, as in the users' tool."""
+"""Default tokens of a row, as in Megatron-LLM's tool."""
 
 
 @click.command("role-bins")
@@ -64,13 +64,17 @@ LENGTH = 4096
     default="<|im_start|>,<|im_end|>",
     show_default=True,
     metavar="TOKEN,…",
-    help="Special tokens; those that the model lacks get ids behind its last one.",
+    help="Special tokens; those that the model lacks get ids after its last one.",
 )
 @click.option(
     "--no-new-tokens", "--no_new_tokens", "no_new", is_flag=True, help="Do not add <CLS>, <SEP>, <EOD>, <MASK>, <PAD>."
 )
 @click.option(
-    "--do-packing", "--do_packing", "pack", is_flag=True, help="Put several conversations in a row, the longest first."
+    "--do-packing",
+    "--do_packing",
+    "pack",
+    is_flag=True,
+    help="Pack several conversations into a row, the longest first.",
 )
 @click.option(
     "--max-seq-length",
@@ -94,16 +98,16 @@ def role_bins(**options: Any) -> None:
     """Conversations to the text and role files of Megatron-LLM, as its own tool writes them.
 
     A turn is <|im_start|>ROLE, a line break, the content, <|im_end|> and a line break. A special token that a content
-    spells stays text. A malformed record is dropped and counted. A killed run goes on when it is run again.
+    spells stays text. A malformed record is dropped and counted. A killed run resumes when it is run again.
     """
     from train.data.packing.role_bins import write_role_bins
     from train.data.tokens.indexed import named_prefix
     from train.data.tokens.input_ranges import ranges
 
     if options["more"] and len(options["inputs"]) > 1:
-        raise UsageError("several --input and files behind them have no order", "name all files behind one --input")
+        raise UsageError("several --input and files after them have no order", "name all files after one --input")
     if options["length"] and not options["pack"]:
-        raise UsageError(f"--max-seq-length {options['length']} has no effect without --do-packing", "leave it out")
+        raise UsageError(f"--max-seq-length {options['length']} has no effect without --do-packing", "remove it")
     parts = ranges(paths([*options["inputs"], *options["more"]]))
     job, packing = make_job(options)
     request = make_request(options, job, parts, named_prefix(options["prefix"]))
@@ -119,7 +123,7 @@ def role_bins(**options: Any) -> None:
 
 
 def make_job(options: Mapping[str, Any]) -> tuple[Job, Packing | None]:
-    """What the options ask for, checked against the tokenizer."""
+    """The job that the options describe, checked against the tokenizer; and how to pack."""
     from train.data.packing.role_bins import Packing, full_size, separator, special_tokens
     from train.data.tokens.tokenizers import names_digest
     from train.data.tokens.workers import Job
@@ -132,7 +136,16 @@ def make_job(options: Mapping[str, Any]) -> tuple[Job, Packing | None]:
         packing = Packing(options["length"] or LENGTH, *separator(vocabulary, special))
     size = full_size(vocabulary, special)
     names = names_digest(vocabulary, size, special)
-    job = Job(vocabulary.path, vocabulary.digest, size, names, options["form"], "text", {}, None, None, None, special)
+    job = Job(
+        tokenizer=vocabulary.path,
+        digest=vocabulary.digest,
+        vocabulary=size,
+        names=names,
+        form=options["form"],
+        key="text",
+        control={},
+        special=special,
+    )
     return job, packing
 
 
@@ -144,7 +157,7 @@ def _sentencepiece(path: Path, extra: list[str]) -> SentencePiece:
         path /= "tokenizer.model"
     vocabulary = open_vocabulary(path, [*NEW, *extra])
     if not isinstance(vocabulary, SentencePiece):
-        raise UsageError(f"{path} is no SentencePiece model, which role bins are made with", "name the .model")
+        raise UsageError(f"{path} is not a SentencePiece model, which role bins require", "name the .model")
     return vocabulary
 
 

@@ -1,4 +1,4 @@
-"""`train run`: a training, under torchrun, srun, or alone."""
+"""`train run` and `train plan`: a training run under torchrun, srun, or as one process, and its estimate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VARIABLES = {
     "SAMPLE_ENDS": "documents of a row never see each other",
     "SFT_ENABLED": "data.loss says what is trained: assistant, or all",
 }
-"""Variables of the users' GPT-NeoX, and what decides instead."""
+"""Environment variables of tilde-nlp's GPT-NeoX, and what decides here instead."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -33,12 +33,12 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     \b
     torchrun --nproc-per-node 8 -m train run CONFIG.yml [--optim.lr 1e-5 …]
 
-    Every setting of the file can be given as a dotted word. Under srun with a task for each GPU torchrun is not needed.
-    Run again, it goes on from its latest checkpoint.
-    """  # noqa: D301  # \b is the sign of click for lines as they stand
-    from train.once import told_once
+    Every setting of the file can be given as a dotted option. Under srun with a task for each GPU torchrun is not
+    needed. The same command resumes from the latest checkpoint.
+    """  # noqa: D301  # \b makes click keep the line breaks
+    from train.once import reported_once
 
-    with told_once():
+    with reported_once():
         _run(config, overrides)
 
 
@@ -60,7 +60,7 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
         except Interrupted:
             if ranks.first:
                 raise
-            sys.exit(Interrupted.exit_code)  # one of them tells
+            sys.exit(Interrupted.exit_code)  # rank 0 prints the message
     if not ranks.first:
         return
     if settings.export is not None and not settings.export.exists():
@@ -73,54 +73,54 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
 
 
 def _hints(settings: Config) -> list[str]:
-    """What has no effect, though a user of GPT-NeoX may think so."""
-    idle = [(name, os.environ[name], told) for name, told in VARIABLES.items() if name in os.environ]
-    notes = [f"{name} {value} in the environment has no effect: {told}" for name, value, told in idle]
+    """Notes on environment variables and names that have no effect here, but have one in GPT-NeoX."""
+    idle = [(name, os.environ[name], instead) for name, instead in VARIABLES.items() if name in os.environ]
+    notes = [f"{name} {value} in the environment has no effect: {instead}" for name, value, instead in idle]
     return notes + [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=FILE)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="How many GPUs it will run on.")
-@click.option("--device", metavar="A100|H100|…", help="Tell the time on GPUs of this kind.")
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Number of GPUs it will run on.")
+@click.option("--device", metavar="A100|H100|…", help="Estimate the time on GPUs of this kind.")
 @click.option("--mfu", type=click.FloatRange(0, 1, min_open=True), default=0.4, show_default=True,
-              help="Share of their speed that they will reach; the log of a run tells it.")  # fmt: skip
+              help="Expected MFU, the share of their peak; the log of a run has it.")  # fmt: skip
 @as_json
 def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | None, mfu: float, as_json: bool) -> None:
-    """What a training will take: batch equation, steps, tokens, memory, time. Needs no GPU."""
+    """Estimate a training: batch equation, steps, tokens, memory, time. Needs no GPU."""
     from converters.common.progress import size, table
     from train.run.estimate import PEAK, estimate
     from train.settings.batching import passes
     from train.settings.config import load_config
 
     if device is not None and device not in PEAK:
-        raise UsageError(f"nobody knows how fast a {device} is", f"--device is one of {', '.join(PEAK)}")
+        raise UsageError(f"the peak speed of a {device} is not known", f"--device is one of {', '.join(PEAK)}")
 
     settings, notes = load_config(config, overrides)
-    found = estimate(settings, ranks)
-    total, tokens = sum(found.memory.values()), sum(one.counts["tokens"] for one in found.rows.plans)
-    seconds = found.seconds(device, mfu) if device else None
+    needs = estimate(settings, ranks)
+    total, tokens = sum(needs.memory.values()), sum(row_plan.counts["tokens"] for row_plan in needs.rows.plans)
+    seconds = needs.seconds(device, mfu) if device else None
     if as_json:
-        facts = {"rows": len(found.rows), "tokens": tokens, "batch": found.sizes.size, "steps": found.steps}
-        facts |= {"parameters": found.parameters, "trained": found.trained, "bytes": total}
-        facts |= {"epochs": found.epochs, "flops": found.flops, "memory": found.memory, "seconds": seconds}
+        facts = {"rows": len(needs.rows), "tokens": tokens, "batch": needs.sizes.size, "steps": needs.steps}
+        facts |= {"parameters": needs.parameters, "trained": needs.trained, "bytes": total}
+        facts |= {"epochs": needs.epochs, "flops": needs.flops, "memory": needs.memory, "seconds": seconds}
         click.echo(json.dumps(facts))
         return
-    once = passes(len(found.rows), settings.steps, found.sizes.size)
-    for note in [*notes, *_hints(settings), *filter(None, [found.rows.overlong, once])]:
+    once = passes(len(needs.rows), settings.steps, needs.sizes.size)
+    for note in [*notes, *_hints(settings), *filter(None, [needs.rows.overlong, once])]:
         click.echo(f"note: {note}", err=True)
-    parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in found.memory.items())
-    fill = tokens / (len(found.rows) * (settings.data.seq_length + 1))
+    parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in needs.memory.items())
+    fill = tokens / (len(needs.rows) * (settings.data.seq_length + 1))
     lines = [
-        ("rows", f"{len(found.rows)}, {100 * fill:.2f} % full, {tokens} tokens"),
-        ("batch", found.sizes),
-        ("steps", f"{found.steps}, {found.epochs:.3g} epochs"),
-        ("model", f"{found.parameters:,} parameters, {found.flops:.3g} floating point operations in all"),
-        *([("adapters", f"{found.trained:,} parameters are trained")] if settings.lora else []),
+        ("rows", f"{len(needs.rows)}, {100 * fill:.2f} % full, {tokens} tokens"),
+        ("batch", needs.sizes),
+        ("steps", f"{needs.steps}, {needs.epochs:.3g} epochs"),
+        ("model", f"{needs.parameters:,} parameters, {needs.flops:.3g} floating point operations in all"),
+        *([("adapters", f"{needs.trained:,} parameters are trained")] if settings.lora else []),
         ("memory", f"about {size(total)} a rank: {parts}"),
     ]
     if seconds is not None:
-        told = f"about {seconds / 3600:.3g} h on {ranks} {device} at {100 * mfu:g} % MFU"
-        lines.append(("time", f"{told}, {seconds * ranks / 3600:.3g} GPU hours"))
+        hours = f"about {seconds / 3600:.3g} h on {ranks} {device} at {100 * mfu:g} % MFU"
+        lines.append(("time", f"{hours}, {seconds * ranks / 3600:.3g} GPU hours"))
     click.echo(table(lines, ""))

@@ -1,4 +1,4 @@
-"""`train tokenize`: the flags that users of GPT-NeoX know, and a few more."""
+"""`train tokenize`: the flags of GPT-NeoX's tool, and a few more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 
 from converters.commands.options import FILE, as_json, together
 from formats.errors import UnsupportedError, UsageError, short
-from train.commands.record_options import chat_template, record_format, told
+from train.commands.record_options import chat_template, parse_control_tokens, record_format
 
 if TYPE_CHECKING:
     from train.data.tokens.input_ranges import Ranges
@@ -26,14 +26,14 @@ KINDS = {
     "HFTokenizer": ".json",
     "HuggingFaceTokenizer": ".json",
 }
-"""Names of GPT-NeoX and Megatron, and the file that each reads."""
+"""Tokenizer types of GPT-NeoX and Megatron, and the suffix of the file that each reads."""
 
 unused = together(
     click.option("--dataset-impl", type=click.Choice(["mmap"]), hidden=True),
     click.option("--num-docs", type=int, hidden=True),
     click.option("--log-interval", type=int, hidden=True),
 )
-"""Flags of the users' tool that change nothing here: `mmap` is what is written, and progress needs no count."""
+"""Flags of GPT-NeoX's tool that have no effect here: `mmap` is always written, and progress needs no count."""
 running = together(
     click.option("--workers", type=click.IntRange(1, 1024), help="Processes.  [default: all cores]"),
     click.option("--strict", is_flag=True, help="One malformed record is an error."),
@@ -44,7 +44,7 @@ running = together(
         show_default=True,
         help="Share of records that may be malformed.",
     ),
-    click.option("-n", "--dry-run", is_flag=True, help="Say what would be done, and write nothing."),
+    click.option("-n", "--dry-run", is_flag=True, help="Print what would be done, and write nothing."),
     click.option("--force", is_flag=True, help="Replace the output."),
     click.option("-q", "--quiet", is_flag=True, help="No progress."),
     as_json,
@@ -77,7 +77,7 @@ running = together(
 @click.option("--eod", metavar="TOKEN", help="That token.  [default: <|endoftext|>, or the eos of a tokenizer.json]")
 @chat_template
 @click.option("--control-tokens", metavar="ROLE=ID,…", help="Ids to check, such as user=7,assistant=8.")
-@click.option("--ftfy", is_flag=True, help="Mend texts that were decoded wrongly, with ftfy, before anything else.")
+@click.option("--ftfy", is_flag=True, help="Repair wrongly decoded texts (mojibake) with ftfy before anything else.")
 @record_format
 @running
 @unused
@@ -85,7 +85,7 @@ def tokenize(**options: Any) -> None:
     """Text or dialogues to token files for Megatron and GPT-NeoX, on all cores.
 
     A turn is its role's control token, the text, and the token again (<|user|>…<|user|>); with a chat template it is
-    what the template writes. A malformed record is dropped and counted. A killed run goes on when it is run again.
+    what the template renders. A malformed record is dropped and counted. A killed run resumes when it is run again.
     Each of several --jsonl-keys, such as text,summary, gets files of its own.
     """
     from train.data.tokens.indexed import named_prefix
@@ -94,7 +94,9 @@ def tokenize(**options: Any) -> None:
 
     parts, prefix = ranges(paths(options["inputs"])), options["prefix"]
     if prefix.is_dir():
-        click.echo(f"note: {prefix} is a folder, the files lie beside it; {prefix}/NAME puts them into it", err=True)
+        click.echo(
+            f"note: {prefix} is a folder, the files are written beside it; {prefix}/NAME writes them into it", err=True
+        )
     jobs = [make_job({**options, "key": key}, parts) for key in options["key"].split(",")]
     for job in jobs:
         out = named_prefix(prefix).with_name(f"{prefix.name}_{job.key}_document")
@@ -104,21 +106,21 @@ def tokenize(**options: Any) -> None:
 
 
 def paths(inputs: Sequence[str]) -> list[Path]:
-    """Files of --input, which may be comma lists; `~` is the home folder."""
-    found = []
+    """The files of --input, which may be comma-separated lists; `~` is the home folder."""
+    files = []
     try:
         for value in inputs:
             names = [value] if Path(value).expanduser().exists() else value.split(",")
-            found += [Path(name).expanduser() for name in names if name]
-    except RuntimeError as error:  # nobody has that home folder
+            files += [Path(name).expanduser() for name in names if name]
+    except RuntimeError as error:  # there is no such user
         raise UsageError(f"--input {','.join(inputs)}: {error}", "write the whole path") from None
     except OSError as error:
         raise UsageError(f"--input {short(value)} names no file: {error.strerror}") from None
-    return found
+    return files
 
 
 def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
-    """What the options ask for, checked against the tokenizer."""
+    """The job that the options describe, checked against the tokenizer."""
     from train.data.tokens.encode import check_template
     from train.data.tokens.input_ranges import first_value
     from train.data.tokens.shapes import form_of
@@ -128,10 +130,10 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     path, kind = options["tokenizer"], options["tokenizer_type"]
     vocabulary = open_vocabulary(path, [options["eod"]] if options["eod"] else [])
     if kind and (KINDS[kind] == ".json") != isinstance(vocabulary, Fast):
-        raise UsageError(f"{path} is no file for {kind}", "leave --tokenizer-type out: the file tells")
+        raise UsageError(f"{path} is not a file for {kind}", "remove --tokenizer-type: the file determines it")
     key = options["key"]
     form = form_of(first_value(parts, key), key) if options["form"] == "auto" else options["form"]
-    control = control_ids(vocabulary, told(options["control_tokens"]))
+    control = control_ids(vocabulary, parse_control_tokens(options["control_tokens"]))
     template = _template(options["template"], vocabulary, form, control)
     if template is not None and isinstance(vocabulary, Fast):
         check_template(vocabulary, template)
@@ -143,15 +145,25 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     eod = eod_id(vocabulary, options["eod"]) if options["append_eod"] else None
     token = vocabulary.pieces([eod])[0] if eod is not None else None
     if eod in control.values() and template is None:
-        raise UsageError(f"{token} opens and closes turns, it cannot end documents too", "name another --eod")
+        raise UsageError(f"{token} opens and closes turns, so it cannot end documents too", "name another --eod")
     if options["eod"] and not options["append_eod"]:
         raise UsageError("--eod names the token of --append-eod", "add --append-eod")
     if "/" in key:
         raise UsageError(f"--jsonl-keys {key} becomes part of a file name, and cannot hold a slash")
     return Job(
-        vocabulary.path, vocabulary.digest, vocabulary.size, names_digest(vocabulary, vocabulary.size), form, key,
-        control, eod, token, template, ftfy=_ftfy() if options["ftfy"] else None, auto=options["form"] == "auto",
-    )  # fmt: skip
+        tokenizer=vocabulary.path,
+        digest=vocabulary.digest,
+        vocabulary=vocabulary.size,
+        names=names_digest(vocabulary, vocabulary.size),
+        form=form,
+        key=key,
+        control=control,
+        eod=eod,
+        eod_token=token,
+        template=template,
+        ftfy=_ftfy() if options["ftfy"] else None,
+        auto=options["form"] == "auto",
+    )
 
 
 def _ftfy() -> str:
@@ -162,30 +174,30 @@ def _ftfy() -> str:
         raise UnsupportedError("--ftfy needs a library that is not installed", "pip install '.[ftfy]'") from None
 
 
-def _template(named: str | None, vocabulary: Any, form: str, control: Mapping[str, int]) -> str | None:
-    """The chat template to use: the named one, or for conversations the one that the tokenizer's folder has."""
+def _template(template: str | None, vocabulary: Any, form: str, control: Mapping[str, int]) -> str | None:
+    """The chat template: the given one, or for conversations that of the tokenizer's folder."""
     from converters.assets.chat_template import load_template
     from converters.assets.token_files import held_template
     from train.data.tokens.tokenizers import Fast
 
     if form in ("text", "control-text"):
-        if named is not None:
-            raise UsageError(f"--chat-template has no use for records of the format {form}", "leave it out")
+        if template is not None:
+            raise UsageError(f"--chat-template has no effect on records of the format {form}", "remove it")
         return None
     if isinstance(vocabulary, Fast):
-        if named is not None:
-            return load_template(named)
+        if template is not None:
+            return load_template(template)
         return held_template(vocabulary.beside)
-    if named in (None, "control") and control:
-        return None  # control tokens are that template, and SentencePiece itself gives the ids
-    if named is None:
+    if template in (None, "control") and control:
+        return None  # the control template is these tokens, and SentencePiece encodes them itself
+    if template is None:
         raise UsageError(
             f"{vocabulary.path} has no control tokens <|user|> and <|assistant|> for dialogues, and no chat template",
             f"convert tokenizer {vocabulary.path} FOLDER --add --control '<|im_start|>' --control '<|im_end|>', "
             "then --tokenizer FOLDER --chat-template chatml",
         )
     raise UsageError(
-        f"the chat template {named} needs a fast tokenizer, {vocabulary.path} is a SentencePiece model",
+        f"the chat template {template} needs a fast tokenizer, {vocabulary.path} is a SentencePiece model",
         f"convert tokenizer {vocabulary.path} FOLDER, then --tokenizer FOLDER",
     )
 
@@ -201,23 +213,29 @@ def _end(job: Job) -> str:
 
 
 def make_request(options: Mapping[str, Any], job: Job, parts: Ranges, out: Path) -> Request:
-    """What the options that commands share ask for."""
+    """The request that the shared options describe."""
     from train.data.tokens.tokenize import Request
 
     if not out.parent.is_dir():
         raise UsageError(f"the folder {out.parent} of --output-prefix is not there", f"mkdir -p {out.parent}")
     workers = options["workers"] or len(os.sched_getaffinity(0))
     return Request(
-        job, parts, out, workers, options["force"], options["max_drop_rate"], options["strict"],
-        options["quiet"] or options["as_json"],
-    )  # fmt: skip
+        job=job,
+        parts=parts,
+        prefix=out,
+        workers=workers,
+        force=options["force"],
+        most_dropped=options["max_drop_rate"],
+        strict=options["strict"],
+        quiet=options["quiet"] or options["as_json"],
+    )
 
 
 def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str, str]) -> bool:
-    """Tell what was found out, one line each.
+    """Print the decisions, one line each.
 
     Returns:
-        Whether it is to be done.
+        Whether to continue: False for --dry-run.
     """
     from converters.common.progress import size
     from train.data.tokens.indexed import best_dtype
@@ -235,7 +253,7 @@ def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str
 
 
 def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
-    """Tell what became of the records."""
+    """Print what became of the records."""
     from train.data.tokens.records import REASONS
     from train.data.tokens.workers import ALTERED, UNTRAINED
 
@@ -245,8 +263,8 @@ def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
     dropped = {reason: number for reason, number in counts.items() if reason in REASONS}
     if left := counts.get(UNTRAINED):
         click.echo(
-            f"note: {left} replies are not trained, as their records say; {out.name}.mask tells train run, and no "
-            "other program",
+            f"note: {left} replies are not trained, as their records say; {out.name}.mask records it for train run; "
+            "other programs do not read it",
             err=True,
         )
     if altered := counts.get(ALTERED):

@@ -1,1 +1,1 @@
-"""The data of a training: records, tokens, masks, packs."""
+"""Training data: records, tokens, masks, packs."""

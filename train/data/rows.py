@@ -1,7 +1,7 @@
-"""Rows as tensors. Documents lie behind each other without padding, each predicts its own next tokens only.
+"""Packed rows as arrays. Documents are contiguous, without padding; each predicts only its own next tokens.
 
-The last token of a document is nobody's input and the first nobody's label, so a row has one input less than tokens for
-each document: no label ever crosses a boundary.
+The last token of a document is never an input and the first is never a label, so each document has one input less than
+tokens: no label crosses a document boundary.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +28,9 @@ from train.settings.config import Data
 IGNORED = -100
 """A label that is not trained (the default of torch.nn.functional.cross_entropy)."""
 LARGEST = 2**31
-"""No vocabulary has so many tokens."""
+"""Larger than any vocabulary."""
 CHUNK = 2048
-"""Tokens whose logits are held at a time: a vocabulary of 131,072 takes 1 GiB for them in float32."""
+"""Tokens whose logits are in memory at a time: with a vocabulary of 131,072 they take 1 GiB in float32."""
 
 
 class Flat(NamedTuple):
@@ -41,7 +42,7 @@ class Flat(NamedTuple):
         position_ids: from 0 in each document, int64[n].
         cu_seqlens: where documents begin, and n, int32[d + 1].
         longest: inputs of the longest document, 0 if there is none.
-        trained: labels that are trained.
+        trained: number of trained labels.
     """
 
     input_ids: NDArray[np.int64]
@@ -53,7 +54,7 @@ class Flat(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Inputs that belong to a document."""
+        """Input tokens that belong to a document."""
         return len(self.input_ids) if self.longest else 0
 
 
@@ -65,9 +66,9 @@ class Rows:
         documents: the files.
         plans: the rows of each.
         ends: first row of each file, and their number.
-        loss: what is trained, see `masks.label_mask`.
-        vocabulary: rows of the model's embedding, where that is known: larger ids are refused.
-        positions: tokens that the model was made for, where that is known: longer documents are told.
+        loss: what is trained, see `loss_masks.label_mask`.
+        vocabulary: rows of the model's embedding, if known: larger ids are refused.
+        positions: maximum positions of the model, if known: longer documents are noted in `overlong`.
     """
 
     documents: Sequence[Documents]
@@ -82,15 +83,15 @@ class Rows:
 
     @property
     def overlong(self) -> str:
-        """What became of documents that are longer than a row, or than the model knows; empty if there are none."""
+        """A note on documents that are longer than a row, or than the model's positions; empty if there are none."""
         many, tokens = (sum(plan.counts[key] for plan in self.plans) for key in ("overlong", "overlong_tokens"))
-        told = []
+        notes = []
         if many and all(plan.algorithm != "packed" for plan in self.plans):
             done = "left out" if all(plan.pieces is None for plan in self.plans) else "cut"
-            told.append(f"{many} documents with {tokens} tokens are longer than a row: {done}")
+            notes.append(f"{many} documents with {tokens} tokens are longer than a row: {done}")
         if self.longest > self.positions:
-            told.append(f"documents have up to {self.longest} inputs, the model was made for {self.positions}")
-        return "; ".join(told)
+            notes.append(f"documents have up to {self.longest} inputs, the model was made for {self.positions}")
+        return "; ".join(notes)
 
     @property
     def longest(self) -> int:
@@ -102,11 +103,11 @@ class Rows:
         """These rows for a model.
 
         Args:
-            positions: how many it was made for, None where that is not known.
-            learned: whether it has a vector for each, and none for others.
+            positions: maximum positions of the model, None if not known.
+            learned: whether it has learned position embeddings, and so none beyond `positions`.
 
         Raises:
-            RefusedError: a document needs others.
+            RefusedError: a document needs positions beyond the learned ones.
         """
         if positions is not None and learned and self.longest > positions:
             raise RefusedError(
@@ -117,15 +118,19 @@ class Rows:
 
     @property
     def digest(self) -> str:
-        """What the rows are made of: hashes of the files, and everything that decides which documents share a row."""
-        told = [sorted(one.control.items()) for one in self.documents if one.facts is None and one.control]
-        found = blake3(repr([[sorted(plan.made_from.items()) for plan in self.plans], self.loss, *told]).encode())
-        for array in (one for plan in self.plans for one in (plan.documents, plan.rows, plan.pieces)):
-            found.update(b"" if array is None else np.ascontiguousarray(array).view(np.uint8).data)
-        return found.hexdigest()
+        """Digest of the rows: hashes of the files, and everything that decides which documents share a row."""
+        controls = [
+            sorted(documents.control.items())
+            for documents in self.documents
+            if documents.facts is None and documents.control
+        ]
+        digest = blake3(repr([[sorted(plan.made_from.items()) for plan in self.plans], self.loss, *controls]).encode())
+        for array in chain.from_iterable((plan.documents, plan.rows, plan.pieces) for plan in self.plans):
+            digest.update(b"" if array is None else np.ascontiguousarray(array).view(np.uint8).data)
+        return digest.hexdigest()
 
     def flat(self, numbers: Sequence[int]) -> Flat:
-        """Some rows, flattened; no rows give one input that trains nothing, because every rank takes every step."""
+        """Some rows, flattened. No rows give one untrained input, because every rank takes part in every step."""
         pieces = [piece for number in numbers for piece in self._pieces(number)]
         pieces = [(tokens, mask) for tokens, mask in pieces if len(tokens) > 1]
         if not pieces:
@@ -146,7 +151,7 @@ class Rows:
         """Tokens and masks of the documents of a row."""
         file = bisect_right(self.ends, number) - 1
         documents, plan = self.documents[file], self.plans[file]
-        found = []
+        pieces = []
         for document, low, many in plan.row(number - self.ends[file], documents.indexed.sizes):
             tokens = documents.indexed[document][low : low + many].astype(np.int64)
             if int(tokens.max()) >= self.vocabulary:
@@ -155,17 +160,17 @@ class Rows:
                     f"the model's embedding {self.vocabulary} rows",
                     "tokenize with the model's own tokenizer",
                 )
-            found.append((tokens, documents.trained(document, document + 1, self.loss)[low : low + many]))
-        return found
+            pieces.append((tokens, documents.trained(document, document + 1, self.loss)[low : low + many]))
+        return pieces
 
 
 def lengths(documents: Documents, plan: Plan) -> NDArray[Any]:
-    """Tokens of each document that is trained; cut over several rows, it counts as the whole one."""
+    """Tokens of each document in the rows; a document that is cut over several rows counts as a whole."""
     sizes = documents.indexed.sizes
     if plan.algorithm == "packed":
         return np.asarray(sizes)
-    taken = slice(int(plan.rows[0]), int(plan.rows[-1]))
-    return sizes[plan.documents[taken]] if plan.pieces is None else plan.pieces[taken, 1]
+    pieces = slice(int(plan.rows[0]), int(plan.rows[-1]))
+    return sizes[plan.documents[pieces]] if plan.pieces is None else plan.pieces[pieces, 1]
 
 
 def open_rows(data: Data, paths: Sequence[Path], seed: int, split: str = "train") -> Rows:
@@ -175,17 +180,17 @@ def open_rows(data: Data, paths: Sequence[Path], seed: int, split: str = "train"
         data: the settings.
         paths: prefixes of token files, or plans of `train pack`.
         seed: of the packer.
-        split: which rows of a plan; of files all are taken.
+        split: the split of a plan; of token files all rows are taken.
 
     Raises:
-        RefusedError: nobody knows which tokens are replies, or a plan is for other rows.
+        RefusedError: it is not known which tokens are replies, or a plan has other rows than the settings.
     """
     opened = [_opened(data, path, seed, split) for path in paths]
-    documents, plans = [one for one, _ in opened], [plan for _, plan in opened]
-    for one in documents:
-        if one.silent and data.loss != "all":
+    documents, plans = [documents for documents, _ in opened], [plan for _, plan in opened]
+    for file in documents:
+        if file.silent and data.loss != "all":
             raise RefusedError(
-                f"{one.indexed.prefix} does not tell which of its tokens are replies",
+                f"{file.indexed.prefix} does not say which of its tokens are replies",
                 "name its control tokens, --data.control_tokens '{user: 7, assistant: 8}', or train all of its tokens, "
                 "--data.loss all",
             )
@@ -194,43 +199,47 @@ def open_rows(data: Data, paths: Sequence[Path], seed: int, split: str = "train"
 
 def _opened(data: Data, path: Path, seed: int, split: str) -> tuple[Documents, Plan]:
     if not is_plan(path):
-        one = open_documents(path, None, data.control_tokens)
-        return one, make_plan(
-            one.indexed, algorithm=data.packing, seq_length=data.seq_length, seed=seed, overlong=data.overlong
+        documents = open_documents(path, None, data.control_tokens)
+        return documents, make_plan(
+            documents.indexed, algorithm=data.packing, seq_length=data.seq_length, seed=seed, overlong=data.overlong
         )
     plan = open_plan(path)
-    for name, wanted, held in (
+    for name, expected, actual in (
         ("seq_length", data.seq_length, plan.capacity - 1),
         ("packing", data.packing if "packing" in data.model_fields_set else plan.algorithm, plan.algorithm),
     ):
-        if wanted != held:
-            hint = f"--data.{name} {held}, or pack again"
-            raise RefusedError(f"{path} has rows of {name} {held}, not {wanted}", hint)
-    one = open_documents(plan.prefix, None, data.control_tokens)
-    return one, plan.part(split, one.indexed.sizes)
+        if expected != actual:
+            hint = f"--data.{name} {actual}, or pack again"
+            raise RefusedError(f"{path} has rows of {name} {actual}, not {expected}", hint)
+    documents = open_documents(plan.prefix, None, data.control_tokens)
+    return documents, plan.part(split, documents.indexed.sizes)
 
 
 def check_tokenizer(files: Iterable[Documents], folder: Path) -> None:
-    """See that the ids of token files are those of a model; of files that do not tell, nobody knows.
+    """Check that token files were made with a model's tokenizer; files without a sidecar are not checked.
 
     Args:
         files: the token files.
-        folder: the model's; without a tokenizer that can be read there is nothing to compare. (tokenizer.model of some
-            models is tiktoken's.)
+        folder: the model; without a readable tokenizer there is nothing to compare (tokenizer.model of some models is
+            tiktoken's).
 
     Raises:
         RefusedError: a file was made with another tokenizer.
     """
-    held = []
+    known_tokenizers = []
     for name in FILES:
         if (folder / name).is_file():
             with suppress(SourceError):
-                held.append(open_vocabulary(folder / name))
-    for one in files:
-        facts = one.facts
-        if facts is not None and held and not any(made_with(facts, known) for known in held):
+                known_tokenizers.append(open_vocabulary(folder / name))
+    for documents in files:
+        facts = documents.facts
+        if (
+            facts is not None
+            and known_tokenizers
+            and not any(made_with(facts, tokenizer) for tokenizer in known_tokenizers)
+        ):
             raise RefusedError(
-                f"{one.indexed.prefix} was made with another tokenizer, of {facts.vocabulary} tokens, than that of "
-                f"{folder}, of {held[0].size}: its ids mean something else to the model",
+                f"{documents.indexed.prefix} was made with another tokenizer, of {facts.vocabulary} tokens, than that "
+                f"of {folder}, of {known_tokenizers[0].size}: its ids mean something else to the model",
                 f"train tokenize --tokenizer {folder}",
             )

@@ -1,6 +1,6 @@
-"""What computes the steps of a training: one file an engine.
+"""Engines compute the steps of a training: one file an engine.
 
-Rows, masks, order, loss, learning rate, checkpoints' names and logs are the same whatever computes.
+Rows, masks, order, loss, learning rate, checkpoint names and logs are the same with every engine.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from train.distributed import World
 from train.settings.config import Config
 
 ENGINES: Mapping[str, tuple[str, str, str]] = {
-    "fsdp": ("train.engines.fsdp", "Sharded", "fsdp"),
-    "transformers": ("train.engines.trainer", "Driven", "fsdp"),
-    "deepspeed": ("train.engines.deepspeed", "Zero", "deepspeed"),
+    "fsdp": ("train.engines.fsdp", "FsdpEngine", "fsdp"),
+    "transformers": ("train.engines.trainer", "TrainerEngine", "fsdp"),
+    "deepspeed": ("train.engines.deepspeed", "DeepSpeedEngine", "deepspeed"),
 }
-"""What `engine` can be: its module and class, and the engine whose checkpoints it writes and reads."""
+"""Values of `engine`: module, class, and the engine whose checkpoint format it writes and reads."""
 
 
 class Engine(Protocol):
-    """A sharded model with its optimizer. Every rank calls everything, in the same order.
+    """A sharded model with its optimizer. All methods are collective: every rank calls them, in the same order.
 
-    One that owns its loop (see `trainer.py`) has neither `backward` nor `step`: it is no `Stepping`.
+    An engine that owns its loop (see `trainer.py`) has neither `backward` nor `step`, so it is not a `Stepping`.
 
     Attributes:
         model: of transformers.
-        trainee: a `model.Trainee`, or what wraps it: called with rows it gives the sum of their losses.
+        trainee: a `model.Trainee`, or its wrapper: called with rows it returns the sum of their losses.
         kernels: torch or liger.
     """
 
@@ -40,31 +40,31 @@ class Engine(Protocol):
     kernels: str
 
     def write(self, folder: Path) -> Future[Any] | None:
-        """Write weights and optimizer states into a folder that is there; a future if that goes on meanwhile."""
+        """Write weights and optimizer states into an existing folder; a future if it writes in the background."""
 
     def read(self, folder: Path) -> None:
         """Read what `write` wrote."""
 
 
 class Stepping(Engine, Protocol):
-    """An engine whose steps our loop takes."""
+    """An engine whose steps are taken by our loop."""
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Add the gradient of a micro-batch. Gradients are averaged over ranks behind the last one of a step."""
+        """Add the gradient of a micro-batch. Gradients are averaged over ranks after the last one of a step."""
 
     def step(self, rate: float) -> float:
-        """Clip, and step with a learning rate. The gradient's norm before clipping."""
+        """Clip, and step with a learning rate. Returns the gradient norm before clipping."""
 
 
-def open_engine(config: Config, made: Any, world: World, backend: str) -> Engine:
-    """Make the model and its optimizer, filled from `model.path`.
+def open_engine(config: Config, model_config: Any, world: World, backend: str) -> Engine:
+    """Build the model and its optimizer, with the weights of `model.path`.
 
     Args:
         config: the settings.
-        made: the model's configuration, of transformers.
+        model_config: the model's configuration, of transformers.
         world: the ranks.
         backend: a key of `attention.BACKENDS`.
     """
     module, name, _ = ENGINES[config.engine]
-    engine: Engine = getattr(import_module(module), name)(config, made, world, backend)
+    engine: Engine = getattr(import_module(module), name)(config, model_config, world, backend)
     return engine

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO, stages 1 to 3. Checkpoints are its own, with Hugging Face names: `convert zero2hf` reads them.
 
-Stages 1 and 2 hold the whole model on each rank, in the type of the computation; stage 3 a part of every parameter. The
-weights to step are float32 and sharded in all of them, and filled from the files without rounding. Gradients are summed
-and reduced in float32, in stage 1 behind the last micro-batch of a step, in the others behind each.
+Stages 1 and 2 keep the whole model on each rank, in the compute dtype; stage 3 keeps a shard of every parameter. In all
+stages FP32 master weights are sharded, and filled from the files without rounding. Gradients are accumulated and
+reduced in float32: in stage 1 after the last micro-batch of a step, in the others after each micro-batch.
 Facts: deepspeed 0.19.8.
 """
 
@@ -46,25 +46,25 @@ OURS: Mapping[str, str] = {
     "checkpoint": "save",
     "zero_optimization.stage": "parallel.zero_stage",
 }
-"""Settings of DeepSpeed that are not taken from `parallel.deepspeed`, and what says them here."""
+"""Settings of DeepSpeed that may not be in `parallel.deepspeed`, and the setting of ours that replaces each."""
 UNIVERSAL = ".universal"
-"""Folder in `save.path` that holds a checkpoint of other ranks or another stage while it is read."""
+"""Folder in `save.path` for the universal checkpoint through which another number of ranks or stage is read."""
 
 
-class Zero:
-    """A model whose moments, gradients and weights, by the stage, are sharded over all ranks."""
+class DeepSpeedEngine:
+    """A model whose moments, gradients and weights are sharded over all ranks, as the ZeRO stage says."""
 
     kernels = "torch"
 
-    def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
+    def __init__(self, config: Config, model_config: Any, world: World, backend: str) -> None:
         self.world, self.settings = world, settings(config, world.ranks)
-        packed = [name for name, held in self.settings["zero_optimization"].items() if held and "_quantized_" in name]
+        packed = [name for name, value in self.settings["zero_optimization"].items() if value and "_quantized_" in name]
         if packed and world.device.type == "cpu":
-            raise UnsupportedError(f"DeepSpeed has no {packed[0]} on CPUs", "leave it out there; GPUs have it")
+            raise UnsupportedError(f"DeepSpeed has no {packed[0]} on CPUs", "remove it there; GPUs support it")
         deepspeed = _deepspeed(world)
         _require_known(self.settings)
-        self.model = make(made, backend)
-        for tensor in self.model.parameters():  # buffers stay as they are
+        self.model = make(model_config, backend)
+        for tensor in self.model.parameters():  # buffers keep their dtype
             tensor.data = tensor.data.to(DTYPES[config.model.dtype])
         if config.model.activation_checkpointing:
             recompute(layers(self.model))
@@ -74,7 +74,9 @@ class Zero:
             self.model.to_empty(device=world.device)
         self.model.tie_weights()
         fill_buffers(self.model, world.device)
-        self.model.forward = Trainee(self.model, backend).forward  # a wrapper's name would be in the checkpoints
+        self.model.forward = Trainee(
+            self.model, backend
+        ).forward  # a wrapper module would put its name into the checkpoints' keys
         optimizer = adamw(self.model, config.optim, fused=world.device.type == "cuda")
         self.trainee: Any = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.settings)[0]
         with torch.no_grad():
@@ -87,26 +89,26 @@ class Zero:
         self.trainee.backward(loss, scale_wrt_gas=False)
 
     def step(self, rate: float) -> float:
-        """See `Engine`. DeepSpeed leaves the weights alone where the norm is no number."""
+        """See `Engine`. DeepSpeed skips the step if the norm is NaN or infinite."""
         for group in self.trainee.optimizer.param_groups:
             group["lr"] = rate
         self.trainee.step()
         return float(self.trainee.get_global_grad_norm())
 
     def write(self, folder: Path) -> None:
-        """See `Engine`. Nothing goes on meanwhile."""
+        """See `Engine`. It blocks until everything is written."""
         self.trainee.save_checkpoint(str(folder.parent), folder.name, save_latest=False)
         for path in folder.glob("*" if self.world.first else f"*zero_pp_rank_{self.world.rank}_*"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
     def read(self, folder: Path) -> None:
-        """See `Engine`: bit for bit; with other ranks or another stage, by way of a universal checkpoint."""
-        other = self.world.told(lambda: self._other(folder))
-        run = self.world.told(lambda: _universal(folder)) if other else folder.parent
+        """See `Engine`. Bit-exact; another number of ranks or stage is read through a universal checkpoint."""
+        other = self.world.from_first(lambda: self._other(folder))
+        run = self.world.from_first(lambda: _universal(folder)) if other else folder.parent
         optimizer = self.trainee.optimizer
         ours = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        self.trainee.load_universal_checkpoint = lambda: other  # asked where checkpoints are loaded alone
+        self.trainee.load_universal_checkpoint = lambda: other  # DeepSpeed calls it only when it loads
         try:
             loaded, _ = self.trainee.load_checkpoint(str(run), folder.name)
         except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
@@ -114,9 +116,9 @@ class Zero:
         if loaded is None:
             raise SourceError(f"DeepSpeed finds nothing to load in {folder}")
         for group, values in zip(optimizer.param_groups, ours, strict=True):
-            group.update(values)  # DeepSpeed takes betas, decay and clip of the checkpoint
+            group.update(values)  # DeepSpeed loads betas, decay and clip from the checkpoint; ours apply
         for tensor, state in self.trainee.basic_optimizer.state.items():
-            # DeepSpeed gives all groups of stage 3 one counter, and leaves it on the CPU, where a fused AdamW has none
+            # stage 3 gives all groups one step tensor on the CPU; a fused AdamW needs its own on the GPU
             state["step"] = state["step"].to(tensor.device, copy=True)
         optimizer.clip_grad = self.settings["gradient_clipping"]
         self._refresh()
@@ -125,7 +127,7 @@ class Zero:
             shutil.rmtree(run)
 
     def _refresh(self) -> None:
-        """Make the second copies of ZeRO++'s hpZ, which are those of the weights at the last step, anew."""
+        """Refresh the secondary copies of ZeRO++'s hpZ, which are still those of the previous weights."""
         if self.settings["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
             import deepspeed
 
@@ -134,20 +136,20 @@ class Zero:
                     pass
 
     def _other(self, folder: Path) -> bool:
-        """Whether a checkpoint has other partitions than this engine."""
+        """Whether a checkpoint is partitioned differently from this engine."""
         from formats.deepspeed import folders as deepspeed
         from formats.torch_files.archive import read_torch
 
         files = sorted(path for path in folder.iterdir() if deepspeed.is_model(path.name))
         if not files:
             raise SourceError(f"{folder} has no model states of DeepSpeed", f"ls {folder}")
-        held = read_torch(files[0]).value
-        same = all(held["ds_config"].get(name) == self.settings[name] for name in ("zero_optimization", "bf16"))
-        return held["dp_world_size"] != self.world.ranks or not same
+        states = read_torch(files[0]).value
+        same = all(states["ds_config"].get(name) == self.settings[name] for name in ("zero_optimization", "bf16"))
+        return states["dp_world_size"] != self.world.ranks or not same
 
 
 class _Unmade(nn.Module):
-    """A model on no device, whose parameters get memory one module at a time, each when they are asked for."""
+    """A model on the meta device whose parameters get memory one module at a time, when they are iterated over."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -155,7 +157,7 @@ class _Unmade(nn.Module):
         self.device = device
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """All of them; `zero.Init` takes this rank's part of one, and forgets the rest, before it asks for the next."""
+        """All parameters. `zero.Init` partitions each, and frees the rest of it, before it asks for the next."""
         for part in self.parts if recurse else ():
             part.to_empty(device=self.device, recurse=False)
             yield from part.parameters(recurse=False)
@@ -165,19 +167,19 @@ def settings(config: Config, ranks: int) -> dict[str, Any]:
     """The settings of DeepSpeed: those of `parallel.deepspeed`, and ours.
 
     Raises:
-        UsageError: one of them has a name of its own here.
+        UsageError: `parallel.deepspeed` sets something that has a setting of its own here.
     """
     given, sizes = config.parallel.deepspeed, batch_sizes(config.batch, ranks)
     zero = given.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
-        raise UsageError(f"parallel.deepspeed.zero_optimization is {zero!r}", "it is a list of settings")
+        raise UsageError(f"parallel.deepspeed.zero_optimization is {zero!r}", "it has to be a mapping of settings")
     twice = [name for name in [*given, *(f"zero_optimization.{key}" for key in zero)] if name in OURS]
     if twice:
-        told = f"which {'are' if len(twice) > 1 else 'is'} {', '.join(OURS[name] for name in twice)} here"
-        raise UsageError(f"parallel.deepspeed sets {', '.join(twice)}, {told}", "leave it out there")
+        equivalents = f"which {'are' if len(twice) > 1 else 'is'} {', '.join(OURS[name] for name in twice)} here"
+        raise UsageError(f"parallel.deepspeed sets {', '.join(twice)}, {equivalents}", "remove it there")
     return {
         "steps_per_print": None,
-        "zero_force_ds_cpu_optimizer": False,  # an offloaded AdamW is torch's own, which steps on CPU as well
+        "zero_force_ds_cpu_optimizer": False,  # offloaded states are stepped by torch's AdamW, which runs on CPU too
         **given,
         "zero_optimization": {**zero, "stage": config.parallel.zero_stage},
         "zero_allow_untested_optimizer": True,
@@ -191,27 +193,31 @@ def settings(config: Config, ranks: int) -> dict[str, Any]:
 
 
 def _deepspeed(world: World) -> Any:
-    """The library, on our process group.
+    """The DeepSpeed library, initialised on our process group.
 
     Raises:
         UnsupportedError: it is not installed.
     """
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-    if world.device.index is not None:  # DeepSpeed takes it from there, and a task may see its own GPU alone
+    if world.device.index is not None:  # DeepSpeed reads it, and a Slurm task may see only its own GPU
         os.environ["LOCAL_RANK"] = str(world.device.index)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of its calls, at each step
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch.distributed"
+    )  # DeepSpeed's calls warn at each step
     try:
         import deepspeed
     except ImportError as error:
         raise UnsupportedError(f"the engine deepspeed lacks a library: {error}", "pip install '.[train]'") from None
     if world.device.type == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # C++ to compile, for inference alone
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # needs a C++ compiler, and only inference uses it
+        )
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
 
-def _require_known(held: Mapping[str, Any]) -> None:
-    """Look for settings of ZeRO that DeepSpeed does not know, or would not look at where they stand.
+def _require_known(given: Mapping[str, Any]) -> None:
+    """Refuse ZeRO settings that DeepSpeed does not know, or ignores because they are outside `zero_optimization`.
 
     Raises:
         UsageError: there is one.
@@ -220,11 +226,11 @@ def _require_known(held: Mapping[str, Any]) -> None:
     from pydantic import ValidationError
 
     section = "parallel.deepspeed.zero_optimization"
-    astray = sorted(held.keys() & {info.alias or name for name, info in DeepSpeedZeroConfig.model_fields.items()})
+    astray = sorted(given.keys() & {info.alias or name for name, info in DeepSpeedZeroConfig.model_fields.items()})
     if astray:
         raise UsageError(f"parallel.deepspeed sets {', '.join(astray)}", f"put it into {section}")
     try:
-        DeepSpeedZeroConfig(**held["zero_optimization"])
+        DeepSpeedZeroConfig(**given["zero_optimization"])
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(map(str, (section, *fault["loc"])))
@@ -232,7 +238,7 @@ def _require_known(held: Mapping[str, Any]) -> None:
 
 
 def _fill(model: nn.Module, path: Path) -> None:
-    """Read weights: in the type of the computation what this rank holds of them, in float32 what it steps."""
+    """Read this rank's weights in the compute dtype, and its FP32 master weights."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     for tensor, piece in pieces(model, path):
@@ -247,12 +253,12 @@ def _fill(model: nn.Module, path: Path) -> None:
 
 
 def _part(piece: Any, count: int, rank: int) -> torch.Tensor:
-    """A rank's elements of a flattened tensor, of which only the rows that have them are read.
+    """A rank's elements of a flattened tensor; only the rows that contain them are read.
 
     Args:
         piece: a slice of safetensors.
-        count: elements of each rank; the last ones are padded.
-        rank: whose.
+        count: elements of each rank; the last rank is padded.
+        rank: the rank.
 
     Returns:
         [count].
@@ -261,12 +267,12 @@ def _part(piece: Any, count: int, rank: int) -> torch.Tensor:
     width = prod(shape[1:])
     low, high = (min(at, prod(shape)) for at in (count * rank, count * (rank + 1)))
     first = low // width
-    held = piece[first : -(-high // width)].flatten()[low - first * width : high - first * width]
-    return nn.functional.pad(held, (0, count - len(held)))
+    elements = piece[first : -(-high // width)].flatten()[low - first * width : high - first * width]
+    return nn.functional.pad(elements, (0, count - len(elements)))
 
 
 def _universal(folder: Path) -> Path:
-    """Convert a checkpoint as `convert zero2universal` does: the folder with a universal one of the same name."""
+    """Convert a checkpoint as `convert zero2universal` does. Returns the folder that contains it."""
     from converters.convert import run
     from converters.plan.request import Request
     from converters.plan.universal import open_states, plan_universal

@@ -1,4 +1,4 @@
-"""The reason of an engine's error in one sentence."""
+"""The reason for an engine's error in one sentence."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong with a checkpoint, in a line: torch gathers failures of ranks, each with a traceback."""
+    """What went wrong with a checkpoint, in one line: torch collects the failures of all ranks with tracebacks."""
     if isinstance(error, CheckpointException):
-        rank, (error, _) = min(error.failures.items(), key=lambda one: one[0])
+        rank, (error, _) = min(error.failures.items(), key=lambda failure: failure[0])
         return f"rank {rank} says {reason(error)}"
     return " ".join(str(error).split())[:200]

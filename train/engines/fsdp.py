@@ -1,7 +1,7 @@
 """torch's own sharding: FSDP2, and HSDP with replicas. Checkpoints are torch DCP with Hugging Face names.
 
-What is trained is float32. What is frozen beside adapters has the type of the computation: FSDP wants one type only of
-what is trained.
+Trained parameters are float32. With LoRA, frozen parameters have the compute dtype: FSDP requires a uniform dtype only
+of the trained ones.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from train.model.trainee import DTYPES, Trainee, fill, fill_buffers, make, recom
 from train.settings.config import Config
 
 
-def sharded(config: Config, made: Any, world: World, backend: str) -> Any:
-    """A `Trainee` in pieces; its weights are whatever the memory held.
+def sharded(config: Config, model_config: Any, world: World, backend: str) -> Any:
+    """A sharded `Trainee` with uninitialised weights.
 
     Args:
         config: `model`.
-        made: the model's configuration, of transformers.
+        model_config: the model's configuration, of transformers.
         world: the ranks.
         backend: a key of `attention.BACKENDS`.
     """
     dtype = DTYPES[config.model.dtype]
-    model = make(made, backend, dtype if config.lora else torch.float32)
-    found = kernels.resolve(config.model.kernels, made, world.device)
-    if found == "liger":
+    model = make(model_config, backend, dtype if config.lora else torch.float32)
+    kernel = kernels.resolve(config.model.kernels, model_config, world.device)
+    if kernel == "liger":
         kernels.replace(model)
     if config.lora is not None:
         lora.insert(model, config.lora, config.model.path)
-    held = layers(model)
+    decoder_layers = layers(model)
     if config.model.activation_checkpointing:
-        recompute(held)
+        recompute(decoder_layers)
     if config.model.compile:
-        for layer in held:
+        for layer in decoder_layers:
             layer.compile()
-    trainee = Trainee(model, backend, found)
+    trainee = Trainee(model, backend, kernel)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
-    for layer in held:
+    for layer in decoder_layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(trainee, mesh=mesh, mp_policy=policy)
     trainee.to_empty(device=world.device)
@@ -66,16 +66,16 @@ def sharded(config: Config, made: Any, world: World, backend: str) -> Any:
 
 
 def read_weights(model: Any, folder: Path, world: World) -> None:
-    """Fill a sharded model from a checkpoint, whose moments nobody reads; saved on any number of ranks."""
+    """Fill a sharded model from a checkpoint of any number of ranks, without its moments."""
     _load({"model": weights(model)}, folder, world)
 
 
-class Sharded:
+class FsdpEngine:
     """A model whose weights, gradients and moments are sharded over the ranks of a replica."""
 
-    def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
+    def __init__(self, config: Config, model_config: Any, world: World, backend: str) -> None:
         self.clip, self.world = config.optim.clip, world
-        self.trainee = sharded(config, made, world, backend)
+        self.trainee = sharded(config, model_config, world, backend)
         self.model = self.trainee.model
         self.kernels = self.trainee.kernels
         with torch.no_grad():
@@ -84,7 +84,7 @@ class Sharded:
         self.optimizer = adamw(self.trainee, config.optim, fused=world.device.type == "cuda")
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """See `Engine`. Reduced behind each micro-batch: else a rank keeps gradients of the whole model."""
+        """See `Engine`. Gradients are reduce-scattered after each micro-batch: else each rank keeps all of them."""
         self.trainee.set_requires_all_reduce(last)
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -92,8 +92,8 @@ class Sharded:
         """See `Engine`."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        held: Sequence[torch.Tensor] = [one for one in self.trainee.parameters() if one.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(held, self.clip or float("inf"))
+        tensors: Sequence[torch.Tensor] = [tensor for tensor in self.trainee.parameters() if tensor.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -103,41 +103,41 @@ class Sharded:
         return write(self.model, self.optimizer, folder, self.world)
 
     def read(self, folder: Path) -> None:
-        """See `Engine`: saved on any number of ranks."""
+        """See `Engine`. The checkpoint may be of any number of ranks."""
         read(self.model, self.optimizer, folder, self.world)
 
 
 def write(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> Future[Any]:
     """Write weights, moments and steps: the tensors are copied now and written in the background.
 
-    The writer is named so that it takes them from the CPU: torch's own would wait for a GPU in its thread, where that
-    is number 0 for every rank (torch 2.10 and 2.13 distributed/checkpoint/filesystem.py).
+    The writer is passed explicitly so that it takes them from the CPU: torch's default would synchronise with a GPU in
+    its thread, whose current device is GPU 0 on every rank (torch 2.10 and 2.13 distributed/checkpoint/filesystem.py).
     """
     if world.first:
         lora.write_note(folder, model)
     tensors = _tensors(model, optimizer)
     tensors["optim"]["param_groups"] = _groups(optimizer, tensors["model"])
-    held: Any = async_save(tensors, storage_writer=FileSystemWriter(folder), process_group=world.saving)
-    return held  # type: ignore[no-any-return]
+    future: Any = async_save(tensors, storage_writer=FileSystemWriter(folder), process_group=world.saving)
+    return future  # type: ignore[no-any-return]
 
 
 def read(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> None:
-    """Read what `write` wrote, on any number of ranks; or what it wrote before it had torch's names."""
+    """Read what `write` wrote on any number of ranks, also older checkpoints without the `optim.state.` prefix."""
     lora.check_same(folder, model)
     _empty_moments(optimizer)
     tensors = _tensors(model, optimizer)
-    if world.told(lambda: not any(one.name.startswith("optim.state.") for one in dcp.entries(folder))):
+    if world.from_first(lambda: not any(entry.name.startswith("optim.state.") for entry in dcp.entries(folder))):
         tensors["optim"] = tensors["optim"]["state"]
     _load(tensors, folder, world)
 
 
 def _load(tensors: dict[str, Any], folder: Path, world: World) -> None:
-    """Fill tensors, after a look at the checkpoint that executes nothing of it: torch unpickles its metadata.
+    """Fill tensors, after our own reader has checked the checkpoint: torch would unpickle its metadata unchecked.
 
     Raises:
         SourceError: a file is missing, cut off, damaged, or not what it should be.
     """
-    world.told(lambda: deque(dcp.load(dcp.contents(folder)[0]), 0))
+    world.from_first(lambda: deque(dcp.load(dcp.contents(folder)[0]), 0))
     try:
         load(tensors, checkpoint_id=str(folder), process_group=world.saving)
     except CheckpointException as error:
@@ -148,22 +148,25 @@ def _load(tensors: dict[str, Any], folder: Path, world: World) -> None:
 
 
 def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights, or adapters if there are any; and, of those that are trained, moments and steps.
+    """The weights (with LoRA the adapters only), and the moments and steps of those that are trained.
 
     All have the names that torch's `get_state_dict` gives them.
     """
-    held, state = lora.adapters(model) or weights(model), optimizer.state
-    return {"model": held, "optim": {"state": {name: state[one] for name, one in held.items() if one in state}}}
+    tensors_by_name, state = lora.adapters(model) or weights(model), optimizer.state
+    return {
+        "model": tensors_by_name,
+        "optim": {"state": {name: state[tensor] for name, tensor in tensors_by_name.items() if tensor in state}},
+    }
 
 
-def _groups(optimizer: torch.optim.Optimizer, held: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """The settings of AdamW, and the names of what they are for: this trainer has its own, others ask for them."""
-    names = {tensor: name for name, tensor in held.items()}
+def _groups(optimizer: torch.optim.Optimizer, tensors_by_name: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """The parameter groups of AdamW with parameter names. This trainer ignores them; other trainers require them."""
+    names = {tensor: name for name, tensor in tensors_by_name.items()}
     return [{**group, "params": [names[tensor] for tensor in group["params"]]} for group in optimizer.param_groups]
 
 
 def _empty_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW the state that it would make at its first step, so that a checkpoint can be loaded into it."""
+    """Give AdamW the state that it would create at its first step, so that a checkpoint can be loaded into it."""
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             step = torch.zeros((), dtype=torch.float32, device=tensor.device if group.get("fused") else "cpu")

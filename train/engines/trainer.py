@@ -3,8 +3,8 @@
 What the Trainer does: accumulation, clipping, the optimizer's steps, the scheduler's, callbacks. What accelerate does:
 dealing micro-batches to ranks, FSDP2 on GPUs, and DDP on CPUs, where it does not shard (accelerate 1.15.0 state.py
 takes an `fsdp_plugin` on accelerators only). Everything else is ours, and so are the checkpoints: another engine, or
-another number of ranks, goes on with them. Nothing of a Trainer's own has to be saved: rows, rates and seeds are
-functions of the step, so a job trains the steps that are left, with a data set that begins where they do.
+another number of ranks, can resume from them. No state of the Trainer has to be saved: rows, learning rates and seeds
+are functions of the step, so a job trains the remaining steps on a data set that starts at the next row.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ SHARDED = ("cuda",)
 """Devices that accelerate shards a model on."""
 
 
-class Driven:
-    """A model with its optimizer, which the Trainer shards before its first step and fills then."""
+class TrainerEngine:
+    """A model with its optimizer. The Trainer shards it before its first step, and calls `fill` then."""
 
     kernels = "torch"
 
-    def __init__(self, config: Config, made: Any, world: World, backend: str) -> None:
+    def __init__(self, config: Config, model_config: Any, world: World, backend: str) -> None:
         if find_spec("accelerate") is None:
             raise UnsupportedError("the engine transformers needs accelerate", "pip install '.[train]'")
         self.world, self.source = world, config.model.path
         self.start: Path | None = None
-        self.model = make(made, backend)
+        self.model = make(model_config, backend)
         self.kinds = sorted({type(layer).__name__ for layer in layers(self.model)})
         if config.model.activation_checkpointing:
             recompute(layers(self.model))
         self.trainee: Any = Trainee(self.model, backend)
-        self.trainee.to_empty(device="cpu")  # accelerate tells tensors apart by address; untouched, they take no memory
+        self.trainee.to_empty(device="cpu")  # accelerate identifies tensors by address; untouched pages take no memory
         self.model.tie_weights()
         fill_buffers(self.model, torch.device("cpu"))
-        rateless = config.optim.model_copy(update={"lr": 1.0})  # the scheduler's factor is the rate
+        rateless = config.optim.model_copy(update={"lr": 1.0})  # the scheduler's factor is the learning rate
         self.optimizer: torch.optim.Optimizer = adamw(self.trainee, rateless, fused=world.device.type == "cuda")
 
     def write(self, folder: Path) -> Future[Any]:
@@ -54,11 +54,11 @@ class Driven:
         return write(self.model, self.optimizer, folder, self.world)
 
     def read(self, folder: Path) -> None:
-        """See `Engine`: as soon as the model is sharded."""
+        """See `Engine`. It is read in `fill`, when the model is sharded."""
         self.start = folder
 
     def fill(self) -> None:
-        """Fill a model that is sharded, each rank its own pieces."""
+        """Fill the sharded model, each rank its own shards, from the checkpoint or from `model.path`."""
         if self.start is not None:
             read(self.model, self.optimizer, self.start, self.world)
             return

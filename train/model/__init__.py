@@ -1,1 +1,1 @@
-"""The model on packed rows, in torch."""
+"""The model, computed on packed rows in torch."""

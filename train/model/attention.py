@@ -1,8 +1,8 @@
-"""How documents of a row are kept apart, on each device.
+"""Attention backends, and how each keeps the documents of a packed row apart.
 
-A row is passed to transformers as one sequence of batch 1. Two innocent arguments would switch its document masks off
-without a word: an attention mask of ones, and a cache (transformers 5.23.0 masking_utils.py takes positions for the
-boundaries only if there is neither). `forward_words` is the only place that makes the arguments.
+A row is passed to transformers as one sequence of batch 1. Two harmless-looking arguments silently disable the document
+mask: an attention mask of ones, and a cache (transformers 5.23.0 masking_utils.py derives document boundaries from
+positions only if there is neither). Only `forward_kwargs` makes the arguments.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ BACKENDS = {
     "sdpa": "sdpa",
     "eager": "eager",
 }
-"""Our names, and those of transformers."""
+"""Our names, and the names in transformers."""
 UNPLACED = ("falcon", "gpt_oss")
-"""Model types whose decoder makes masks and hands no positions to what makes them (transformers 5.23.0)."""
+"""Model types whose decoder makes masks without passing positions to the mask function (transformers 5.23.0)."""
 OWN_KERNELS = ("falcon",)
-"""Model types that have a class for each attention instead of the interface (transformers 5.23.0): sdpa and eager."""
+"""Model types with attention classes of their own instead of the interface (transformers 5.23.0): sdpa and eager."""
 WIDEST = 256
-"""Elements of the widest head of flash-attn 2, and of torch's varlen kernel, which takes multiples of 8 alone."""
+"""Largest head dimension of flash-attn 2 and of torch's varlen kernel, which takes multiples of 8 only."""
 
 
-def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) -> str:
+def resolve(requested: str, config: Any, device: torch.device, dtype: torch.dtype) -> str:
     """The backend to use.
 
     Args:
-        wanted: a key of `BACKENDS`, or auto: the fastest that is right for the model on the device.
+        requested: a key of `BACKENDS`, or auto: the fastest that is right for the model on the device.
         config: the model's configuration, of transformers.
         device: where the model runs.
-        dtype: of the computation; flash and varlen have none for float32, nor for wide heads.
+        dtype: compute dtype; flash and varlen support neither float32 nor wide heads.
 
     Raises:
-        UnsupportedError: the device does not have it, or it computes something else than the model does.
+        UnsupportedError: the device does not have it, or it does not compute what the model does.
     """
     rocm = torch.version.hip is not None
     half = device.type == "cuda" and dtype != torch.float32
-    # sdpa and varlen know no cap and no sinks; transformers 5.23.0 has no sdpa for these, with a cap or not
+    # sdpa and varlen have no softcap and no sinks; transformers 5.23.0 has no sdpa for these types, with a cap or not
     capped = config.model_type in ("gemma2", "gpt_oss") or getattr(config, "attn_logit_softcapping", None) is not None
     common = config.model_type not in OWN_KERNELS
     fits = half and common and _width(config) <= WIDEST
-    # varlen drops nothing out
+    # varlen has no attention dropout
     dropped = any(getattr(config, name, 0) for name in DROPOUTS["attention_dropout"])
     has = {
         "flash": fits and config.model_type != "gpt_oss" and _has_flash(),
@@ -61,25 +61,25 @@ def resolve(wanted: str, config: Any, device: torch.device, dtype: torch.dtype) 
         "sdpa": not capped,
         "eager": True,
     }
-    if wanted == "auto":
+    if requested == "auto":
         return next(name for name, there in has.items() if there and name != "flex")
-    if not has[wanted]:
+    if not has[requested]:
         raise UnsupportedError(
-            f"the attention {wanted} does not compute {config.model_type} in {str(dtype)[6:]} on {device.type} here",
+            f"the attention {requested} does not compute {config.model_type} in {str(dtype)[6:]} on {device.type} here",
             "model.attention auto takes what does",
         )
-    return wanted
+    return requested
 
 
 def _width(config: Any) -> int:
-    """The elements of a head's query; with latent attention `head_dim` is that of its turned part."""
+    """Dimension of a query head; with MLA `head_dim` in the config is that of its rotary part only."""
     if getattr(config, "qk_rope_head_dim", None):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _has_flash() -> bool:
-    """Whether flash-attn can be imported: one that was built for another torch cannot."""
+    """Whether flash-attn can be imported; a build for another torch cannot."""
     try:
         import_module("flash_attn")
     except ImportError:
@@ -88,49 +88,49 @@ def _has_flash() -> bool:
 
 
 def _has_varlen() -> bool:
-    """Whether torch's kernel takes windows, scales and grouped heads: that of 2.10 takes none of these, 2.13's does."""
+    """Whether torch's kernel takes windows, scales and grouped heads: torch 2.10 takes none of them, 2.13 all."""
     from torch.nn.attention import varlen as kernel
 
     return {"window_size", "scale", "enable_gqa"} <= signature(kernel.varlen_attn).parameters.keys()
 
 
-def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **words: Any) -> tuple[Any, None]:
+def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any) -> tuple[Any, None]:
     """Attention over documents of different lengths by torch's own kernel, as transformers calls one.
 
     Args:
         module: the attention layer.
         query: [1, heads, n, head dim].
         key: [1, groups, n, head dim].
-        value: likewise; [..., value dim] with latent attention.
-        words: `cu_seq_lens_q`, `max_length_q`, `scaling`, `sliding_window`.
+        value: likewise; [..., value dim] with MLA.
+        kwargs: `cu_seq_lens_q`, `max_length_q`, `scaling`, `sliding_window`.
 
     Returns:
-        [1, n, heads, value dim], and no weights.
+        [1, n, heads, value dim], and no attention weights.
 
     Raises:
-        UnsupportedError: the layer wants something that the kernel has not.
+        UnsupportedError: the layer needs something that the kernel does not have.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     for name in ("dropout", "softcap", "s_aux"):
-        wanted = words.get(name)
-        if wanted is not None and (name != "dropout" or wanted):
+        value_of = kwargs.get(name)
+        if value_of is not None and (name != "dropout" or value_of):
             raise UnsupportedError(
-                f"the attention varlen has no {name}, {module.config.model_type} wants it", "--model.attention eager"
+                f"the attention varlen has no {name}, {module.config.model_type} needs it", "--model.attention eager"
             )
-    ends, longest, window = words["cu_seq_lens_q"], words["max_length_q"], words.get("sliding_window")
-    q, k, v = (one[0].transpose(0, 1).contiguous() for one in (query, key, value))
+    ends, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("sliding_window")
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     size, width = (-1 if window is None else window - 1, 0), v.shape[-1]
-    v = torch.nn.functional.pad(v, (0, q.shape[-1] - width))  # the kernel takes one width
+    v = torch.nn.functional.pad(v, (0, q.shape[-1] - width))  # the kernel requires one width for all three
     out: Any = varlen_attn(
-        q, k, v, ends, ends, longest, longest, scale=words.get("scaling"), window_size=size,
+        q, k, v, ends, ends, longest, longest, scale=kwargs.get("scaling"), window_size=size,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return out[None, ..., :width], None
 
 
 def named(backend: str) -> str:
-    """The name that transformers has for a backend, which it knows from now on; `varlen` has no mask of its own."""
+    """The name of a backend in transformers. `varlen` is registered there, with no mask: it uses `cu_seq_lens_q`."""
     if backend == "varlen":
         from transformers import AttentionInterface
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -141,7 +141,7 @@ def named(backend: str) -> str:
 
 
 def keep_apart(model: Any) -> None:
-    """Give layers masks that see where documents begin, where the model makes masks without positions."""
+    """Pass document masks to the layers of models that make masks without positions (`UNPLACED`)."""
     if model.config.model_type not in UNPLACED:
         return
     from transformers import masking_utils
@@ -152,28 +152,28 @@ def keep_apart(model: Any) -> None:
     }
 
     def masked(kind: str) -> Any:
-        def hook(_: Any, given: tuple[torch.Tensor], words: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            about = {"position_ids": words["position_ids"], "attention_mask": None, "past_key_values": None}
-            mask = makers[kind](config=model.config, inputs_embeds=given[0], **about)
-            return given, {**words, "attention_mask": mask}
+        def hook(_: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            mask_inputs = {"position_ids": kwargs["position_ids"], "attention_mask": None, "past_key_values": None}
+            mask = makers[kind](config=model.config, inputs_embeds=args[0], **mask_inputs)
+            return args, {**kwargs, "attention_mask": mask}
 
         return hook
 
-    found = layers(model)
-    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(found)
-    for layer, kind in zip(found, kinds, strict=True):
+    decoder_layers = layers(model)
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(decoder_layers)
+    for layer, kind in zip(decoder_layers, kinds, strict=True):
         layer.register_forward_pre_hook(masked(kind), with_kwargs=True)
 
 
-def forward_words(flat: Flat, device: torch.device, backend: str) -> dict[str, Any]:
+def forward_kwargs(flat: Flat, device: torch.device, backend: str) -> dict[str, Any]:
     """The arguments of a model's forward for flattened rows, without labels."""
-    words: dict[str, Any] = {
+    kwargs: dict[str, Any] = {
         "input_ids": torch.from_numpy(flat.input_ids).to(device)[None],
         "position_ids": torch.from_numpy(flat.position_ids).to(device)[None],
         "use_cache": False,
     }
     if backend in ("flash", "varlen"):
         ends = torch.from_numpy(flat.cu_seqlens).to(device)
-        words |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-        words |= dict.fromkeys(("max_length_q", "max_length_k"), max(1, flat.longest))
-    return words
+        kwargs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), max(1, flat.longest))
+    return kwargs

@@ -1,7 +1,7 @@
 """Kernels of layers: torch's own, or liger's for norms, gated MLPs and rotary positions.
 
-Liger's fused loss is not taken: it wants the weights of the head and does not call it, past what gathers them (FSDP)
-and what adds to them (LoRA). `model.summed_loss` holds no more logits than a chunk either.
+Liger's fused loss is not used: it takes the head's weights without calling the head, so it bypasses the hooks that
+gather them (FSDP) and adapters (LoRA). `trainee.summed_loss` keeps no more than a chunk of logits either.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ import torch
 from formats.errors import UnsupportedError
 
 
-def resolve(wanted: str, config: Any, device: torch.device) -> str:
+def resolve(requested: str, config: Any, device: torch.device) -> str:
     """The kernels to use, torch or liger.
 
     Args:
-        wanted: either, or auto: liger where it runs and knows the model.
+        requested: torch, liger, or auto: liger where it runs and supports the model.
         config: the model's configuration, of transformers.
         device: where the model runs.
 
     Raises:
-        UnsupportedError: liger does not run here, or does not know the model.
+        UnsupportedError: liger does not run here, or does not support the model.
     """
-    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
+    if requested == "torch" or (requested == "auto" and device.type != "cuda"):
         return "torch"
     if device.type != "cuda":
         raise UnsupportedError(f"the kernels of liger do not run on {device.type}", "--model.kernels auto")
     if find_spec("liger_kernel") is None:
-        if wanted == "auto":
+        if requested == "auto":
             return "torch"
         raise UnsupportedError("liger_kernel is not installed", "pip install '.[liger]'")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0
-    if config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN and not partial:  # its rotary kernel turns whole heads
+    if config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN and not partial:  # its rotary kernel rotates whole heads
         return "liger"
-    if wanted == "auto":
+    if requested == "auto":
         return "torch"
-    told = f"{config.model_type} with partial rotary positions" if partial else config.model_type
-    raise UnsupportedError(f"liger has no kernels for {told}", "--model.kernels auto")
+    model = f"{config.model_type} with partial rotary positions" if partial else config.model_type
+    raise UnsupportedError(f"liger has no kernels for {model}", "--model.kernels auto")
 
 
 def replace(model: Any) -> None:
-    """Let a model compute with liger's kernels, by the call that transformers makes (5.23.0 integrations/liger.py).
+    """Patch a model with liger's kernels, by the call that transformers makes (5.23.0 integrations/liger.py).
 
-    Which of them are right for a model, liger 0.8.5 says by its defaults: some have no rotary kernel. It is made for a
-    process with one model: others of its type that are made later have these kernels too.
+    The defaults of liger 0.8.5 say which kernels fit a model: some have no rotary kernel. It patches the model's module
+    for the whole process: later models of the same type have these kernels too.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

@@ -1,7 +1,7 @@
-"""Adapters of low rank (LoRA): peft makes the modules; filling, sharding and saving them is done here.
+"""LoRA adapters: peft makes the modules; they are filled, sharded and saved here.
 
-The model's own weights are frozen. A checkpoint holds the adapters alone, under the names that they have in peft's
-files, and peft's `adapter_config.json`, which says what they are adapters of.
+The base model's weights are frozen. A checkpoint holds only the adapters, under the names that they have in peft's
+files, and peft's `adapter_config.json`, which names their base model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from train.start.run_folder import RECORD
 
 NOTE = "adapter_config.json"
 ROOT = "base_model.model."
-"""What peft puts before the names of a model's modules (peft 0.21.2 utils/save_and_load.py)."""
+"""Prefix of module names in peft's files (peft 0.21.2 utils/save_and_load.py)."""
 BASE = "base_model_name_or_path"
 SAME = {
     "r": "lora.rank",
@@ -33,22 +33,22 @@ SAME = {
     "target_modules": "lora.targets",
     BASE: "model.path",
 }
-"""What an adapter means nothing without, and where the settings say it,"""
+"""Keys of `adapter_config.json` that define an adapter, and our settings for them."""
 FREE = ("lora_dropout", "inference_mode", "peft_version")
-"""and what may change; nothing else of peft's can be set here."""
+"""Keys that may change; no other setting of peft can be set here."""
 
 
 def insert(model: Any, lora: Lora, base: Path) -> None:
-    """Put float32 adapters without memory beside linear layers, and freeze everything else.
+    """Add float32 adapters on the meta device to linear layers, and freeze everything else.
 
     Args:
-        model: of transformers, without memory.
+        model: of transformers, on the meta device.
         lora: the settings.
         base: the folder of its weights.
 
     Raises:
-        UsageError: a target is no linear layer of the model, or the head of one that shares it with the embedding.
-        UnsupportedError: peft is not installed, the folder has an adapter already, or experts would get one.
+        UsageError: a target is not a linear layer of the model, or is a head that is tied to the embedding.
+        UnsupportedError: peft is not installed, the folder already has an adapter, or experts would get one.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -62,9 +62,9 @@ def insert(model: Any, lora: Lora, base: Path) -> None:
         target_modules="all-linear" if lora.everywhere else lora.targets, base_model_name_or_path=str(base.resolve()),
     )  # fmt: skip
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
-    held = adapters(model)
-    if any(".experts." in name for name in held):
-        attention = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in held if "attn." in name})
+    inserted = adapters(model)
+    if any(".experts." in name for name in inserted):
+        attention = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in inserted if "attn." in name})
         raise UnsupportedError(
             f"peft would put adapters on the experts of {model.config.model_type} too, which are not trained here",
             f"name layers of attention: --lora.targets '[{', '.join(attention)}]'",
@@ -72,31 +72,31 @@ def insert(model: Any, lora: Lora, base: Path) -> None:
 
 
 def note_of(model: Any) -> dict[str, Any] | None:
-    """What `adapter_config.json` says of a model's adapters; None if it has none."""
+    """The contents of `adapter_config.json` for a model's adapters; None if it has none."""
     if not hasattr(model, "peft_config"):
         return None
-    said = model.peft_config["default"].to_dict()
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in said.items()}
+    settings = model.peft_config["default"].to_dict()
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
 def _check(model: Any, lora: Lora) -> None:
     if lora.everywhere:
         return
-    held = dict(model.named_modules())
-    linear = {name.rpartition(".")[2] for name, module in held.items() if isinstance(module, nn.Linear)}
+    modules = dict(model.named_modules())
+    linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
     for target in lora.targets:
-        found = [module for name, module in held.items() if ("." + name).endswith("." + target)]
-        if not found or not all(isinstance(module, nn.Linear) for module in found):
+        targeted = [module for name, module in modules.items() if ("." + name).endswith("." + target)]
+        if not targeted or not all(isinstance(module, nn.Linear) for module in targeted):
             raise UsageError(
                 f"lora.targets: {target} is no linear layer of {model.config.model_type}",
                 f"it has {', '.join(sorted(linear))}",
             )
-        if model.config.tie_word_embeddings and model.get_output_embeddings() in found:
-            raise UsageError(f"lora.targets: {target} is the embedding too, it cannot change alone")
+        if model.config.tie_word_embeddings and model.get_output_embeddings() in targeted:
+            raise UsageError(f"lora.targets: {target} is tied to the embedding, it cannot get an adapter")
 
 
 def adapters(model: Any) -> dict[str, torch.Tensor]:
-    """The adapters by their names in peft's files; none if there are none."""
+    """The adapters by their names in peft's files; empty if there are none."""
     return {
         ROOT + name.replace(".default.", "."): tensor
         for name, tensor in model.named_parameters()
@@ -105,7 +105,7 @@ def adapters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def begin(model: Any, seed: int) -> None:
-    """Give adapters the values with which peft begins, B zero, A random: those of a seed, on any number of ranks."""
+    """Initialise adapters as peft does, B zero and A random, from a seed: the same on any number of ranks."""
     for number, (name, tensor) in enumerate(sorted(adapters(model).items())):
         whole = torch.zeros(tensor.shape)
         if ".lora_A." in name:
@@ -116,55 +116,55 @@ def begin(model: Any, seed: int) -> None:
 
 def write_note(folder: Path, model: Any) -> None:
     """Write `adapter_config.json` into a checkpoint, if the model has adapters."""
-    said = note_of(model)
-    if said is not None:
-        write_file(folder / NOTE, (json.dumps(said, indent=2, sort_keys=True) + "\n").encode())
+    settings = note_of(model)
+    if settings is not None:
+        write_file(folder / NOTE, (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode())
 
 
 def check_same(folder: Path, model: Any) -> None:
-    """Refuse a checkpoint of another adapter, of an adapter where all weights are trained, or the other way round.
+    """Refuse a checkpoint of another adapter, or an adapter where all weights are trained, or vice versa.
 
     Args:
         folder: the checkpoint.
-        model: what is to be filled from it.
+        model: the model that will be filled from it.
 
     Raises:
-        RefusedError: it is one.
+        RefusedError: it does not match.
     """
-    said = note_of(model)
-    _compare(folder, None if said is None else json.loads(json.dumps(said)))
+    settings = note_of(model)
+    _compare(folder, None if settings is None else json.loads(json.dumps(settings)))
 
 
 def require_same_settings(folder: Path, lora: Lora | None) -> None:
-    """Likewise by the settings alone, before there is a model; without one, nobody knows what `all-linear` means.
+    """The check of `check_same` from the settings only, before the model is built; `all-linear` needs the model.
 
     Args:
         folder: the checkpoint.
         lora: the settings, None where all weights are trained.
 
     Raises:
-        RefusedError: it is of another adapter.
+        RefusedError: it does not match.
     """
-    said = None
+    settings = None
     if lora is not None:
         targets = {} if lora.everywhere else {"target_modules": sorted(lora.targets)}
-        said = {"r": lora.rank, "lora_alpha": lora.alpha, **targets}
-    _compare(folder, said)
+        settings = {"r": lora.rank, "lora_alpha": lora.alpha, **targets}
+    _compare(folder, settings)
 
 
-def _compare(folder: Path, said: Mapping[str, Any] | None) -> None:
+def _compare(folder: Path, settings: Mapping[str, Any] | None) -> None:
     there = (folder / NOTE).is_file()
-    if there != (said is not None):
+    if there != (settings is not None):
         what = "an adapter, and the settings have no lora" if there else "all weights, and the settings have lora"
         raise RefusedError(f"{folder} holds {what}", "take another save.path; an exported folder can be model.path")
-    if said is None:
+    if settings is None:
         return
-    held = read_json(folder / NOTE)
-    free = (*FREE, BASE) if (folder / RECORD).is_file() else FREE  # then the weights themselves were compared
-    changed = [name for name in said if name not in free and held.get(name, said[name]) != said[name]]
+    saved = read_json(folder / NOTE)
+    free = (*FREE, BASE) if (folder / RECORD).is_file() else FREE  # with it, the weights themselves were compared
+    changed = [name for name in settings if name not in free and saved.get(name, settings[name]) != settings[name]]
     if changed:
-        told = "; ".join(f"{SAME.get(name, name)}: {held[name]}, now {said[name]}" for name in changed)
+        changes = "; ".join(f"{SAME.get(name, name)}: {saved[name]}, now {settings[name]}" for name in changed)
         hint = "resume with the settings that it was trained with; other adapters are another run: --save.path …"
-        if changed == [BASE]:  # of a version that recorded neither the weights nor this file
+        if changed == [BASE]:  # written by a version that recorded neither the weights nor this file
             hint = f"if only the folder has moved, correct it in {folder / NOTE}"
-        raise RefusedError(f"{folder} is another adapter ({told})", hint)
+        raise RefusedError(f"{folder} is another adapter ({changes})", hint)

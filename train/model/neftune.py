@@ -1,7 +1,7 @@
-"""NEFTune: noise on the embeddings of a training, scaled for each document.
+"""NEFTune: noise on the embeddings during training, scaled for each document.
 
-The paper's scale is alpha / sqrt(length x width) for a sequence. A packed row is many sequences: the length is that of
-the document, not of the row, which would make the noise several times too small (transformers 5.23.0
+The paper's scale is alpha / sqrt(length x width) of a sequence. A packed row has many sequences, so the length is that
+of the document. The row's length would make the noise several times too small (transformers 5.23.0
 integrations/neftune.py takes `output.size(1)`, the row).
 """
 
@@ -17,13 +17,13 @@ from train.settings.batching import seed_of
 
 
 def noise_for(model: Any, flat: Flat, alpha: float, seed: tuple[int, ...]) -> torch.Tensor:
-    """Noise for flattened rows, a function of the seed alone.
+    """Noise for flattened rows, a function of the seed only.
 
     Args:
-        model: of transformers; its embedding tells the width.
+        model: of transformers, for the width of its embedding.
         flat: the rows.
         alpha: strength.
-        seed: of the training, and the step, rank and micro-batch.
+        seed: the training's seed, and the step, rank and micro-batch.
 
     Returns:
         float32[1, n, width], uniform between minus and plus alpha / sqrt(length of the document x width).

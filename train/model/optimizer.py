@@ -1,4 +1,4 @@
-"""AdamW, whose weight decay leaves vectors (norms and biases) alone."""
+"""AdamW, without weight decay on vectors (norms and biases)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from train.settings.config import Optim
 
 
 def groups(trainee: nn.Module, decay: float) -> list[dict[str, object]]:
-    """Matrices with weight decay, and everything else without; none that is empty."""
-    held = [tensor for tensor in trainee.parameters() if tensor.requires_grad]
+    """Parameter groups: matrices with weight decay, everything else without. Empty groups are left out."""
+    trainable = [tensor for tensor in trainee.parameters() if tensor.requires_grad]
     parts: list[dict[str, object]] = [
-        {"params": [one for one in held if len(shape_of(one)) > 1], "weight_decay": decay},
-        {"params": [one for one in held if len(shape_of(one)) <= 1], "weight_decay": 0.0},
+        {"params": [tensor for tensor in trainable if len(shape_of(tensor)) > 1], "weight_decay": decay},
+        {"params": [tensor for tensor in trainable if len(shape_of(tensor)) <= 1], "weight_decay": 0.0},
     ]
     return [part for part in parts if part["params"]]
 
 
 def adamw(trainee: nn.Module, optim: Optim, *, fused: bool) -> torch.optim.AdamW:
-    """The optimizer of everything in a model that is trained."""
-    held = groups(trainee, optim.weight_decay)
-    return torch.optim.AdamW(held, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
+    """The optimizer of all trainable parameters of a model."""
+    parameter_groups = groups(trainee, optim.weight_decay)
+    return torch.optim.AdamW(parameter_groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)

@@ -1,4 +1,4 @@
-"""Where the parts of a model of transformers are."""
+"""Where the decoder and its layers are in a model of transformers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from formats.errors import UnsupportedError
 def decoder_of(model: Any) -> Any:
     """The model without its head.
 
-    Llama 4 names another prefix than it has, and gives itself (transformers 5.23.0 models/llama4/modeling_llama4.py,
-    `Llama4ForCausalLM.base_model_prefix`); then it is what lies beside the head under the usual name.
+    Llama 4 has a wrong `base_model_prefix`, so its `get_decoder()` returns the model itself (transformers 5.23.0
+    models/llama4/modeling_llama4.py, `Llama4ForCausalLM`); then the decoder is the attribute `model`.
     """
-    found = model.get_decoder()
+    decoder = model.get_decoder()
     inner = getattr(model, "model", None)
-    return inner if found is model and isinstance(inner, nn.Module) else found
+    return inner if decoder is model and isinstance(inner, nn.Module) else decoder
 
 
 def layers(model: Any) -> list[Any]:
@@ -26,4 +26,4 @@ def layers(model: Any) -> list[Any]:
     for name in ("layers", "h", "blocks"):
         if isinstance(getattr(decoder, name, None), nn.ModuleList):
             return list(getattr(decoder, name))
-    raise UnsupportedError(f"{model.config.model_type} has no list of layers where others have it")
+    raise UnsupportedError(f"{model.config.model_type} has no list of layers named layers, h or blocks")

@@ -1,6 +1,6 @@
-"""Two layers of a model, run before the first step: do documents of a row stay apart, and are logits the model's own?
+"""Self-check before the first step: packed documents do not see each other, and our logits are those of the model.
 
-It runs on the real device, in the type of the computation, with the attention and the kernels of the training.
+Two layers of the model run on the real device, in the compute dtype, with the attention and kernels of the training.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from formats.errors import UnsupportedError, UsageError, VerificationError
-from formats.huggingface.config import ORIGINAL
+from formats.huggingface.rope import ORIGINAL
 from train.data.rows import Flat
 from train.model import kernels
-from train.model.attention import BACKENDS, forward_words, keep_apart, named
+from train.model.attention import BACKENDS, forward_kwargs, keep_apart, named
 from train.model.parts import decoder_of
 from train.model.trainee import adjusted
 
@@ -25,17 +25,17 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 In bf16 sdpa and eager on CPUs have 0.003 to 0.010 (llama, qwen3, mistral, gpt_neox, 256 to 4096 wide).
 """
 TRIES = 3
-"""Draws of weights and tokens: where documents see each other they do in all, but in bf16 a token may fall to another
-expert by rounding alone (0.035 with OLMoE's sizes, once in three draws)."""
+"""Draws of weights and tokens. A real leak between documents shows in every draw; but in bf16 rounding alone may route
+a token to another expert (0.035 with OLMoE's sizes, once in three draws)."""
 LENGTHS = (5, 1, 17, 32, 2)
 CHOSEN = ("index_topk", "keep_window_size")
-"""Of how many tokens of a row a layer makes its choice, in a config: those of the check are fewer."""
+"""Config keys of sparse attention: the number of tokens of a row that a layer selects. The check has fewer tokens."""
 LOUD = 100.0
-"""The largest logit in the check of what a model does with its logits: a cap of 30 or 50 bends it."""
+"""The largest logit in the check of the logits: large enough that a softcap of 30 or 50 changes it."""
 
 
 def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dtype, kernel: str = "torch") -> float:
-    """Run two layers of the model on documents of a row and on each by itself.
+    """Run two layers of the model on packed documents, and on each document separately.
 
     Args:
         config: the model's configuration, of transformers.
@@ -48,8 +48,8 @@ def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dty
         The largest difference of hidden states, relative to the largest of them.
 
     Raises:
-        UnsupportedError: the attention does not run, or the model's logits are others than ours.
-        VerificationError: documents see each other.
+        UnsupportedError: the attention does not run, or the model's logits differ from ours.
+        VerificationError: packed documents see each other.
     """
     try:
         with torch.no_grad():
@@ -57,7 +57,7 @@ def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dty
                 apart = _apart(config, device, backend, dtype, kernel, seed)
                 if apart <= TOLERANCE[dtype]:
                     break
-    except (RuntimeError, ImportError, ValueError) as error:  # of kernels, their libraries, and transformers
+    except (RuntimeError, ImportError, ValueError) as error:  # raised by kernels, their libraries, and transformers
         raise UnsupportedError(
             f"{config.model_type} cannot be computed with the attention {backend} in {str(dtype)[6:]} on "
             f"{device.type}: {' '.join(str(error).split())[:200]}",
@@ -73,28 +73,30 @@ def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dty
 
 
 def _apart(config: Any, device: torch.device, backend: str, dtype: torch.dtype, kernel: str, seed: int) -> float:
-    model, words = _small(config, device, backend, dtype, seed)
+    model, tokens = _small(config, device, backend, dtype, seed)
     if kernel == "liger":
         kernels.replace(model)
     decoder = decoder_of(model)
     if decoder is model or decoder is model.get_output_embeddings():  # ModernBERT of transformers 5.23.0
-        raise UnsupportedError(f"{type(model).__name__} does not tell its decoder from its head: it cannot be trained")
+        raise UnsupportedError(
+            f"{type(model).__name__} does not separate its decoder from its head: it cannot be trained"
+        )
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-    flat = Flat(words.numpy(), words.numpy(), positions.numpy(), ends.numpy(), max(LENGTHS), 0)
+    flat = Flat(tokens.numpy(), tokens.numpy(), positions.numpy(), ends.numpy(), max(LENGTHS), 0)
     keep_apart(model)
-    given = forward_words(flat, device, backend)
-    packed = decoder(**given).last_hidden_state[0]
-    _require_logits(model, packed, given)
+    kwargs = forward_kwargs(flat, device, backend)
+    packed = decoder(**kwargs).last_hidden_state[0]
+    _require_logits(model, packed, kwargs)
     alone = [
-        decoder(**forward_words(_one(words[low:high]), device, backend)).last_hidden_state[0]
+        decoder(**forward_kwargs(_one(tokens[low:high]), device, backend)).last_hidden_state[0]
         for low, high in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
     ]
     return float((packed.float() - torch.cat(alone).float()).abs().max() / packed.float().abs().max())
 
 
 def _small(config: Any, device: torch.device, backend: str, dtype: torch.dtype, seed: int) -> tuple[Any, torch.Tensor]:
-    """The first two layers of a model with weights of its own beginning, and tokens for them."""
+    """A model of the first two layers with randomly initialised weights, and tokens for it."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)
@@ -103,30 +105,30 @@ def _small(config: Any, device: torch.device, backend: str, dtype: torch.dtype, 
         small.layer_types = small.layer_types[: small.num_hidden_layers]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        words = torch.randint(0, min(1000, config.vocab_size), (sum(LENGTHS),))
+        tokens = torch.randint(0, min(1000, config.vocab_size), (sum(LENGTHS),))
         with torch.device(device):
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 small, dtype=dtype, attn_implementation=named(backend)
             )
-    return model.eval(), words
+    return model.eval(), tokens
 
 
-def _one(words: torch.Tensor) -> Flat:
-    """A document by itself."""
-    ends = torch.tensor([0, len(words)], dtype=torch.int32)
-    return Flat(words.numpy(), words.numpy(), torch.arange(len(words)).numpy(), ends.numpy(), len(words), 0)
+def _one(tokens: torch.Tensor) -> Flat:
+    """A single document, not packed."""
+    ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
+    return Flat(tokens.numpy(), tokens.numpy(), torch.arange(len(tokens)).numpy(), ends.numpy(), len(tokens), 0)
 
 
-def _require_logits(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> None:
-    """Compare the model's own logits with ours, large ones, for the same hidden states.
+def _require_logits(model: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    """Compare the model's own logits with ours, for the same hidden states, scaled up to large logits.
 
     Args:
         model: two layers.
-        hidden: what they give, [n, hidden].
-        given: the arguments of its forward.
+        hidden: their output, [n, hidden].
+        kwargs: the arguments of its forward.
 
     Raises:
-        UnsupportedError: they are others.
+        UnsupportedError: they differ.
     """
     head = model.get_output_embeddings()
     loud = hidden * (LOUD / head(hidden).abs().max())
@@ -136,7 +138,7 @@ def _require_logits(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> 
         return out
 
     hook = decoder_of(model).register_forward_hook(louder)
-    theirs = model(**given).logits[0].float()
+    theirs = model(**kwargs).logits[0].float()
     hook.remove()
     ours = adjusted(head(loud).float(), model.config)
     apart = float((ours - theirs).abs().max() / theirs.abs().max())
@@ -149,19 +151,19 @@ def _require_logits(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> 
 
 
 def require_masks(config: Any, length: int, rows: int = 1) -> None:
-    """Refuse models whose layers see more of a row than a document.
+    """Refuse models whose layers would see more than one document of a packed row.
 
     Args:
         config: of transformers.
-        length: the most tokens of a row.
-        rows: that are computed as one sequence.
+        length: maximum tokens of a row.
+        rows: rows that are flattened into one sequence.
 
     Raises:
-        UsageError: layers carry a state over a row, which positions do not reset; or they count or choose among its
-            tokens, not those of a document (transformers 5.23.0 models/llama4/modeling_llama4.py and
-            doge/modeling_doge.py), and a row has more than they forgive; or its longest document decides how all are
-            turned (modeling_rope_utils.py).
-        UnsupportedError: it is a model of more than text, whose text model is another one.
+        UsageError: layers carry a recurrent state over a row, which positions do not reset; or they chunk or select the
+            tokens of a row instead of a document (transformers 5.23.0 models/llama4/modeling_llama4.py and
+            doge/modeling_doge.py), and a row is longer than that limit; or the longest document sets the rotary
+            frequencies of all (modeling_rope_utils.py).
+        UnsupportedError: it is a multimodal model.
     """
     if config.get_text_config() is not config:
         raise UnsupportedError(
@@ -192,18 +194,18 @@ def require_masks(config: Any, length: int, rows: int = 1) -> None:
         limits += [config.attention_chunk_size, *([config.floor_scale - 1] if hasattr(config, "floor_scale") else [])]
     if limits and length * rows > min(limits):
         raise UsageError(
-            f"{config.model_type} counts the tokens of a row, not of a document: those behind {min(limits)} differ",
+            f"{config.model_type} counts the tokens of a row, not of a document: those after {min(limits)} differ",
             f"--data.seq_length {min(limits)} --batch.micro 1",
         )
 
 
 def _turned_alike(config: Any) -> float:
-    """The tokens of a document up to which a model turns each by the same frequencies; without end for most."""
-    held = getattr(config, "rope_parameters", None) or {}
-    parts = [held, *(part for part in held.values() if isinstance(part, dict))]
-    found = [
+    """Document length up to which the rotary frequencies do not depend on the length; infinite for most models."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    limits = [
         float(part[ORIGINAL] if part["rope_type"] == "longrope" else config.max_position_embeddings)
         for part in parts
         if part.get("rope_type") in ("longrope", "dynamic")
     ]
-    return min(found, default=inf)
+    return min(limits, default=inf)

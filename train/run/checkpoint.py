@@ -1,15 +1,15 @@
-"""Checkpoints of a training: what its engine writes, in the background where it can, complete or absent.
+"""Checkpoints of a training run. The engine writes them, in the background where it can; each is complete or absent.
 
-    SAVE/latest                      name of the newest complete one
+    SAVE/latest                      name of the newest complete checkpoint
     SAVE/global_step1500/            fsdp: .metadata and *.distcp, model.*, optim.*; deepspeed: *_states.pt
         .progress                    steps done, and what the order of rows depends on
         .start                       digests of the weights that the run began with, see `identity.py`
-        .files                       what ties the files to this save: see `formats/torch_files/saves.py`
-        adapter_config.json          if adapters are all that is trained and all that is in it: of which model they are
-        config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that it asks for nothing
+        .files                       size and checksum of each file of this save: see `formats/torch_files/saves.py`
+        adapter_config.json          with LoRA, where a checkpoint holds adapters only: which model they belong to
+        config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that they need no flags
 
-Weights are float32 and have their Hugging Face names. A folder gets its name when all ranks have written their part,
-and `latest` is changed after that.
+Weights are float32 under their Hugging Face names. A folder gets its final name when all ranks have written their part;
+`latest` is changed after that.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from train.start.run_folder import LATEST, NOTE, PREFIX, is_ours
 
 PARTIAL = ".partial"
 THREADS = 2
-"""Files of a checkpoint that a rank checks at a time."""
+"""Files of a checkpoint that a rank checks at the same time."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training is.
+    """How far a training run is.
 
     Attributes:
         step: steps that this run has done.
@@ -54,8 +54,8 @@ class Progress:
         seed: of the order of rows.
         rows: digest of the rows.
         tokens: labels trained so far.
-        samples: rows that the settings asked for, over all epochs; a step that goes beyond them is short.
-        engine: whose checkpoints it has, see `engines.ENGINES`.
+        samples: rows that the settings ask for, over all epochs; the step that reaches their end is short.
+        engine: whose checkpoint format it has, see `engines.ENGINES`.
     """
 
     step: int
@@ -69,7 +69,7 @@ class Progress:
 
     @property
     def name(self) -> str:
-        """Name of its folder: the global step, as the users of GPT-NeoX count."""
+        """Name of its folder: the global step, as GPT-NeoX counts."""
         return f"{PREFIX}{self.offset + self.step}"
 
 
@@ -77,7 +77,7 @@ def newest(save: Path) -> Path | None:
     """The checkpoint of this trainer that `latest` names, None if there is none.
 
     Raises:
-        SourceError: `latest` names one that is not there, or none although there are some.
+        SourceError: `latest` names a checkpoint that is not there, or names none although there are some.
     """
     name = (save / LATEST).read_text().strip() if (save / LATEST).is_file() else ""
     path = save / name
@@ -85,113 +85,113 @@ def newest(save: Path) -> Path | None:
         raise SourceError(f"{save / LATEST} names {path.name}, which is not there", f"ls {save}")
     if name and is_ours(path):
         return path
-    held = ours(save)
-    if held:
+    checkpoints = ours(save)
+    if checkpoints:
         raise SourceError(
-            f"{save} has checkpoints, the last is {held[-1].name}, and {LATEST} names {name or 'none'}, which is none "
-            "of this trainer's",
-            f"echo {held[-1].name} > {quote(str(save / LATEST))}",
+            f"{save} has checkpoints, the last is {checkpoints[-1].name}, and {LATEST} names {name or 'none'}, "
+            "which is none of this trainer's",
+            f"echo {checkpoints[-1].name} > {quote(str(save / LATEST))}",
         )
     return None
 
 
 def ours(save: Path) -> list[Path]:
-    """The complete checkpoints of this trainer in a folder, links apart, the oldest first."""
-    found = [path for path in save.glob(f"{PREFIX}*") if is_ours(path) and not path.is_symlink()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+    """The complete checkpoints of this trainer in a folder, without symbolic links, oldest first."""
+    paths = [path for path in save.glob(f"{PREFIX}*") if is_ours(path) and not path.is_symlink()]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
 def require_places(save: Path, progress: Progress, total: int) -> None:
-    """See that no checkpoint that is to come would replace what this run has not made, or make two models of a folder.
+    """Check that no later checkpoint would replace a folder of another run, or put two models into one folder.
 
     Raises:
-        OutputError: one would.
+        OutputError: a checkpoint would.
     """
-    found = weights(save) or shards(save)
-    if found is not None and not progress.step:  # what a run of before has begun there may come to its end
+    weights_path = weights(save) or shards(save)
+    if weights_path is not None and not progress.step:  # a run that already has checkpoints there may finish
         raise OutputError(
-            f"save.path {save} holds the weights of a model, {found.name}: with checkpoints in it, one folder would be "
-            "two models",
+            f"save.path {save} holds the weights of a model, {weights_path.name}: with checkpoints in it, one folder "
+            "would be two models",
             f"--save.path {save}-run",
         )
     for path in save.glob(f"{PREFIX}*"):
         number = re.fullmatch(rf"{PREFIX}(\d+)", path.name)
-        taken = number and progress.step < int(number[1]) - progress.offset <= total
-        if taken and (path.is_symlink() or not is_ours(path) or read_progress(path).offset != progress.offset):
+        planned = number and progress.step < int(number[1]) - progress.offset <= total
+        if planned and (path.is_symlink() or not is_ours(path) or read_progress(path).offset != progress.offset):
             raise OutputError(
-                f"{path} is no checkpoint of this run, and one of this run would take its place",
+                f"{path} is not a checkpoint of this run, and this run would replace it",
                 "take another save.path, or the steps.iteration_offset of the checkpoint to start from",
             )
 
 
 def read_progress(path: Path) -> Progress:
-    """How far a checkpoint is.
+    """The progress that a checkpoint's `.progress` records.
 
     Raises:
-        SourceError: the note is damaged.
+        SourceError: the file is missing or damaged.
     """
     try:
-        held = json.loads((path / NOTE).read_bytes())
+        record = json.loads((path / NOTE).read_bytes())
     except OSError as error:
         raise SourceError(f"{path / NOTE}: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise _unclear(path, "it is no JSON") from None
-    if not isinstance(held, dict):
+    if not isinstance(record, dict):
         raise _unclear(path, "it is no object")
     for name, info in Progress.__dataclass_fields__.items():
-        value, kind = held.get(name, info.default), str if info.type == "str" else int
+        value, kind = record.get(name, info.default), str if info.type == "str" else int
         if value is MISSING:
             raise _unclear(path, f"{name} is missing")
         if type(value) is not kind or (isinstance(value, int) and value < 0):
             raise _unclear(path, f"{name} is {short(value)}")
-    strange = sorted(held.keys() - Progress.__dataclass_fields__.keys())
+    strange = sorted(record.keys() - Progress.__dataclass_fields__.keys())
     if strange:
         raise _unclear(path, f"{strange[0]} is not known to this version")
-    found = Progress(**held)
-    if found.engine not in {kind for _, _, kind in ENGINES.values()}:
-        raise _unclear(path, f"engine is {short(found.engine)}")
-    if found.name != path.resolve().name:
-        raise _unclear(path, f"step {found.step} after {found.offset} is not {path.name}")
-    return found
+    progress = Progress(**record)
+    if progress.engine not in {kind for _, _, kind in ENGINES.values()}:
+        raise _unclear(path, f"engine is {short(progress.engine)}")
+    if progress.name != path.resolve().name:
+        raise _unclear(path, f"step {progress.step} after {progress.offset} is not {path.name}")
+    return progress
 
 
 def _unclear(path: Path, why: str) -> SourceError:
-    """The error of a note that does not tell how far a training was."""
+    """The error for a `.progress` that cannot be read."""
     return SourceError(
         f"{path / NOTE} does not tell how far the training was: {why}",
         f"take an earlier checkpoint: echo global_stepN > {quote(str(path.parent / LATEST))}",
     )
 
 
-def check_same(held: Progress, now: Progress, path: Path) -> None:
-    """Refuse to go on with anything that changes which rows come next.
+def check_same(saved: Progress, now: Progress, path: Path) -> None:
+    """Refuse to resume with settings that change which rows come next.
 
     Raises:
         RefusedError: something changed.
     """
     names = {"offset": "steps.iteration_offset", "size": "batch.size", "seed": "seed", "rows": "the rows of data.train"}
-    if held.step * held.size > held.samples:
+    if saved.step * saved.size > saved.samples:
         names["samples"] = "rows of steps.epochs, the last step of which was short"
-    changed = [name for name in names if getattr(held, name) != getattr(now, name)]
+    changed = [name for name in names if getattr(saved, name) != getattr(now, name)]
     if changed:
-        told = "; ".join(f"{names[name]}: {getattr(held, name)}, now {getattr(now, name)}" for name in changed)
+        changes = "; ".join(f"{names[name]}: {getattr(saved, name)}, now {getattr(now, name)}" for name in changed)
         raise RefusedError(
-            f"{path} is of another run ({told})",
+            f"{path} is of another run ({changes})",
             "a new run begins with init finetune, in another save.path or with another steps.iteration_offset",
         )
 
 
 def require_sound(folder: Path, world: World) -> None:
-    """Compare the files of a checkpoint with the CRC-32 inside them, and with its record. All ranks have to come here.
+    """Compare the files of a checkpoint with the CRC-32 inside them, and with its record. Collective.
 
     Each file is read by one rank.
 
     Raises:
-        SourceError: a file is not what was written; the first rank says so, the others end with its exit code.
+        SourceError: a file is not what was written; rank 0 raises it, the others exit with its exit code.
     """
-    record = world.told(lambda: saves.recorded(folder)) or {}
-    found = world.told(lambda: {*archives(folder), *saves.files_of(record, folder)})
-    paths = sorted(found, key=lambda path: (-path.stat().st_size, path))
+    record = world.from_first(lambda: saves.recorded(folder)) or {}
+    paths_to_check = world.from_first(lambda: {*archives(folder), *saves.files_of(record, folder)})
+    paths = sorted(paths_to_check, key=lambda path: (-path.stat().st_size, path))
     loads = [0] * world.ranks
     mine = list[Path]()
     for path in paths:
@@ -204,13 +204,13 @@ def require_sound(folder: Path, world: World) -> None:
         mixed = [] if damaged else saves.differing(record, mine)
     except (OSError, SourceError) as error:
         damaged = (reason(error),)
-    every = world.gathered((damaged, mixed))
-    world.told(lambda: refuse_damaged(folder, [part for parts, _ in every for part in parts]))
-    world.told(lambda: saves.refuse_mixed(folder, sorted(name for _, names in every for name in names)))
+    results = world.gathered((damaged, mixed))
+    world.from_first(lambda: refuse_damaged(folder, [part for parts, _ in results for part in parts]))
+    world.from_first(lambda: saves.refuse_mixed(folder, sorted(name for _, names in results for name in names)))
 
 
 def refuse_damaged(folder: Path, damaged: Sequence[str]) -> None:
-    """Refuse a checkpoint with damaged parts, and name another one."""
+    """Refuse a checkpoint with damaged parts, and name another one to resume from."""
     if not damaged:
         return
     others = [path.name for path in ours(folder.parent) if path.name != folder.name]
@@ -224,7 +224,7 @@ def refuse_damaged(folder: Path, damaged: Sequence[str]) -> None:
 class Saver:
     """Writes checkpoints in the background, one at a time.
 
-    Beside weights and moments each has small files: those of the start as they were when its model was made.
+    Beside weights and moments each has the small files of the start, as they were when the model was built.
     """
 
     def __init__(self, settings: Save, beside: Mapping[str, bytes], world: World) -> None:
@@ -239,25 +239,25 @@ class Saver:
 
     @property
     def due(self) -> bool:
-        """Whether this rank's clock says that it is time for a checkpoint."""
+        """Whether `save.every_minutes` have passed on this rank's clock."""
         return self.minutes is not None and time.monotonic() - self.last > 60 * self.minutes
 
     def start(self, engine: Engine, progress: Progress) -> None:
-        """Begin to write what an engine holds; training may go on."""
+        """Start to write the engine's state; training may continue meanwhile."""
         self.finish()
         self.last = time.monotonic()
         staging = self.save / (progress.name + PARTIAL)
-        self.world.told(lambda: self._clear(staging))
+        self.world.from_first(lambda: self._clear(staging))
         self.running = progress, engine.write(staging)
 
     def finish(self) -> None:
-        """Wait until all ranks have written, and give the folder its name. Every rank has to come here."""
+        """Wait until all ranks have written, and give the folder its name. Collective: all ranks call it."""
         if self.running is None:
             return
-        progress, held = self.running
-        if held is not None:
+        progress, writing = self.running
+        if writing is not None:
             try:
-                held.result()
+                writing.result()
             except (OSError, RuntimeError, CheckpointException) as error:
                 raise OutputError(
                     f"{self.save / progress.name} could not be written: {reason(error)}", "is the disk full? df"
@@ -265,32 +265,32 @@ class Saver:
         self.running = None
         self.world.wait()
         record = self._record(self.save / (progress.name + PARTIAL))
-        self.world.told(lambda: self._publish(progress, record))
+        self.world.from_first(lambda: self._publish(progress, record))
 
     def _record(self, staging: Path) -> dict[str, saves.Entry]:
-        """What ties the files of all ranks to this save; each is looked at by one rank.
+        """Size and checksum of the files of all ranks, for `.files`; each file is read by one rank.
 
         Raises:
-            OutputError: one cannot be read; the first rank says so, the others end with its exit code.
+            OutputError: a file cannot be read; rank 0 raises it, the others exit with its exit code.
         """
-        paths = self.world.told(lambda: sorted(path for path in staging.iterdir() if saves.is_bound(path)))
-        found, failure = dict[str, saves.Entry](), ""
+        paths = self.world.from_first(lambda: sorted(path for path in staging.iterdir() if saves.is_bound(path)))
+        entries, failure = dict[str, saves.Entry](), ""
         try:
-            found = saves.entries_of(paths[self.world.rank :: self.world.ranks])
+            entries = saves.entries_of(paths[self.world.rank :: self.world.ranks])
         except (OSError, SourceError) as error:
             failure = reason(error)
-        every = self.world.gathered((found, failure))
-        failures = [told for _, told in every if told]
+        results = self.world.gathered((entries, failure))
+        failures = [why for _, why in results if why]
 
         def refuse() -> None:
             if failures:
                 raise OutputError(f"{staging} cannot be read: {some(failures, 1)}", "is the disk full? df")
 
-        self.world.told(refuse)
-        return {name: one for entries, _ in every for name, one in entries.items()}
+        self.world.from_first(refuse)
+        return {name: entry for rank_entries, _ in results for name, entry in rank_entries.items()}
 
     def _clear(self, staging: Path) -> None:
-        """Make an empty folder, and delete what kills have left behind of others."""
+        """Make an empty folder, and delete partial ones that killed jobs have left."""
         for path in self.save.glob(f"{PREFIX}*{PARTIAL}"):
             shutil.rmtree(path)
         staging.mkdir(parents=True)
@@ -311,17 +311,17 @@ class Saver:
         self._forget(place, progress)
 
     def _forget(self, latest: Path, progress: Progress) -> None:
-        """Delete the oldest checkpoints of this run that are too many: no link, nobody else's, no other phase's."""
+        """Delete the oldest checkpoints beyond `save.keep`; never links, nor those of another run or phase."""
         if self.keep is None:
             return
-        held = [path for path in ours(self.save) if _offset(path) == progress.offset]
-        for path in held[: -self.keep]:
+        checkpoints = [path for path in ours(self.save) if _offset(path) == progress.offset]
+        for path in checkpoints[: -self.keep]:
             if path != latest:
                 _delete(path)
 
 
 def _offset(path: Path) -> int | None:
-    """Where the run of a checkpoint began; None of one with a damaged note, which is not this run's to delete."""
+    """The global step where a checkpoint's run began; None if its `.progress` is damaged: it is not ours to delete."""
     try:
         return read_progress(path).offset
     except SourceError:
@@ -329,7 +329,7 @@ def _offset(path: Path) -> int | None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint; one that is deleted in part has no name of a checkpoint any more."""
+    """Delete a checkpoint. It is renamed first, so that a half deleted folder is never taken for a checkpoint."""
     gone = path.with_name(f"{path.name}.old{PARTIAL}")
     path.rename(gone)
     shutil.rmtree(gone)

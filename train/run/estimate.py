@@ -1,10 +1,10 @@
-"""What a training will take, from its settings and the headers of its files: no GPU, no torch.
+"""Steps, memory and FLOPs of a training run, from its settings and the headers of its files: no GPU, no torch.
 
-Memory is that of one rank: float32 weights, gradients and two moments of its shard (with adapters of them alone, beside
-the shard of the frozen weights in the computation's type); the gathered weights of two layers and of the root in that
-type; the inputs of every layer, which activation checkpointing keeps; and the logits of a chunk. ZeRO-1 shards no
-gradients, and neither ZeRO-1 nor ZeRO-2 the weights that are computed with. It is an estimate: kernels, the allocator
-and DeepSpeed's buckets add their own, and what it offloads is counted all the same.
+Memory is that of one rank: FP32 weights, gradients and two moments of its shard (with LoRA those of the adapters only,
+beside the shard of the frozen weights in the compute dtype); the gathered weights of two layers and of the root in that
+dtype; the inputs of every layer, which activation checkpointing keeps; and the logits of a chunk. ZeRO-1 does not shard
+gradients; neither ZeRO-1 nor ZeRO-2 shards the compute weights. It is an estimate: kernels, the allocator and
+DeepSpeed's buckets need more, and what DeepSpeed offloads is counted all the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train.settings.schedule import check_schedule
 from train.start.run_folder import started
 
 MASTERS, GRADIENT = 3 * 4, 4
-"""Bytes of a parameter in its shard: weight and two moments, gradient."""
+"""Bytes of a parameter in its shard: FP32 weight and two moments; gradient."""
 WIDTH = {"bf16": 2, "fp32": 4}
 PEAK = {
     "A100": 312e12,  # NVIDIA A100 datasheet, dense bf16
@@ -39,17 +39,17 @@ PEAK = {
 
 
 class Estimate(NamedTuple):
-    """What a training will take.
+    """What a training run will need.
 
     Attributes:
         sizes: the batch equation.
-        steps: how many there are.
+        steps: optimizer steps.
         samples: rows of all steps; the last step may be short.
         rows: of the data, and how full they are.
         parameters: of the model, adapters included.
-        trained: how many of them are.
-        memory: bytes of a rank, by what they are for.
-        flops: floating point operations of all steps that the model's mathematics needs, see `speed.flops_of`.
+        trained: trainable parameters.
+        memory: bytes of a rank, by use.
+        flops: model FLOPs of all steps, see `throughput.flops_of`.
     """
 
     sizes: Sizes
@@ -67,12 +67,12 @@ class Estimate(NamedTuple):
         return self.samples / len(self.rows)
 
     def seconds(self, device: str, mfu: float) -> float:
-        """Time of all steps on devices of `PEAK` that reach a share of their speed."""
+        """Time of all steps on a device of `PEAK` with this MFU, in seconds."""
         return self.flops / (PEAK[device] * mfu * self.sizes.ranks)
 
 
 def estimate(config: Config, ranks: int) -> Estimate:
-    """Look at the settings, the data's indexes and the model's headers.
+    """Estimate from the settings, the data's indexes and the model's headers.
 
     Raises:
         UsageError: the settings contradict each other, or the ranks cannot be divided.
@@ -116,29 +116,41 @@ def estimate(config: Config, ranks: int) -> Estimate:
     head = ((spec.nope_dim or 0) + spec.rope_dim + spec.head_dim) / 2 if spec.rope_dim else spec.head_dim
     once = factor * inputs.sum() + 12.0 * layers * spec.heads * head * pairs
     parameters = counted + trained if config.lora else counted
-    flops = float(once) * order.samples / len(rows)
-    return Estimate(sizes, steps, order.samples, rows, parameters, trained, memory, flops)
+    return Estimate(
+        sizes=sizes,
+        steps=steps,
+        samples=order.samples,
+        rows=rows,
+        parameters=parameters,
+        trained=trained,
+        memory=memory,
+        flops=float(once) * order.samples / len(rows),
+    )
 
 
 def _idle(spec: ModelSpec) -> int:
-    """Parameters of the experts that a token does not go to."""
+    """Parameters of the experts that a token is not routed to."""
     if not spec.experts or not spec.top_k:
         return 0
-    held = sum(prod(shape) for tensor, _, shape in spec.boxes(None) if tensor.startswith("expert_"))
-    return held // spec.experts * (spec.experts - spec.top_k)
+    expert_parameters = sum(prod(shape) for tensor, _, shape in spec.boxes(None) if tensor.startswith("expert_"))
+    return expert_parameters // spec.experts * (spec.experts - spec.top_k)
 
 
 def _adapters(lora: Lora, spec: ModelSpec) -> int:
     """Parameters of adapters: rank x (rows + columns) of each matrix that has one.
 
     Raises:
-        UsageError: a target is no matrix of the model.
+        UsageError: a target is not a matrix of the model.
     """
-    held = {slot.keys[0]: slot.shape for slot in model_slots(spec, memory=True) if len(slot.shape) == 2}
+    shapes = {slot.keys[0]: slot.shape for slot in model_slots(spec, memory=True) if len(slot.shape) == 2}
     if lora.everywhere:
-        return sum(lora.rank * sum(held[key]) for key in held if not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)))
-    found = {target: {key for key in held if f".{key}".endswith(f".{target}.weight")} for target in lora.targets}
-    wrong = [target for target, keys in found.items() if not keys]
+        return sum(
+            lora.rank * sum(shapes[key]) for key in shapes if not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key))
+        )
+    keys_of_target = {
+        target: {key for key in shapes if f".{key}".endswith(f".{target}.weight")} for target in lora.targets
+    }
+    wrong = [target for target, keys in keys_of_target.items() if not keys]
     if wrong:
         raise UsageError(f"lora.targets: {wrong[0]} is no matrix of {spec.family}")
-    return sum(lora.rank * sum(held[key]) for key in set().union(*found.values()))
+    return sum(lora.rank * sum(shapes[key]) for key in set().union(*keys_of_target.values()))

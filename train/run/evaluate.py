@@ -1,8 +1,8 @@
 """Perplexity, ROUGE and BLEU of named sets: exact, and the same on any number of ranks.
 
-The loss of a set is the sum over all its labels divided by their number, summed over ranks before the division; so is
-what `metrics.py` adds up. No row is counted twice: a rank that has none left computes an empty one, because all ranks
-take every forward pass.
+The loss of a set is the sum over all its labels divided by their number; both are summed over ranks before the
+division, and so are the counts of `metrics.py`. No row is counted twice: a rank that has none left computes an empty
+one, because all ranks have to take part in every forward pass.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from train.settings.config import Config
 from train.start.run_folder import EVALUATIONS
 
 CSV = "perplexity"
-"""Folder in that of a run, with a file for each step that was evaluated."""
+"""Folder in the run folder, with a file for each step that was evaluated."""
 
 
 class Score(NamedTuple):
-    """What a set got.
+    """The scores of a set.
 
     Attributes:
         total: sum of the losses of its labels.
-        tokens: labels.
+        tokens: number of labels.
         texts: ROUGE and BLEU, where they were asked for.
     """
 
@@ -53,7 +53,7 @@ class Score(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """E to the loss; infinite where that is too large for a number."""
+        """exp(loss); infinite where that overflows a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
@@ -67,7 +67,11 @@ def open_sets(config: Config, world: World) -> dict[str, Rows]:
         name: fitted(open_rows(config.data, [path], config.seed, name), config.model.path)
         for name, path in config.data.validation.items()
     }
-    world.told(lambda: check_tokenizer([one for rows in sets.values() for one in rows.documents], config.model.path))
+    world.from_first(
+        lambda: check_tokenizer(
+            [documents for rows in sets.values() for documents in rows.documents], config.model.path
+        )
+    )
     return sets
 
 
@@ -79,18 +83,18 @@ def evaluate(
     most: int | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> dict[str, Score]:
-    """Score every set with the weights as they are. Every rank has to come here.
+    """Score every set with the current weights. Collective: all ranks call it.
 
     Args:
         trainee: the model.
         sets: rows by name.
         world: the ranks.
-        judge: compares texts; None for perplexity alone.
-        most: rows of a set that are taken, None for all.
-        alive: called for each row.
+        judge: computes ROUGE and BLEU; None for perplexity only.
+        most: maximum of rows a set, None for all.
+        alive: called before each row, to reset the watchdog.
     """
     trainee.eval()
-    found = {}
+    scores = {}
     with torch.no_grad():
         for name, rows in sets.items():
             sums = np.zeros(2 if judge is None else 2 + len(judge.nothing))
@@ -106,38 +110,40 @@ def evaluate(
                     sums[2:] += judge.sums(flat, predicted.cpu().numpy())
                 sums[:2] += float(loss), flat.trained
             total, tokens, *texts = world.sums(*sums.tolist())
-            found[name] = Score(total, int(tokens), {} if judge is None else judge.scores(texts))
+            scores[name] = Score(total, int(tokens), {} if judge is None else judge.scores(texts))
     trainee.train()
-    return found
+    return scores
 
 
 def _spread(rows: int, most: int | None) -> Sequence[int]:
-    """Rows to take, evenly: those of a packed set are in the order of their longest document."""
+    """Rows to take, evenly spread: a packed set is sorted by the longest document of a row."""
     return range(rows) if most is None or most >= rows else [place * rows // most for place in range(most)]
 
 
 def line_of(step: int | None, scores: Mapping[str, Score]) -> str:
-    """One line for people, with the names that the users' logs have; without a global step where there is none."""
+    """One line for people, with the metric names of ControlLLM's logs; without a global step where there is none."""
     parts = []
-    for name, one in scores.items():
-        named = {"ppl": one.perplexity, "epoch_loss": one.loss} | dict(one.texts)
-        parts.append(f"{name}: " + " ".join(f"eval_{key}={value:.6g}" for key, value in named.items()))
+    for name, score in scores.items():
+        metrics = {"ppl": score.perplexity, "epoch_loss": score.loss} | dict(score.texts)
+        parts.append(f"{name}: " + " ".join(f"eval_{key}={value:.6g}" for key, value in metrics.items()))
     return ("" if step is None else f"global_step={step} ") + ", ".join(parts)
 
 
 def record_of(scores: Mapping[str, Score]) -> dict[str, float]:
-    """What a line of `evaluations.jsonl` tells of the sets."""
+    """The metrics of all sets in a line of `evaluations.jsonl`."""
     return {
-        f"{name}_{key}": value for name, one in scores.items() for key, value in {"loss": one.loss, **one.texts}.items()
+        f"{name}_{key}": value
+        for name, score in scores.items()
+        for key, value in {"loss": score.loss, **score.texts}.items()
     }
 
 
 def write_scores(save: Path, progress: Progress, scores: Mapping[str, Score]) -> None:
-    """Leave the evaluation of a checkpoint in its run's folder, as the training itself does."""
+    """Write the evaluation of a checkpoint into its run folder, as the training itself does."""
     step = progress.offset + progress.step
     path = save / EVALUATIONS
-    held = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    kept = [line for line in held if json.loads(line)["global_step"] != step]
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    kept = [line for line in lines if json.loads(line)["global_step"] != step]
     line = json.dumps({"step": progress.step, "global_step": step} | record_of(scores)) + "\n"
     write_file(path, "".join([*kept, line]).encode())
     write_csv(save / CSV, step, scores)
@@ -146,16 +152,16 @@ def write_scores(save: Path, progress: Progress, scores: Mapping[str, Score]) ->
 def write_csv(folder: Path, step: int, scores: Mapping[str, Score]) -> None:
     """`STEP.csv`, with the columns of the users' perplexity tester: total, mean, and perplexity of each set.
 
-    Behind those of a set lie its ROUGE and BLEU, where they were asked for.
+    They are followed by the set's ROUGE and BLEU, where they were asked for.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    named = {
+    columns = {
         f"{name}_{column}": value
-        for name, one in scores.items()
-        for column, value in {"TotalCE": one.total, "CE": one.loss, "PPL": one.perplexity, **one.texts}.items()
+        for name, score in scores.items()
+        for column, value in {"TotalCE": score.total, "CE": score.loss, "PPL": score.perplexity, **score.texts}.items()
     }
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    writer.writerow(["time", "step", *named])
-    writer.writerow([datetime.now().isoformat(timespec="seconds"), step, *named.values()])
+    writer.writerow(["time", "step", *columns])
+    writer.writerow([datetime.now().isoformat(timespec="seconds"), step, *columns.values()])
     write_file(folder / f"{step}.csv", text.getvalue().encode())

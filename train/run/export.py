@@ -1,7 +1,7 @@
-"""The end of a training: its last checkpoint as a Hugging Face folder, made by `convert fsdp2hf` as a user would.
+"""Export: the last checkpoint of a run as a Hugging Face folder, converted as `convert fsdp2hf` does.
 
-Adapters are merged into the model that they belong to, one matrix at a time, in float32, without a GPU. What was
-merged lies beside OUT until the converter has taken it over, with everything else of the model.
+Adapters are merged into their base model one matrix at a time, in float32, without a GPU. Merged matrices are kept in a
+scratch folder beside OUT until the converter has copied them, with all other tensors of the model, into OUT.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from train.data.tokens.documents import Documents
 from train.settings.config import Config
 
 ADAPTER = "adapter"
-"""Folder in OUT with the adapters by themselves, as peft loads them."""
+"""Folder in OUT with the adapters only, as peft loads them."""
 WEIGHTS = "adapter_model.safetensors"
 
 
 def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path | None = None) -> str:
-    """Convert a checkpoint; in bf16, without a process group, in constant memory, read back and compared.
+    """Convert a checkpoint to bf16, without a process group, in constant memory; the output is read back and compared.
 
-    Of one with adapters OUT is the merged model, and `OUT/adapter` what peft loads. Memory is that of the adapters and
-    of the largest matrix in float32; while it runs, the disk holds merged matrices twice.
+    For a checkpoint with adapters, OUT is the merged model and `OUT/adapter` is what peft loads. Memory is that of the
+    adapters and of the largest matrix in float32; while it runs, the disk holds merged matrices twice.
 
     Args:
         checkpoint: of this trainer.
         out: the new folder.
         template: name or file of a chat template; None keeps that of the model, if it has one.
-        moved: where the model of adapters is now, if it is no longer where it was.
+        moved: the base model of the adapters, if it is no longer at the path that they record.
 
     Returns:
-        A note, if nobody knows whether the adapters belong to the weights that they are merged into.
+        A note, if the checkpoint does not record which weights its adapters belong to.
 
     Raises:
-        VitruvianError: as the converter says; or they do not.
+        VitruvianError: the conversion is refused; or the adapters belong to other weights.
     """
     from train.model.lora import BASE, NOTE
     from train.run.identity import require_same_base
@@ -63,8 +63,8 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
         run(plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE, template), request)
         return ""
     require_one_save(checkpoint)
-    said = json.loads((checkpoint / NOTE).read_bytes())
-    place = Path(said[BASE])
+    settings = json.loads((checkpoint / NOTE).read_bytes())
+    place = Path(settings[BASE])
     base = open_checkpoint(moved if moved is not None and not place.exists() else place)
     check_paths(base, request)
     note = require_same_base(checkpoint, base)
@@ -72,7 +72,7 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        plan = plan_huggingface(_merged(base, checkpoint, said, scratch), request, SHARD_SIZE, template)
+        plan = plan_huggingface(_merged(base, checkpoint, settings, scratch), request, SHARD_SIZE, template)
         assert plan.target is not None
         own = {f"{ADAPTER}/{NOTE}": checkpoint / NOTE, f"{ADAPTER}/{WEIGHTS}": scratch / WEIGHTS}
         run(replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own})), request)
@@ -82,18 +82,19 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
 
 
 def check_export(config: Config, start: Path, trained: Iterable[Documents]) -> str:
-    """See that a model can be exported before it is trained.
+    """Check before the training that its model can be exported.
 
     Args:
         config: `export`, `chat_template` and `model`.
-        start: the Hugging Face folder that the training begins with.
+        start: the Hugging Face folder that the training starts from.
         trained: the token files.
 
     Returns:
-        A note, if one of them was made with another chat template than the model will have; both may write the same.
+        A note, if a token file was made with another chat template than the exported model will have; both may render
+        the same text.
 
     Raises:
-        VitruvianError: it lacks a tokenizer, or the chat template is not for it.
+        VitruvianError: the start lacks a tokenizer, or the chat template does not fit it.
     """
     if config.export is None:
         if config.chat_template is not None:
@@ -108,9 +109,15 @@ def check_export(config: Config, start: Path, trained: Iterable[Documents]) -> s
             else later,
         )
     plan_huggingface(open_checkpoint(start), Request(config.export, cast="bf16"), SHARD_SIZE, config.chat_template)
-    held = held_template(dict(files(start))) if config.chat_template is None else load_template(config.chat_template)
-    told = None if held is None else blake3(held.encode()).hexdigest()
-    other = [one.indexed.prefix for one in trained if one.facts is not None and one.facts.template not in (None, told)]
+    template = (
+        held_template(dict(files(start))) if config.chat_template is None else load_template(config.chat_template)
+    )
+    digest = None if template is None else blake3(template.encode()).hexdigest()
+    other = [
+        documents.indexed.prefix
+        for documents in trained
+        if documents.facts is not None and documents.facts.template not in (None, digest)
+    ]
     if not other:
         return ""
     return (
@@ -119,8 +126,8 @@ def check_export(config: Config, start: Path, trained: Iterable[Documents]) -> s
     )
 
 
-def _merged(base: Checkpoint, checkpoint: Path, said: dict[str, Any], scratch: Path) -> Checkpoint:
-    """The model with adapters in it: what they change lies in a folder of its own, all else where it was.
+def _merged(base: Checkpoint, checkpoint: Path, settings: dict[str, Any], scratch: Path) -> Checkpoint:
+    """The base model with its adapters merged: changed tensors are in `scratch`, all others where they were.
 
     Raises:
         SourceError: an adapter belongs to no tensor of the model.
@@ -132,17 +139,17 @@ def _merged(base: Checkpoint, checkpoint: Path, said: dict[str, Any], scratch: P
     from train.model.lora import ROOT
     from train.model.trainee import filed
 
-    found = read_adapters(checkpoint)
-    save_file(found, scratch / WEIGHTS, {"format": "pt"})
-    config, scale = read_json(base.root / "config.json"), said["lora_alpha"] / said["r"]
+    adapters = read_adapters(checkpoint)
+    save_file(adapters, scratch / WEIGHTS, {"format": "pt"})
+    config, scale = read_json(base.root / "config.json"), settings["lora_alpha"] / settings["r"]
     tensors = {placed.key: placed for placed in base.tensors}
-    for name in [name for name in found if ".lora_A." in name]:
+    for name in [name for name in adapters if ".lora_A." in name]:
         key = filed(name.removeprefix(ROOT).replace(".lora_A.", "."), config["model_type"])
         if key not in tensors:
-            key = next((one for (one,) in keys_of(key, config, 1)), key)
+            key = next((hub_key for (hub_key,) in keys_of(key, config, 1)), key)
         if key not in tensors:
             raise SourceError(f"{checkpoint} has an adapter of {key}, which {base.root} has not")
-        lower, upper = found[name], found[name.replace(".lora_A.", ".lora_B.")]
+        lower, upper = adapters[name], adapters[name.replace(".lora_A.", ".lora_B.")]
         tensors[key] = _merge(tensors[key], lower, upper, scale, scratch / f"{key}.safetensors")
     files = tuple(sorted({placed.fragment.path for placed in tensors.values()}))
     return replace(base, root=scratch, home=scratch, tensors=tuple(tensors.values()), files=files)
@@ -173,7 +180,7 @@ def read_adapters(checkpoint: Path) -> dict[str, Any]:
     """The adapters of a checkpoint by their names in peft's files, float32.
 
     Raises:
-        SourceError: a file has another CRC-32 than it says, or is of another save.
+        SourceError: a file does not match its CRC-32, or belongs to another save.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -185,8 +192,8 @@ def read_adapters(checkpoint: Path) -> dict[str, Any]:
     require_one_save(checkpoint)
     reader, inside = FileSystemReader(checkpoint), "model."
     listed: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    found = {name: torch.empty(listed[name].size) for name in sorted(listed) if name.startswith(inside)}
+    tensors = {name: torch.empty(listed[name].size) for name in sorted(listed) if name.startswith(inside)}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
-        load(found, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(inside): tensor for name, tensor in found.items()}
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is intended
+        load(tensors, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(inside): tensor for name, tensor in tensors.items()}

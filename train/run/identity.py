@@ -1,9 +1,9 @@
-"""What a run began with: recorded in each of its checkpoints, and compared before they are put on a model again.
+"""Identity of the start: each checkpoint records the model that its run began with; resuming and merging compare it.
 
-    SAVE/global_step1500/config.json   that of the start, of which the model is made
+    SAVE/global_step1500/config.json   the config of the start, which the model is built from
     SAVE/global_step1500/.start        digest of the start's weights, as `convert digest` prints it, and of each tensor
 
-A checkpoint of all weights needs the same config; adapters need the same weights too.
+A checkpoint of all weights requires the same config; adapters require the same weights too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from converters.prove.digest import total
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
 from formats.errors import RefusedError, SourceError, VitruvianError, some
-from formats.huggingface import folder as huggingface
+from formats.huggingface import HUGGINGFACE
 from formats.registry import open_checkpoint
 from train.data.tokens.tokenizers import FILES, names_digest, open_vocabulary
 from train.distributed import World
@@ -30,17 +30,17 @@ from train.model.trainee import open_config
 from train.start.run_folder import RECORD
 
 BESIDE = (".json", ".jinja", ".model", ".txt")
-"""Small files of a model's folder that go into each checkpoint,"""
+"""Suffixes of the small files of a model folder that go into each checkpoint."""
 NOT_BESIDE = (".index.json", "vitruvian.json")
-"""but not what tells of its tensors."""
+"""Endings of those that do not: they describe the start's tensors."""
 FREE = frozenset({
     "_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache",
     "bos_token_id", "eos_token_id",
 })  # fmt: skip
-"""Keys of a config that change nothing of what is trained: `model.dtype` says the type, token files the tokens
+"""Keys of a config that do not affect the training: `model.dtype` sets the dtype, token files determine the tokens
 (transformers 5.23.0 configuration_utils.py)."""
 LIMITS = Limits(replicas="first")
-"""Of a tied head transformers reads one copy."""
+"""transformers reads one copy of a tied head."""
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
@@ -53,9 +53,9 @@ def small_files(folder: Path) -> dict[str, bytes]:
 
 
 def changed_files(checkpoint: Path, folder: Path) -> str:
-    """A note of the small files of a start that are not those that a checkpoint has; empty without any."""
+    """A note of the small files of a start that differ from those in a checkpoint; empty if none does."""
     then, now = small_files(checkpoint), small_files(folder)
-    both = (then.keys() & now.keys()) - {"config.json"}  # which is compared by what it says
+    both = (then.keys() & now.keys()) - {"config.json"}  # `require_same_config` compares its values
     names = [name for name in sorted(both) if then[name] != now[name]]
     return (
         f"{folder} has other files than {checkpoint}, which are saved from here on: {some(names, 4)}" if names else ""
@@ -66,11 +66,11 @@ def changed_files(checkpoint: Path, folder: Path) -> str:
 
 
 def require_same_config(checkpoint: Path, folder: Path) -> None:
-    """See that a model's config is that of a checkpoint; as transformers reads both, so how they are written is free.
+    """Check that a model's config equals that of a checkpoint. Both are compared as transformers reads them.
 
     Args:
-        checkpoint: of a run, which has the config that it was trained with.
-        folder: the model that is to be filled from it.
+        checkpoint: of a run; it has the config that it was trained with.
+        folder: the model that will be filled from it.
 
     Raises:
         RefusedError: a setting differs.
@@ -86,38 +86,38 @@ def require_same_config(checkpoint: Path, folder: Path) -> None:
 
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Where settings of models differ, as `name: then | now`; the model's type, which says most, comes first."""
+    """Where settings of models differ, as `name: then | now`; the model type comes first, as it says most."""
     return contradictions({"model_type": None, **dict.fromkeys(now), **then}, now)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The config of a model as transformers reads it, without what is free.
+    """The config of a model as transformers reads it, without the keys in `FREE`.
 
     Raises:
         SourceError: it is missing or cannot be read.
     """
     if not (folder / "config.json").is_file():
-        raise SourceError(f"{folder} has no config.json, so nobody knows which model it is of", "copy it back")
-    found: dict[str, Any] = _bound(open_config(folder).to_dict())
-    return found
+        raise SourceError(f"{folder} has no config.json, so its model is not known", "copy it back")
+    settings: dict[str, Any] = _bound(open_config(folder).to_dict())
+    return settings
 
 
 def _bound(value: Any) -> Any:
-    """A config without what is free in it, and in the configs inside it."""
+    """A config without the keys in `FREE`, also in nested configs."""
     if isinstance(value, Mapping):
-        return {str(name): _bound(held) for name, held in value.items() if name not in FREE}
+        return {str(name): _bound(inner) for name, inner in value.items() if name not in FREE}
     return value
 
 
 def require_same_tokenizer(checkpoint: Path, folder: Path) -> None:
-    """See that ids mean what they meant: tokens that were added are free, and so is how the file is written.
+    """Check that token ids still mean the same tokens; added tokens and the formatting of the file may differ.
 
     Args:
-        checkpoint: of a run, which has the tokenizer of its start, if that had one.
-        folder: the model whose tokenizer would go into what is saved next.
+        checkpoint: of a run; it has the tokenizer of its start, if that had one.
+        folder: the model whose tokenizer would go into the next checkpoints.
 
     Raises:
-        RefusedError: a token has another name.
+        RefusedError: an id has another token.
     """
     for name in FILES:
         pair = [place / name for place in (checkpoint, folder)]
@@ -129,14 +129,14 @@ def require_same_tokenizer(checkpoint: Path, folder: Path) -> None:
 
 
 def _same_names(then: Path, now: Path) -> bool:
-    """Whether the ids that two tokenizers have in common are those of the same tokens."""
+    """Whether the ids that two tokenizers have in common mean the same tokens."""
     if then.read_bytes() == now.read_bytes():
         return True
     try:
         known = [open_vocabulary(path) for path in (then, now)]
     except SourceError:  # tokenizer.model of some models is tiktoken's
         return False
-    size = min(one.size for one in known)
+    size = min(vocabulary.size for vocabulary in known)
     return names_digest(known[0], size) == names_digest(known[1], size)
 
 
@@ -144,13 +144,13 @@ def _same_names(then: Path, now: Path) -> bool:
 
 
 def begun(start: Path | None, folder: Path, adapters: bool, world: World) -> tuple[dict[str, str], str]:
-    """The digests of the weights that a run began with, and a note. Every rank has to come here.
+    """The digests of the weights that a run began with, and a note. Collective: all ranks call it.
 
     Args:
-        start: the checkpoint that it resumes from, None if it begins.
-        folder: the model's, whose weights are there now.
-        adapters: whether adapters are trained, and the weights are used as they are.
-        world: the ranks, which read a share of the weights each.
+        start: the checkpoint that it resumes from, None for a new run.
+        folder: the model with the current weights.
+        adapters: whether only adapters are trained, on these weights.
+        world: the ranks; each reads a share of the weights.
 
     Raises:
         RefusedError: adapters would be put on other weights.
@@ -158,44 +158,44 @@ def begun(start: Path | None, folder: Path, adapters: bool, world: World) -> tup
     now = _digests(folder, world)
     if start is None:
         return now, ""
-    held: Mapping[str, str] | None = world.told(lambda: recorded(start))
-    note: str = world.told(lambda: compared(start, folder, held, now, adapters))
-    return dict(now if held is None else held), note
+    then: Mapping[str, str] | None = world.from_first(lambda: recorded(start))
+    note: str = world.from_first(lambda: compared(start, folder, then, now, adapters))
+    return dict(now if then is None else then), note
 
 
 def require_same_base(checkpoint: Path, base: Checkpoint) -> str:
-    """See that adapters of a checkpoint belong to a model. Returns a note.
+    """Check that the adapters of a checkpoint belong to a base model. Returns a note.
 
     Raises:
-        RefusedError: its config, tokenizer or weights are others.
+        RefusedError: its config, tokenizer or weights differ.
     """
     require_same_config(checkpoint, base.root)
     require_same_tokenizer(checkpoint, base.root)
-    held = recorded(checkpoint)
-    now = {} if held is None else digest_of(make_plan(base).jobs, LIMITS)
-    return compared(checkpoint, base.root, held, now, adapters=True)
+    then = recorded(checkpoint)
+    now = {} if then is None else digest_of(make_plan(base).jobs, LIMITS)
+    return compared(checkpoint, base.root, then, now, adapters=True)
 
 
 def compared(
-    checkpoint: Path, folder: Path, held: Mapping[str, str] | None, now: Mapping[str, str], adapters: bool
+    checkpoint: Path, folder: Path, then: Mapping[str, str] | None, now: Mapping[str, str], adapters: bool
 ) -> str:
     """Compare the weights that a checkpoint's run began with and those that are in a folder now. Returns a note.
 
     Raises:
         RefusedError: they differ, and the checkpoint holds adapters.
     """
-    if held is None:
-        told = f"{checkpoint} does not record which weights its adapters are of: {folder} is taken on trust"
-        return told if adapters else ""
-    other = sorted(name for name in held.keys() | now.keys() if held.get(name) != now.get(name))
+    if then is None:
+        note = f"{checkpoint} does not record which weights its adapters are of: {folder} is taken on trust"
+        return note if adapters else ""
+    other = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
     if not other:
         return ""
-    told = f"{folder} no longer holds the weights that {checkpoint} began with: {some(other, 3)} differ"
+    note = f"{folder} no longer holds the weights that {checkpoint} began with: {some(other, 3)} differ"
     if not adapters:
-        return f"{told}; nothing of them is used, the checkpoint has all weights"
+        return f"{note}; nothing of them is used, the checkpoint has all weights"
     raise RefusedError(
-        f"{told}, and its adapters mean nothing on others",
-        f"`convert digest {quote(str(folder))}` has to print {total(held)}: put those weights back; adapters for "
+        f"{note}, and its adapters mean nothing on others",
+        f"`convert digest {quote(str(folder))}` has to print {total(then)}: put those weights back; adapters for "
         "others are another run, with another save.path",
     )
 
@@ -206,7 +206,7 @@ def record(digests: Mapping[str, str]) -> bytes:
 
 
 def recorded(checkpoint: Path) -> dict[str, str] | None:
-    """The digests of the weights that a run began with, None of a run that was made without a record.
+    """The digests of the weights that a run began with; None for a run of a version without this record.
 
     Raises:
         SourceError: the record is damaged.
@@ -214,31 +214,31 @@ def recorded(checkpoint: Path) -> dict[str, str] | None:
     path = checkpoint / RECORD
     if not path.is_file():
         return None
-    held = read_json(path)
-    tensors = held.get("tensors") or {}
+    saved = read_json(path)
+    tensors = saved.get("tensors") or {}
     digests = {name: str(value) for name, value in tensors.items()} if isinstance(tensors, dict) else {}
-    if total(digests) == held.get("digest"):
+    if total(digests) == saved.get("digest"):
         return digests
     raise SourceError(f"{path} is damaged: it is no record of the weights that a run began with", "copy it again")
 
 
 def _digests(folder: Path, world: World) -> dict[str, str]:
     """The digest of each tensor of a Hugging Face folder: each is read by one rank."""
-    jobs: tuple[Job, ...] = world.told(
-        lambda: make_plan(open_checkpoint(folder, first=(huggingface.NAME,))).jobs  # which the trainer reads
+    jobs: tuple[Job, ...] = world.from_first(
+        lambda: make_plan(open_checkpoint(folder, first=(HUGGINGFACE,))).jobs  # which the trainer reads
     )
     mine = sorted(jobs, key=lambda job: -job.nbytes)[world.rank :: world.ranks]
-    found: dict[str, str] | Exception
+    digests: dict[str, str] | Exception
     try:
-        found = digest_of(mine, LIMITS)
+        digests = digest_of(mine, LIMITS)
     except (VitruvianError, OSError) as error:
-        found = error
-    every = world.gathered(found)
-    world.told(lambda: _raise_first(every))
-    return {name: digest for one in every for name, digest in one.items()}
+        digests = error
+    results = world.gathered(digests)
+    world.from_first(lambda: _raise_first(results))
+    return {name: digest for rank_digests in results for name, digest in rank_digests.items()}
 
 
-def _raise_first(found: Iterable[Any]) -> None:
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
+def _raise_first(results: Iterable[Any]) -> None:
+    for result in results:
+        if isinstance(result, Exception):
+            raise result

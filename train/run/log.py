@@ -1,9 +1,9 @@
-"""What a training tells while it runs: a line for people, a line of JSON for each step, and trackers.
+"""Logs of a training run: a line for people, a line of JSON for each step, and trackers.
 
     SAVE/log.jsonl, evaluations.jsonl    always
     SAVE/runs/                           TensorBoard
 
-A run that goes on continues its curves: what comes again is dropped before.
+A resumed run continues its curves: lines of steps that will be trained again are dropped first.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from train.start.run_folder import EVALUATIONS, LOG
 
 Say = Callable[[str], None]
 Tracker = Callable[[int, Mapping[str, float]], None]
-"""Takes numbers of a global step."""
+"""Called with a global step and its metrics."""
 
 
 class Step(NamedTuple):
-    """What a step was, over all ranks.
+    """A step, over all ranks.
 
     Attributes:
         loss: mean over trained labels.
         norm: of the gradient, before clipping.
-        trained: labels that are trained.
-        tokens: inputs.
-        flops: floating point operations of the model.
-        memory: the most bytes that the first rank has had at a time.
+        trained: trained labels.
+        tokens: input tokens.
+        flops: model FLOPs.
+        memory: peak memory of rank 0, in bytes.
         rate: learning rate.
-        stop: some rank wants to end.
+        stop: a rank has to stop: a signal, or its time is up.
         written: all ranks have written their part of a checkpoint.
-        due: the first rank's clock says that a checkpoint is due.
+        due: `save.every_minutes` have passed on rank 0.
     """
 
     loss: float
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 
 class Log:
-    """The first rank's log of a run. What an earlier run told of steps that come again is dropped."""
+    """The log of a run, on rank 0. Lines of steps that will be trained again are dropped."""
 
     def __init__(self, config: Config, ranks: int, progress: Progress, total: int, peak: float | None) -> None:
         self.folder, self.every, self.peak, self.ranks = config.save.path, config.log.every, peak, ranks
@@ -70,7 +70,7 @@ class Log:
         self.trackers: list[Tracker] = [TRACKERS[name](config, step) for name in config.log.trackers]
 
     def line(self, progress: Progress, total: int, step: Step, seconds: float, say: Say) -> None:
-        """Write down a step."""
+        """Log a step."""
         number = progress.offset + progress.step
         self.seconds = seconds if not self.seconds else 0.9 * self.seconds + 0.1 * seconds
         record: dict[str, float] = {
@@ -91,12 +91,12 @@ class Log:
             f"norm {step.norm:.3f}  {speed}  {size(step.memory)}  {_left((total - progress.step) * self.seconds)} left"
         )
 
-    def scores(self, progress: Progress, found: Mapping[str, Score], say: Say) -> None:
-        """Write down an evaluation."""
+    def scores(self, progress: Progress, scores: Mapping[str, Score], say: Say) -> None:
+        """Log an evaluation."""
         step = progress.offset + progress.step
-        self._write(EVALUATIONS, {"step": progress.step, "global_step": step} | record_of(found))
-        write_csv(self.folder / CSV, step, found)
-        say(line_of(step, found))
+        self._write(EVALUATIONS, {"step": progress.step, "global_step": step} | record_of(scores))
+        write_csv(self.folder / CSV, step, scores)
+        say(line_of(step, scores))
 
     def _write(self, name: str, record: Mapping[str, float]) -> None:
         with (self.folder / name).open("a") as file:
@@ -107,13 +107,13 @@ class Log:
 
 
 def _left(seconds: float) -> str:
-    """A time for people."""
+    """Seconds as h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _forget(path: Path, step: int) -> None:
-    """Drop the lines behind a global step, and one that a kill cut off."""
+    """Drop the lines after a global step, and an incomplete last line of a killed job."""
     if path.is_file():
         kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
         write_file(path, "".join(line + "\n" for line in kept).encode())
@@ -134,7 +134,7 @@ def _lacking(name: str) -> UnsupportedError:
 
 
 def _tensorboard(config: Config, step: int) -> Tracker:
-    """TensorBoard, which drops what comes again (`purge_step`)."""
+    """TensorBoard; it drops later steps by itself (`purge_step`)."""
     try:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError:
@@ -150,7 +150,7 @@ def _tensorboard(config: Config, step: int) -> Tracker:
 
 
 def _wandb(config: Config, _: int) -> Tracker:
-    """Weights & Biases; a run that goes on has the same id, made of its folder's path."""
+    """Weights & Biases; a resumed run has the same id, which is made from its folder's path."""
     try:
         import wandb
     except ImportError:
@@ -159,12 +159,12 @@ def _wandb(config: Config, _: int) -> Tracker:
 
     place = config.save.path.resolve()
     name = blake3(str(place).encode()).hexdigest(8)
-    held: Any = wandb.init(
+    wandb_run: Any = wandb.init(
         id=name, name=place.name, dir=str(place), resume="allow", config=config.model_dump(mode="json")
     )
 
     def track(number: int, numbers: Mapping[str, float]) -> None:
-        held.log(dict(numbers), step=number)
+        wandb_run.log(dict(numbers), step=number)
 
     return track
 

@@ -1,7 +1,7 @@
-"""What a training needs before its model is made: rows, their order, and where it begins.
+"""What a training needs before its model is built: rows, their order, and where it starts.
 
-It begins with the model's folder, goes on from its own latest checkpoint, or takes up the last one of the phase before
-it, which lies in the same folder at the global step that this one starts from.
+It starts from the model folder, resumes from its own latest checkpoint, or continues from the last checkpoint of the
+phase before it, which is in the same folder at the global step that this phase starts from.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Prepared(NamedTuple):
 
     Attributes:
         config: the settings; `model.path` is a Hugging Face folder by now.
-        rows: what it is trained on.
+        rows: the training data.
         sizes: the batch equation.
-        order: which rows make a step.
-        total: steps.
+        order: which rows make up each step.
+        total: number of steps.
         progress: how far it is.
-        start: checkpoint whose weights and moments it takes, None to begin with the model's folder.
-        notes: of what will be exported, and of settings that are not those of before.
+        start: checkpoint whose weights and moments are loaded, None to start from the model folder.
+        notes: on the export, and on settings that changed since the last job.
     """
 
     config: Config
@@ -65,67 +65,85 @@ def prepare(config: Config, world: World) -> Prepared:
     check_schedule(config, total)
     check_effect(config, total)
     kind = ENGINES[config.engine][2]
-    fresh = Progress(0, config.steps.iteration_offset, sizes.size, config.seed, rows.digest, 0, order.samples, kind)
-    start, progress = world.told(lambda: _start(config, fresh))
+    fresh = Progress(
+        step=0,
+        offset=config.steps.iteration_offset,
+        size=sizes.size,
+        seed=config.seed,
+        rows=rows.digest,
+        tokens=0,
+        samples=order.samples,
+        engine=kind,
+    )
+    start, progress = world.from_first(lambda: _start(config, fresh))
     notes = list[str]()
     if start is not None:
-        world.told(lambda: lora.require_same_settings(start, config.lora))
+        world.from_first(lambda: lora.require_same_settings(start, config.lora))
     if start is not None and progress.step:
-        notes.append(world.told(lambda: changes(config, done=progress.step >= total)))
+        notes.append(world.from_first(lambda: changes(config, done=progress.step >= total)))
     if progress.step < total:
-        world.told(lambda: require_places(config.save.path, progress, total))
-        path = world.told(lambda: folder_of(config, resumed=start is not None))
+        world.from_first(lambda: require_places(config.save.path, progress, total))
+        path = world.from_first(lambda: folder_of(config, resumed=start is not None))
         if start is not None:
-            world.told(lambda: require_same_config(start, path))
-            world.told(lambda: require_same_tokenizer(start, path))
-            notes.append(world.told(lambda: changed_files(start, path) if progress.step else ""))
-        notes += world.told(lambda: [check_export(config, path, rows.documents), huggingface.unread(path)])
-        world.told(lambda: check_tokenizer(rows.documents, path))
+            world.from_first(lambda: require_same_config(start, path))
+            world.from_first(lambda: require_same_tokenizer(start, path))
+            notes.append(world.from_first(lambda: changed_files(start, path) if progress.step else ""))
+        notes += world.from_first(lambda: [check_export(config, path, rows.documents), huggingface.unread(path)])
+        world.from_first(lambda: check_tokenizer(rows.documents, path))
         rows = fitted(rows, path)
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-    return Prepared(config, rows, sizes, order, total, progress, start, tuple(filter(None, notes)))
+    return Prepared(
+        config=config,
+        rows=rows,
+        sizes=sizes,
+        order=order,
+        total=total,
+        progress=progress,
+        start=start,
+        notes=tuple(filter(None, notes)),
+    )
 
 
 def choose_attention(config: Config, world: World, rows: int = 1) -> tuple[Any, str, float]:
-    """The model's configuration, the attention for it, and how far documents of a row are from documents alone.
+    """The model's configuration, the attention backend, and how much packed documents differ from unpacked ones.
 
     Args:
         config: the settings.
         world: the ranks.
-        rows: that are computed as one sequence.
+        rows: rows that are flattened into one sequence.
 
     Raises:
-        VitruvianError: its layers cannot keep documents apart, or the attention does not.
+        VitruvianError: the model's layers cannot separate packed documents, or the attention backend does not.
     """
-    made = open_config(config.model.path)
-    require_masks(made, config.data.seq_length, rows)
+    model_config = open_config(config.model.path)
+    require_masks(model_config, config.data.seq_length, rows)
     dtype = DTYPES[config.model.dtype]
-    backend = resolve(config.model.attention, made, world.device, dtype)
-    found = kernels.resolve(config.model.kernels, made, world.device) if config.engine == "fsdp" else "torch"
-    return made, backend, self_check(made, world.device, backend, dtype, found)
+    backend = resolve(config.model.attention, model_config, world.device, dtype)
+    kernel = kernels.resolve(config.model.kernels, model_config, world.device) if config.engine == "fsdp" else "torch"
+    return model_config, backend, self_check(model_config, world.device, backend, dtype, kernel)
 
 
 def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:
-    """The checkpoint to take up, and how far this run is.
+    """The checkpoint to load, and how far this run is.
 
     Raises:
-        RefusedError: the settings ask for one that there is not, or is another run's.
+        RefusedError: there is no checkpoint to resume from, or it belongs to another run.
     """
-    found = newest(config.save.path)
-    if found is None:
+    checkpoint = newest(config.save.path)
+    if checkpoint is None:
         if config.init == "resume":
-            hint = "--init auto begins where there is none"
+            hint = "--init auto starts a new run where there is none"
             raise RefusedError(f"{config.save.path} has no checkpoint to resume from", hint)
         return None, fresh
-    held = read_progress(found)
-    if config.init == "finetune" and held.offset != fresh.offset:
+    saved = read_progress(checkpoint)
+    if config.init == "finetune" and saved.offset != fresh.offset:
         return None, fresh
-    if held.engine != fresh.engine:
+    if saved.engine != fresh.engine:
         raise RefusedError(
-            f"{found} was written by the engine {held.engine}",
-            f"go on with --engine {held.engine}, or begin with its weights: --model.path {found} --save.path …",
+            f"{checkpoint} was written by the engine {saved.engine}",
+            f"resume with --engine {saved.engine}, or start from its weights: --model.path {checkpoint} --save.path …",
         )
-    if held.name == fresh.name:
-        return found, fresh
-    check_same(held, fresh, found)
-    return found, held
+    if saved.name == fresh.name:
+        return checkpoint, fresh
+    check_same(saved, fresh, checkpoint)
+    return checkpoint, saved

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: torch's profiler, or its counter of floating point operations, for a few steps."""
+"""Profiling of a few steps with torch's profiler, or with its FLOP counter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FOLDER = "profiler"
 
 
 class Profiler:
-    """Watches `profile.steps` steps of a job, behind its first `profile.after`."""
+    """Profiles `profile.steps` steps of a job, after its first `profile.after`."""
 
     def __init__(self, config: Config, world: World, say: Say) -> None:
         self.settings, self.world, self.say, self.folder = config.profile, world, say, config.save.path / FOLDER
-        self.stack, self.done, self.held = ExitStack(), 0, None
+        self.stack, self.done, self.profiler = ExitStack(), 0, None
 
     def __enter__(self) -> Profiler:
         self._turn()
@@ -30,7 +30,7 @@ class Profiler:
         self.stack.close()
 
     def step(self) -> None:
-        """A step is done."""
+        """Called after each step."""
         self.done += 1
         self._turn()
 
@@ -38,7 +38,7 @@ class Profiler:
         if self.settings.kind is None:
             return
         if self.done == self.settings.after:
-            self.held = self.stack.enter_context(_opened(self.settings.kind))
+            self.profiler = self.stack.enter_context(_opened(self.settings.kind))
         elif self.done == self.settings.after + self.settings.steps:
             self.stack.close()
             lines = self._counted() if self.settings.kind == "flops" else self._traced()
@@ -46,17 +46,17 @@ class Profiler:
                 self.say(lines)
 
     def _counted(self) -> str:
-        held: Any = self.held
-        (total,) = self.world.sums(float(held.get_total_flops()))
+        profiler: Any = self.profiler
+        (total,) = self.world.sums(float(profiler.get_total_flops()))
         return f"flops      {total:.6g} in {self.settings.steps} steps of all ranks, as torch counts them"
 
     def _traced(self) -> str:
-        held: Any = self.held
+        profiler: Any = self.profiler
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank{self.world.rank}.json.gz"
-        held.export_chrome_trace(str(path))
+        profiler.export_chrome_trace(str(path))
         sort = "self_cuda_time_total" if self.world.device.type == "cuda" else "self_cpu_time_total"
-        return f"{held.key_averages().table(sort_by=sort, row_limit=10)}\nprofile    {path}"
+        return f"{profiler.key_averages().table(sort_by=sort, row_limit=10)}\nprofile    {path}"
 
 
 def _opened(kind: str) -> Any:

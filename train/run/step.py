@@ -1,4 +1,4 @@
-"""One step of a training: its losses, its clock, its end."""
+"""One training step: its counters, its loss, its watchdog, and what follows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from train.settings.config import Config
 class Run(NamedTuple):
     """Everything that a step needs."""
 
-    made: Prepared
+    prepared: Prepared
     world: World
     engine: Engine
     saver: Saver
@@ -38,16 +38,16 @@ class Run(NamedTuple):
     watch: Watch
 
 
-def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: float, say: Say) -> bool:
-    """What follows a step: its line, a checkpoint, an evaluation. Whether to leave before the end."""
-    config, done, total = run.made.config, progress.step, run.made.total
+def finish_step(run: Run, log: Log | None, progress: Progress, step: Step, seconds: float, say: Say) -> bool:
+    """Log a step, and save and evaluate where they are due. Returns whether to stop before the end."""
+    config, done, total = run.prepared.config, progress.step, run.prepared.total
     if log:
         log.line(progress, total, step, seconds, say)
     if not math.isfinite(step.loss + step.norm):
         run.saver.finish()
         raise VerificationError(
-            f"behind step {done} the loss is {step.loss} and the gradient's norm {step.norm}; nothing of it was saved",
-            "a lower optim.lr, or a look at the rows: the next run resumes from the last checkpoint",
+            f"after step {done} the loss is {step.loss} and the gradient norm {step.norm}; this step was not saved",
+            "lower optim.lr, or look at the rows: the next run resumes from the last checkpoint",
         )
     if step.written:
         run.saver.finish()
@@ -55,7 +55,7 @@ def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: fl
     if done % config.save.every == 0 or done == total or leaving or step.due:
         run.saver.start(run.engine, progress)
     if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
-        run.saver.finish()  # whatever ends a long evaluation leaves the checkpoint before it
+        run.saver.finish()  # so that the checkpoint survives if the evaluation is killed
         most = config.evaluate.max_rows
         scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, most, run.watch.again)
         if log:
@@ -64,7 +64,7 @@ def after(run: Run, log: Log | None, progress: Progress, step: Step, seconds: fl
 
 
 class Watch:
-    """Ends a rank that has done nothing for too long, behind a print of what each of its threads waits for."""
+    """Watchdog: a rank without progress for `parallel.timeout_minutes` dumps the stacks of its threads and exits."""
 
     def __init__(self, config: Config) -> None:
         self.seconds = 60 * config.parallel.timeout_minutes
@@ -73,7 +73,7 @@ class Watch:
         return self
 
     def again(self) -> None:
-        """A step begins, or a row of an evaluation."""
+        """Reset the timer: called at each step, and at each row of an evaluation."""
         faulthandler.dump_traceback_later(self.seconds, exit=True)
 
     def __exit__(self, *_: object) -> None:
@@ -84,20 +84,31 @@ def _interval(config: Config, done: int) -> bool:
     return config.steps.exit_interval is not None and done % config.steps.exit_interval == 0
 
 
-def late(config: Config) -> bool:
-    """Whether this rank's clock says that time is up. Clocks differ: a step sums what ranks think, and all leave."""
+def time_is_up(config: Config) -> bool:
+    """Whether `steps.exit_minutes` have passed on this rank. Flags are summed: all ranks stop at the same step."""
     minutes = config.steps.exit_minutes
     return minutes is not None and time.monotonic() - BEGAN > 60 * minutes
 
 
-def ahead(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
-    """A step before it is computed, of all ranks: what it has to compute, and what they want. The rest is to come."""
+def reduce_counts(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
+    """Sum the counters and flags of all ranks before the step is computed; loss, norm, rate and memory follow later."""
     ready = run.saver.ready and run.saver.running is not None
     flops = flops_of(batches, run.engine.model.config, run.parameters)
     mine = sum(flat.trained for flat in batches), sum(flat.tokens for flat in batches)
     due = run.world.first and run.saver.due
     trained, tokens, flops, stops, written, saves = run.world.sums(*mine, flops, stopped, ready, due)
-    return Step(0.0, 0.0, int(trained), int(tokens), flops, 0, 0.0, stops > 0, written == run.world.ranks, saves > 0)
+    return Step(
+        loss=0.0,
+        norm=0.0,
+        trained=int(trained),
+        tokens=int(tokens),
+        flops=flops,
+        memory=0,
+        rate=0.0,
+        stop=stops > 0,
+        written=written == run.world.ranks,
+        due=saves > 0,
+    )
 
 
 def loss_of(run: Run, trainee: Any, flat: Flat, seed: tuple[int, ...]) -> torch.Tensor:
@@ -107,10 +118,10 @@ def loss_of(run: Run, trainee: Any, flat: Flat, seed: tuple[int, ...]) -> torch.
         run: the settings.
         trainee: the model, wrapped by whatever shards it.
         flat: rows.
-        seed: of the noise on embeddings, if there is any: of the training, and the step, rank and micro-batch.
+        seed: for NEFTune's noise, if there is any: the training's seed, and the step, rank and micro-batch.
     """
     noise, device = None, run.world.device
-    if run.made.config.neftune_alpha:
-        noise = noise_for(run.engine.model, flat, run.made.config.neftune_alpha, seed).to(device)
+    if run.prepared.config.neftune_alpha:
+        noise = noise_for(run.engine.model, flat, run.prepared.config.neftune_alpha, seed).to(device)
     loss: torch.Tensor = trainee(flat, device, noise)
     return loss

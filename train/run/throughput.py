@@ -1,8 +1,8 @@
-"""How much a step computes, and how much of what the device could do that is.
+"""Model FLOPs of a step, the peak of a device, and peak memory: for MFU and the log.
 
-Model FLOPs count what the model's mathematics needs, forward and backward; what activation checkpointing computes twice
-does not count (Chowdhery et al., PaLM, appendix B). Documents attend to themselves only, so attention is counted from
-their lengths, not from the row's.
+Model FLOPs are those of the model's forward and backward; recomputation by activation checkpointing does not count
+(Chowdhery et al., PaLM, appendix B). Documents attend only to themselves, so attention is counted from their lengths,
+not from the row's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from train.model.trainee import shape_of
 from train.run.estimate import PEAK
 
 EXPERTS = re.compile(r"\.experts\.\w+$")
-"""Names of parameters of all experts of a layer."""
+"""Names of parameters that hold all experts of a layer."""
 
 
 def peak_of(device: torch.device) -> float | None:
-    """What a device could do, None if it is not in the table."""
+    """Peak FLOP/s of a device, None if it is not in the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -33,19 +33,19 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def multiplied(model: Any) -> float:
-    """Parameters that a token is multiplied with: all but the input embedding, unless it is the head too.
+    """Parameters that a token is multiplied with: all but the input embedding, unless it is tied to the head.
 
-    A frozen one counts two thirds, because nothing computes its gradient. Of experts, which transformers 5 keeps as
-    tensors [experts, …] of a module of that name, as many count as a token goes to.
+    A frozen parameter counts two thirds, because its gradient is not computed. Experts, which transformers 5 keeps as
+    tensors [experts, …] of a module `experts`, count as many times as a token is routed to (`num_experts_per_tok`).
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    found = 0.0
-    for name, one in model.named_parameters():
-        if one is head or one is not embedding:
-            shape = shape_of(one)
+    total = 0.0
+    for name, tensor in model.named_parameters():
+        if tensor is head or tensor is not embedding:
+            shape = shape_of(tensor)
             active = model.config.num_experts_per_tok / shape[0] if EXPERTS.search(name) else 1.0
-            found += prod(shape) * active * (1.0 if one.requires_grad else 2 / 3)
-    return found
+            total += prod(shape) * active * (1.0 if tensor.requires_grad else 2 / 3)
+    return total
 
 
 def flops_of(flats: Sequence[Flat], config: Any, parameters: float) -> float:
@@ -54,9 +54,9 @@ def flops_of(flats: Sequence[Flat], config: Any, parameters: float) -> float:
     Args:
         flats: the rows.
         config: the model's configuration, of transformers.
-        parameters: see `multiplied`. Each is a multiplication and an addition forward, twice that backward; so is
-            each channel of a query, with its key and with its value, for half of the pairs of a document's tokens.
-            With latents keys are wider than values.
+        parameters: see `multiplied`. Each costs a multiplication and an addition forward, twice that backward; so does
+            each channel of a query, with its key and with its value, for half of the pairs of a document's tokens
+            (causal mask). With MLA, keys are wider than values.
     """
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     head = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -67,7 +67,7 @@ def flops_of(flats: Sequence[Flat], config: Any, parameters: float) -> float:
 
 
 def memory_of(device: torch.device) -> int:
-    """The most bytes that this rank has had at a time: of the device, or of the process where there is none."""
+    """Peak memory of this rank in bytes: of the GPU, or of the process where there is none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""The loop of transformers' Trainer, driven by ours."""
+"""The training loop of transformers' Trainer, with our rows, loss, learning rate, log and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from converters.common.atomic import stoppable
-from train.engines.trainer import SHARDED, Driven
+from train.engines.trainer import SHARDED, TrainerEngine
 from train.model.trainee import DTYPES
 from train.run.checkpoint import Progress
 from train.run.log import Log, Say, Step
 from train.run.profiling import Profiler
-from train.run.step import Run, after, ahead, late, loss_of
+from train.run.step import Run, finish_step, loss_of, reduce_counts, time_is_up
 from train.run.throughput import memory_of
 from train.settings.batching import Order, seed_of
 from train.settings.schedule import learning_rate
 
 
 class Samples(Dataset[int | None]):
-    """Rows in their order, from a sample on; None for what is after the last.
+    """Rows in their order, starting at a sample; None after the last one.
 
     accelerate gives micro-batch `b` to rank `b mod ranks`, as `Order.batch` does.
     """
@@ -43,100 +43,102 @@ class Samples(Dataset[int | None]):
 
 
 class Loop(Trainer):
-    """The Trainer of a run. Its own steps count from where a job begins, `progress` those of the run."""
+    """The Trainer of a run. The Trainer counts the steps of this job, `progress` those of the run."""
 
-    def __init__(self, run: Run, before: Callable[[], bool], behind: Callable[[Progress, Step, float], bool]) -> None:
-        made = run.made
-        self.driven, self.progress = cast(Driven, run.engine), made.progress
-        self.held, self.before, self.behind = run, before, behind
-        sizes, done = made.sizes, made.progress.step
-        self.samples = Samples(made.order, done * sizes.size, (made.total - done) * sizes.size)
-        super().__init__(self.driven.trainee, _arguments(run, self.driven.kinds), self._flat, self.samples)
+    def __init__(
+        self, run: Run, on_step_begin: Callable[[], bool], on_step_end: Callable[[Progress, Step, float], bool]
+    ) -> None:
+        prepared = run.prepared
+        self.engine, self.progress = cast(TrainerEngine, run.engine), prepared.progress
+        self.job, self.on_step_begin, self.on_step_end = run, on_step_begin, on_step_end
+        sizes, done = prepared.sizes, prepared.progress.step
+        self.samples = Samples(prepared.order, done * sizes.size, (prepared.total - done) * sizes.size)
+        super().__init__(self.engine.trainee, _arguments(run, self.engine.kinds), self._flat, self.samples)
         self.model_accepts_loss_kwargs = True  # `compute_loss` divides by the labels of all micro-batches
         self.remove_callback(PrinterCallback)
 
     def _flat(self, rows: Sequence[int | None]) -> dict[str, Any]:
-        return {"flat": self.held.made.rows.flat([row for row in rows if row is not None])}
+        return {"flat": self.job.prepared.rows.flat([row for row in rows if row is not None])}
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:  # noqa: ARG002
         return SequentialSampler(self.samples)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return inputs  # `Trainee` brings them to the device
+        return inputs  # `Trainee` moves them to the device
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:  # noqa: ARG002
-        """Ours: the Trainer's knows other groups."""
-        self.optimizer = self.driven.optimizer
+        """Our AdamW: the Trainer's has other parameter groups."""
+        self.optimizer = self.engine.optimizer
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:  # noqa: ARG002
-        """Our learning rate; and, as the model is sharded by now, its weights."""
-        self.driven.fill()
-        config, first, total = self.held.made.config, self.progress.step, self.held.made.total
+        """Our learning rate. The model is sharded by now, so its weights are filled here too."""
+        self.engine.fill()
+        config, first, total = self.job.prepared.config, self.progress.step, self.job.prepared.total
         prepared: Any = self.optimizer
         self.lr_scheduler = LambdaLR(prepared, lambda step: learning_rate(config, first + step, total))
         return self.lr_scheduler
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *_: Any) -> tuple[list[Any], int]:
-        """The micro-batches of a step, and the labels that all ranks train in it."""
+        """The micro-batches of a step, and the number of labels that all ranks train in it."""
         self.began = time.monotonic()
-        stopped = self.before()
-        torch.manual_seed(seed_of(self.held.made.config.seed, self.progress.step, self.held.world.rank))
+        stopped = self.on_step_begin()
+        torch.manual_seed(seed_of(self.job.prepared.config.seed, self.progress.step, self.job.world.rank))
         batches = [next(epoch_iterator) | {"place": place} for place in range(num_batches)]
-        self.step = ahead(self.held, [batch["flat"] for batch in batches], stopped)
+        self.step = reduce_counts(self.job, [batch["flat"] for batch in batches], stopped)
         return batches, self.step.trained
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Any:
-        """Ours: a share of the mean over the labels of a step; gradients are averaged over ranks."""
-        seed = self.held.made.config.seed, self.progress.step, self.held.world.rank, inputs["place"]
-        return loss_of(self.held, model, inputs["flat"], seed) * (self.held.world.ranks / max(1, num_items_in_batch))
+        """This micro-batch's part of the mean over all labels of the step; gradients are averaged over ranks."""
+        seed = self.job.prepared.config.seed, self.progress.step, self.job.world.rank, inputs["place"]
+        return loss_of(self.job, model, inputs["flat"], seed) * (self.job.world.ranks / max(1, num_items_in_batch))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:  # noqa: ARG002
-        """A step is done; or all are, which is no news."""
+        """Called after each step (with `grad_norm`), and once at the end, which is ignored."""
         if "grad_norm" not in logs:
             return
-        memory = memory_of(self.held.world.device)
+        memory = memory_of(self.job.world.device)
         loss, norm, rate = logs["loss"], logs["grad_norm"], logs["learning_rate"]
         step = self.step._replace(loss=loss, norm=norm, rate=rate, memory=memory)
         self.progress = replace(self.progress, step=self.progress.step + 1, tokens=self.progress.tokens + step.trained)
-        if self.behind(self.progress, step, time.monotonic() - self.began):
+        if self.on_step_end(self.progress, step, time.monotonic() - self.began):
             self.control.should_training_stop = True
 
 
 def steps(run: Run, log: Log | None, say: Say) -> Progress:
-    """The steps of a run, to its end or until it has to leave; everything is saved."""
-    config = run.made.config
+    """The steps of a run, to its end or until it has to stop; everything is saved."""
+    config = run.prepared.config
     with stoppable() as stopped, Profiler(config, run.world, say) as profiler, run.watch:
 
-        def before() -> bool:
+        def on_step_begin() -> bool:
             run.watch.again()
-            return stopped() or late(config)
+            return stopped() or time_is_up(config)
 
-        def behind(progress: Progress, step: Step, seconds: float) -> bool:
+        def on_step_end(progress: Progress, step: Step, seconds: float) -> bool:
             profiler.step()
-            return after(run, log, progress, step, seconds, say)
+            return finish_step(run, log, progress, step, seconds, say)
 
-        loop = Loop(run, before, behind)
+        loop = Loop(run, on_step_begin, on_step_end)
         loop.train()
         run.saver.finish()
     return loop.progress
 
 
 def _arguments(run: Run, kinds: Sequence[str]) -> TrainingArguments:
-    """What the Trainer and accelerate have to know; nothing is reported, saved or fetched by them.
+    """The arguments of the Trainer and accelerate; they report, save and download nothing.
 
     Args:
         run: the settings.
         kinds: class names of the decoder's layers.
     """
-    made, device = run.made, run.world.device.type
-    config, dtype = made.config, DTYPES[made.config.model.dtype]
+    prepared, device = run.prepared, run.world.device.type
+    config, dtype = prepared.config, DTYPES[prepared.config.model.dtype]
     shards = device in SHARDED
-    found = TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(config.save.path),
-        max_steps=made.total - made.progress.step,
-        per_device_train_batch_size=made.sizes.micro,
-        gradient_accumulation_steps=made.sizes.accumulation,
+        max_steps=prepared.total - prepared.progress.step,
+        per_device_train_batch_size=prepared.sizes.micro,
+        gradient_accumulation_steps=prepared.sizes.accumulation,
         max_grad_norm=config.optim.clip,
         seed=config.seed,
         use_cpu=device == "cpu",
@@ -153,5 +155,5 @@ def _arguments(run: Run, kinds: Sequence[str]) -> TrainingArguments:
         disable_tqdm=True,
     )
     if shards:
-        found.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
-    return found
+        arguments.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
+    return arguments

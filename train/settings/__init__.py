@@ -1,1 +1,1 @@
-"""The settings of a training, its schedule and its batches."""
+"""The settings of a training run, its learning rate schedule and its batches."""

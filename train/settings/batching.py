@@ -1,4 +1,4 @@
-"""Which rows make a step: the batch equation, and an order that is a function of seed, epoch and place."""
+"""Which rows make up a step: the batch equation, and an order that is a function of seed, epoch and position."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def batch_sizes(batch: Batch, ranks: int) -> Sizes:
     """Solve the batch equation.
 
     Raises:
-        UsageError: too little is given, or it has no solution.
+        UsageError: the equation has no solution.
     """
     micro, size, accumulation = batch.micro, batch.size, batch.accumulation
     if size is None:
@@ -43,29 +43,29 @@ def batch_sizes(batch: Batch, ranks: int) -> Sizes:
     if size < ranks:
         raise UsageError(f"batch.size: {size} rows are fewer than {ranks} ranks", "each rank needs one in a step")
     given = (micro or 1) * ranks if accumulation is None else accumulation * ranks
-    found = max(1, size // given)
+    factor = max(1, size // given)
     if accumulation is None:
-        micro, accumulation = micro or 1, found
+        micro, accumulation = micro or 1, factor
     elif micro is None:
-        micro = found
+        micro = factor
     sizes = Sizes(micro, accumulation, ranks)
     if sizes.size != size:
-        told = f"batch.micro {micro} x batch.accumulation {accumulation} x {ranks} ranks is {sizes.size}"
+        product = f"batch.micro {micro} x batch.accumulation {accumulation} x {ranks} ranks is {sizes.size}"
         rows = micro * accumulation  # of a rank
         fits = "" if size % rows else f" to {size // rows}"
-        hint = f"leave one of the three out, or change the number of ranks{fits}"
-        raise UsageError(f"{told}, batch.size is {size}", hint)
+        hint = f"remove one of the three, or change the number of ranks{fits}"
+        raise UsageError(f"{product}, batch.size is {size}", hint)
     return sizes
 
 
 @dataclass(frozen=True)
 class Order:
-    """The rows of a training.
+    """The order of the rows of a training run.
 
     Attributes:
-        rows: how many there are.
-        seed: of their order, another one in each epoch.
-        samples: how many are trained in all; what lies behind is empty.
+        rows: number of rows.
+        seed: of their order, which differs in each epoch.
+        samples: number of rows trained in all; batches after it are empty.
     """
 
     rows: int
@@ -73,9 +73,10 @@ class Order:
     samples: int
 
     def batch(self, step: int, sizes: Sizes, rank: int) -> list[list[int]]:
-        """The rows of one rank in a step: for each micro-batch its rows, fewer behind the end.
+        """The rows of one rank in a step: for each micro-batch its rows, fewer at the end.
 
-        A function of its arguments: a resumed run, on any number of ranks, takes what the unbroken one would.
+        A function of its arguments only: a resumed run, on any number of ranks, takes the same rows as an
+        uninterrupted one.
         """
         first = step * sizes.size
         return [
@@ -98,19 +99,19 @@ def _permutation(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def make_order(rows: int, seed: int, steps: Steps, size: int) -> tuple[Order, int]:
-    """The order of rows, and how many steps it takes.
+    """The order of rows, and the number of steps.
 
     Raises:
         UsageError: neither train_iters nor epochs are given, or both.
     """
     if (steps.train_iters is None) == (steps.epochs is None):
-        both = "--steps.epochs null leaves the other out" if steps.epochs is not None else ""
+        both = "--steps.epochs null removes the other" if steps.epochs is not None else ""
         raise UsageError("give one of steps.train_iters and steps.epochs", both)
     if steps.train_iters is not None:
         return Order(rows, seed, steps.train_iters * size), steps.train_iters
     samples = round((steps.epochs or 0) * rows)
     if not samples:
-        raise UsageError(f"{steps.epochs} epochs of {rows} rows are no row at all")
+        raise UsageError(f"{steps.epochs} epochs of {rows} rows round to no row")
     return Order(rows, seed, samples), math.ceil(samples / size)
 
 
@@ -120,7 +121,7 @@ def one_pass(rows: int, size: int) -> int:
 
 
 def passes(rows: int, steps: Steps, size: int) -> str:
-    """What to say of a number of steps that is not one pass over the rows; empty if it is, or none is given."""
+    """A note if `train_iters` is not one pass over the rows; empty if it is, or is not given."""
     total, once = steps.train_iters, one_pass(rows, size)
     if total is None or total == once:
         return ""
@@ -128,10 +129,10 @@ def passes(rows: int, steps: Steps, size: int) -> str:
 
 
 def seed_of(*parts: int) -> int:
-    """The seed of something that is told apart by some numbers."""
+    """A seed from several numbers, such as seed, step and rank."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 def shares(values: Sequence[int]) -> list[int]:
-    """First place of each of several parts that lie behind each other, and the end."""
+    """Start of each of several consecutive parts, and the end: exclusive prefix sums."""
     return [0, *np.cumsum(values).tolist()]

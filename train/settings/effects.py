@@ -1,4 +1,4 @@
-"""Settings that would do nothing because others say so: refused before the first step."""
+"""Settings that would have no effect because of others are refused before the first step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from formats.errors import UsageError
 from train.settings.config import Config
 
 OF_SETS = ("every", "metrics", "max_rows", "tokenizer")
-"""Settings of `evaluate` that are of the validation sets."""
+"""Settings of `evaluate` that apply to the validation sets."""
 
 
 def check_effect(config: Config, total: int) -> None:
-    """See that settings have an effect.
+    """Check that settings have an effect.
 
     Args:
         config: the settings.

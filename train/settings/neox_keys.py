@@ -1,11 +1,11 @@
-"""Keys of GPT-NeoX files and what they are called here, so that a user's yml trains as it is.
+"""Translation of GPT-NeoX keys to our settings, so that a GPT-NeoX yml trains unchanged.
 
-A file in which such keys become settings has the defaults of GPT-NeoX for what it does not say. What has no meaning
-here is refused unless it is in `IGNORED`: it describes the model, which the checkpoint does too, or how GPT-NeoX does
-its work. Keys may have `-` or `_`.
+A file with such keys has GPT-NeoX's defaults for settings that it does not give. Keys without a counterpart are refused
+unless they are in `IGNORED`: those describe the model, as the checkpoint does too, or how GPT-NeoX does its work. Keys
+may be written with `-` or `_`.
 
 Facts: EleutherAI/gpt-neox ea7aefd8 and tilde-nlp/llm-gpt-neox 374a5c6, megatron/neox_arguments for keys and defaults,
-megatron/learning_rates.py for rates, megatron/data/gpt2_dataset.py for rows.
+megatron/learning_rates.py for learning rates, megatron/data/gpt2_dataset.py for rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TOGETHER: Mapping[str, str] = {
     "loss_mask_alternating_individual": "", "eval_interval": "evaluate.every", "eval_iters": "evaluate.max_rows",
     "allow_chopped": "data.overlong", "train_data_weights": "", "eod_mask_loss": "",
 }  # fmt: skip
-"""Keys that mean something only with others, see `completed`; and the setting that would say the same, if one does."""
+"""Keys that have a meaning only together, see `completed`; and the equivalent setting, if there is one."""
 DEFAULTS: Mapping[str, tuple[str, Any]] = {
     "pack_impl": ("data.packing", "packed"),
     "loss_mask_pairs": ("data.loss", "all"),
@@ -63,26 +63,26 @@ DEFAULTS: Mapping[str, tuple[str, Any]] = {
     "betas": ("optim.betas", [0.9, 0.999]),
     "precision": ("model.dtype", "fp32"),
 }
-"""Key: the setting that it becomes, and what GPT-NeoX takes where no key says it."""
+"""Key: the setting that it becomes, and GPT-NeoX's default for it."""
 WARMUP, EVAL_ITERS, EVAL_INTERVAL, FALL = 0.01, 100, 1000, 0.693
-"""More of GPT-NeoX's defaults, and the exponent of its exponential decay."""
+"""More defaults of GPT-NeoX, and the exponent of its exponential decay."""
 ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hidden_dropout": ((0,), "nothing is dropped out here"),
     "attention_dropout": ((0,), "nothing is dropped out here"),
-    "loss_mask_individual": (([], [0]), "only padding, 0, is left out wherever it stands: it does not exist here"),
+    "loss_mask_individual": (([], [0]), "only padding, 0, is left out at any position: there is no padding here"),
     "data_path": ((), "train_data_paths and valid_data_paths name token files, or a plan: train pack P --split 98,1,1"),
-    "batch_iteration_offset": ((0,), "no rows are skipped here; a run goes on with the row that is next"),
-    "use_checkpoint_lr_scheduler": ((False,), "settings win over a checkpoint's here"),
+    "batch_iteration_offset": ((0,), "no rows are skipped here; a run resumes with the next row"),
+    "use_checkpoint_lr_scheduler": ((False,), "settings override a checkpoint's here"),
     "weight_by_num_documents": ((False,), "each row is trained as often as any other"),
     "checkpoint_scale": (("linear",), "checkpoints are written at equal distances: save.every"),
     "extra_save_iters": (([],), "checkpoints are written at equal distances: save.every"),
     "train_impl": (("normal",), "only next tokens are trained here"),
     "no_load_optim": ((False,), "finetune: true takes weights only"),
     "use_mup": ((False,), "all weights have one learning rate here"),
-    "z_loss": ((0,), "the loss is the cross entropy alone"),
+    "z_loss": ((0,), "the loss is only the cross entropy"),
     "use_bnb_optimizer": ((False,), "AdamW keeps its moments in float32 here"),
 }
-"""Key: values that say what is done here anyway, and why any other one is refused."""
+"""Key: values that agree with what is done here, and why any other value is refused."""
 IGNORED = frozenset({
     "override_lr_scheduler", "CURSE_ATTENTION", "SAMPLE_ENDS", "test_data_paths", "split",
     "valid_data_weights", "test_data_weights",
@@ -109,7 +109,7 @@ IGNORED = frozenset({
     "tokenizer_type", "merge_file", "data_impl", "dataset_impl", "use_shared_fs", "num_workers", "mmap_warmup",
     "short_seq_prob", "weighted_sampler_alpha", "no_save_optim", "no_save_rng", "no_load_rng", "checkpoint",
     "checkpoint_validation_with_forward_pass", "s3_path", "s3_chunk_size", "do_train", "do_valid", "do_test",
-    # what it writes down
+    # what it logs
     "use_wandb", "wandb", "wandb_group", "wandb_team", "wandb_project", "wandb_host", "wandb_init_all_ranks",
     "use_comet", "comet_workspace", "comet_project", "comet_experiment_name", "comet_tags", "comet_others",
     "tensorboard", "tensorboard_dir", "csv_monitor", "git_hash", "log_dir", "log_grad_pct_zeros", "log_param_norm",
@@ -123,41 +123,48 @@ IGNORED = frozenset({
     "autotuning", "autotuning_run", "comment", "account", "user_script", "config_files", "local_rank", "rank",
     "lazy_mpu_init", "global_num_gpus", "adlr_autoresume", "adlr_autoresume_interval", "onnx_safe",
 })  # fmt: skip
-"""Without effect: documents of a row are always kept apart, and the settings here always win over a checkpoint's."""
+"""Keys without effect: documents of a row are always kept apart, and settings always override a checkpoint's."""
 HELD = "(GPT-NeoX)"
-"""Where a tree keeps keys of `TOGETHER` until all of them are known; that it is there tells of a GPT-NeoX file."""
+"""Where a tree keeps keys of `TOGETHER` until all of them are known; its presence marks a GPT-NeoX file."""
 
 
 Notes = list[tuple[str, str]]
 
 
-def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], Notes]:
-    """A tree of ours out of a file that may have keys of GPT-NeoX.
+def translated(content: Mapping[str, Any], path: str) -> tuple[dict[str, Any], Notes]:
+    """A tree of our settings from a file that may have GPT-NeoX keys.
 
     Returns:
-        The tree, for `completed`; and for each key that was translated or has no effect the setting that it became, or
-        nothing, and a line that says so.
+        The tree, for `completed`; and for each key that was translated or has no effect the setting that it became (or
+        an empty string), and a note.
 
     Raises:
-        UsageError: two keys say different things, or one cannot be translated.
+        UsageError: two keys contradict each other, or a key cannot be translated.
     """
     tree: dict[str, Any] = {}
     notes: Notes = []
     idle: list[str] = []
-    said: dict[str, tuple[str, Any]] = {}
-    for key, value in held.items():
+    origins: dict[str, tuple[str, Any]] = {}
+    for key, value in content.items():
         name = str(key).replace("-", "_")
         if isinstance(value, dict) and name in ("optimizer", "zero_optimization", "fp16", "bf16"):
-            found, told = _section(str(key), name, value, path)
-            for ours, given in found.items():
-                _say(tree, said, f"{key}.stage" if name == "zero_optimization" else str(key), ours, given, path)
-            notes += told
-            idle += [] if told else [str(key)]
+            settings, section_notes = _section(str(key), name, value, path)
+            for ours, setting_value in settings.items():
+                _say(
+                    tree,
+                    origins,
+                    f"{key}.stage" if name == "zero_optimization" else str(key),
+                    ours,
+                    setting_value,
+                    path,
+                )
+            notes += section_notes
+            idle += [] if section_notes else [str(key)]
         elif name in IGNORED and not (name == "profile" and isinstance(value, dict)):
             idle.append(str(key))
         elif isinstance(value, dict):
-            for ours, given in value.items():
-                _say(tree, said, f"{name}.{ours}", f"{name}.{ours}", given, path)
+            for ours, setting_value in value.items():
+                _say(tree, origins, f"{name}.{ours}", f"{name}.{ours}", setting_value, path)
             tree.setdefault(name, {})
         elif name in ONLY:
             values, why = ONLY[name]
@@ -165,12 +172,12 @@ def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], Note
                 raise UsageError(f"{path}: {key} is {value!r}: {why}", f"without {key} it is trained")
             idle.append(str(key))
         elif name in TOGETHER:
-            _say(tree, said, str(key), f"{HELD}.{name}", value, path, TOGETHER[name])
+            _say(tree, origins, str(key), f"{HELD}.{name}", value, path, TOGETHER[name])
         elif name in ALIASES or name in VALUES:
-            ours, given = (ALIASES[name], value) if name in ALIASES else VALUES[name](value)
-            _say(tree, said, str(key), ours, given, path)
+            ours, setting_value = (ALIASES[name], value) if name in ALIASES else VALUES[name](value)
+            _say(tree, origins, str(key), ours, setting_value, path)
             if ours != name:
-                notes.append((ours, f"{key} -> {ours}: {given}"))
+                notes.append((ours, f"{key} -> {ours}: {setting_value}"))
         else:
             tree[name] = value
     if idle:
@@ -181,28 +188,28 @@ def translated(held: Mapping[str, Any], path: str) -> tuple[dict[str, Any], Note
 
 
 def completed(tree: dict[str, Any], path: str) -> list[str]:
-    """Put into a tree what the keys of `TOGETHER` say, and the defaults of GPT-NeoX, where nothing else is said.
+    """Add the settings that the keys of `TOGETHER` become, and GPT-NeoX's defaults, where a tree has no value.
 
     Args:
-        tree: of one or several files, and the command line; changed.
+        tree: of one or several files, and the command line; changed in place.
         path: the file, for errors.
 
     Returns:
-        A line for each setting.
+        A note for each setting.
 
     Raises:
-        UsageError: keys lack each other, or cannot be translated.
+        UsageError: a key requires another one that is missing, or cannot be translated.
     """
-    held = tree.pop(HELD, None)
-    if held is None:
+    held_keys = tree.pop(HELD, None)
+    if held_keys is None:
         return []
     try:
-        return _completed(tree, held)
+        return _completed(tree, held_keys)
     except UsageError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
 
 
-def _completed(tree: dict[str, Any], held: Mapping[str, Any]) -> list[str]:
+def _completed(tree: dict[str, Any], held_keys: Mapping[str, Any]) -> list[str]:
     notes = []
 
     def fill(ours: str, value: Any, why: str) -> None:
@@ -210,60 +217,66 @@ def _completed(tree: dict[str, Any], held: Mapping[str, Any]) -> list[str]:
             put(tree, ours, value)
             notes.append(f"{why} -> {ours}: {value}")
 
-    for ours, value, why in _masks(tree, held):
+    for ours, value, why in _masks(tree, held_keys):
         fill(ours, value, why)
     if get(tree, "data.loss") is None and os.environ.get("SFT_ENABLED") == "1":
         raise UsageError(
-            "SFT_ENABLED is 1, which masks instructions, and no loss_mask_pairs say which tokens they are",
-            "--data.loss assistant trains replies alone, --data.loss all everything",
+            "SFT_ENABLED is 1, which masks instructions, but no loss_mask_pairs say which tokens they are",
+            "--data.loss assistant trains only replies, --data.loss all everything",
         )
     for key, (ours, value) in DEFAULTS.items():
         fill(ours, value, f"no {key}")
-    for ours, value, why in [*_rates(tree, held), *_rows(tree, held)]:
+    for ours, value, why in [*_rates(tree, held_keys), *_rows(tree, held_keys)]:
         fill(ours, value, why)
     files = get(tree, "data.train")
     if isinstance(files, list) and len(files) > 1:
-        if held.get("train_data_weights"):
-            raise UsageError("train_data_weights: all rows of all files are trained alike", "leave it out")
+        if held_keys.get("train_data_weights"):
+            raise UsageError("train_data_weights: all rows of all files are trained alike", "remove it")
         notes.append("train_data_paths: all rows of all files are trained alike, however many a file has")
-    idle = [key for key in ("eval_interval", "eval_iters") if key in held]
+    idle = [key for key in ("eval_interval", "eval_iters") if key in held_keys]
     if idle and not get(tree, "data.validation"):
         notes.append(f"{', '.join(idle)}: no effect without valid_data_paths")
-    if "eod_mask_loss" in held:
-        notes.append("eod_mask_loss: what follows the end of a document is no label here, whatever it says")
+    if "eod_mask_loss" in held_keys:
+        notes.append("eod_mask_loss: no effect, the token after the end of a document is never a label here")
     if get(tree, "init") is None:
         notes.append(
-            "no finetune: init is auto, which resumes from a checkpoint of this trainer, moments and all; of another, "
+            "no finetune: init is auto, which resumes from a checkpoint of this trainer with its moments; of another, "
             "such as GPT-NeoX's own, it takes the weights without the moments"
         )
     return notes
 
 
 def get(tree: Any, name: str) -> Any:
-    """A setting in a tree, None where it is not said."""
+    """A setting in a tree, None where it is not given."""
     for part in name.split("."):
         tree = tree.get(part) if isinstance(tree, Mapping) else None
     return tree
 
 
-def put(tree: dict[str, Any], name: str, value: Any, told: str = "") -> None:
-    """Say a setting.
+def put(tree: dict[str, Any], name: str, value: Any, origin: str = "") -> None:
+    """Set a setting in a tree.
 
     Raises:
-        UsageError: what should be a section is none.
+        UsageError: a value is where a section is expected.
     """
     *sections, last = name.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise UsageError(f"{told or name}: {section} is {tree!r}, which is no section")
+            raise UsageError(f"{origin or name}: {section} is {tree!r}, which is no section")
     tree[last] = value
 
 
 def _say(
-    tree: dict[str, Any], said: dict[str, tuple[str, Any]], key: str, place: str, value: Any, path: str, ours: str = ""
+    tree: dict[str, Any],
+    origins: dict[str, tuple[str, Any]],
+    key: str,
+    place: str,
+    value: Any,
+    path: str,
+    ours: str = "",
 ) -> None:
-    before = said.setdefault(ours or place, (key, value))
+    before = origins.setdefault(ours or place, (key, value))
     if before[1] != value:
         raise UsageError(f"{path}: {before[0]} says {before[1]!r}, {key} says {value!r}: both mean {ours or place}")
     put(tree, place, value, f"{path}: {key}")
@@ -273,17 +286,17 @@ def _say(
 
 
 def _section(key: str, name: str, value: dict[str, Any], path: str) -> tuple[dict[str, Any], Notes]:
-    """Settings out of a section of GPT-NeoX, and notes; nothing if it has no effect."""
+    """The settings that a section of GPT-NeoX becomes, and notes; empty if it has no effect."""
     if name == "optimizer":
         return _optimizer(value, path), [("optim", "optimizer -> optim")]
     if name == "zero_optimization" and value.get("stage") in (1, 2, 3):
         stage, ours = value["stage"], "parallel.zero_stage"
-        told = f"{key}.stage -> {ours}: {stage}, if --engine deepspeed trains; fsdp shards all as 3 does"
-        return {ours: stage}, [(ours, told)]
+        note = f"{key}.stage -> {ours}: {stage}, with --engine deepspeed; fsdp shards everything, as stage 3 does"
+        return {ours: stage}, [(ours, note)]
     if name in ("fp16", "bf16") and value.get("enabled"):
         half = name == "fp16" and value.get("type") != "bfloat16"
-        told = f"{key}: no effect, nothing is trained in float16: model.dtype is bf16" if half else ""
-        return {"model.dtype": "bf16"}, [("model.dtype", told or f"{key} -> model.dtype: bf16")]
+        note = f"{key}: no effect, nothing is trained in float16: model.dtype is bf16" if half else ""
+        return {"model.dtype": "bf16"}, [("model.dtype", note or f"{key} -> model.dtype: bf16")]
     return {}, []
 
 
@@ -295,9 +308,11 @@ def _optimizer(value: dict[str, Any], path: str) -> dict[str, Any]:
     if unknown:
         raise UsageError(f"{path}: the optimizer has {', '.join(unknown)}, which AdamW has not")
     try:
-        return {f"optim.{name}": float(held) if isinstance(held, str) else held for name, held in params.items()}
+        return {
+            f"optim.{name}": float(number) if isinstance(number, str) else number for name, number in params.items()
+        }
     except ValueError as error:
-        raise UsageError(f"{path}: the optimizer's params hold no number: {error}") from None
+        raise UsageError(f"{path}: a param of the optimizer is not a number: {error}") from None
 
 
 def _packing(value: Any) -> Any:
@@ -306,14 +321,14 @@ def _packing(value: Any) -> Any:
 
 def _named(value: Any) -> dict[str, str]:
     """Validation sets by the names of their files."""
-    paths = [str(one) for one in (value if isinstance(value, list) else [value])]
-    found = {Path(one).name.removesuffix(".bin"): one for one in paths}
-    if len(found) < len(paths):
+    paths = [str(path) for path in (value if isinstance(value, list) else [value])]
+    sets = {Path(path).name.removesuffix(".bin"): path for path in paths}
+    if len(sets) < len(paths):
         raise UsageError("two of valid_data_paths have one name", "data: {validation: {NAME: PREFIX, …}} names them")
-    return found
+    return sets
 
 
-# --- keys that mean something together -------------------------------------------------------------------------------
+# --- keys that have a meaning together -------------------------------------------------------------------------------
 
 Filled = Iterator[tuple[str, Any, str]]
 """Settings, their values, and the keys that they come from."""
@@ -329,75 +344,77 @@ def _number(tree: Mapping[str, Any], name: str, default: float = 0.0) -> float:
     raise UsageError(f"{name} is {value!r}, which is no number")
 
 
-def _masks(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
-    """Which labels are trained: one pair of equal ids is the user's token, an alternating id the assistant's."""
-    pairs, opens = held.get("loss_mask_pairs"), held.get("loss_mask_alternating_individual")
+def _masks(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
+    """Which labels are trained. One pair of equal ids is the user's token, an alternating id is the assistant's."""
+    pairs, opens = neox.get("loss_mask_pairs"), neox.get("loss_mask_alternating_individual")
     if not pairs and not opens:
         return
-    pair, one = (list(held) if isinstance(held, list) else [] for held in (pairs, opens))
-    if len(pair) != 2 or pair[0] != pair[1] or len(one) > 1 or (opens and not one):
+    pair, opening = (list(ids) if isinstance(ids, list) else [] for ids in (pairs, opens))
+    if len(pair) != 2 or pair[0] != pair[1] or len(opening) > 1 or (opens and not opening):
         if get(tree, "data.loss") is not None:
             return
         raise UsageError(
-            f"loss_mask_pairs {pairs} with loss_mask_alternating_individual {opens} is no mask of replies",
-            "[USER, USER] and [ASSISTANT] are; or say data: {loss: …, control_tokens: {user: …, assistant: …}}",
+            f"loss_mask_pairs {pairs} with loss_mask_alternating_individual {opens} is not a mask of replies",
+            "[USER, USER] and [ASSISTANT] are; or set data: {loss: …, control_tokens: {user: …, assistant: …}}",
         )
-    yield "data.loss", "assistant", "loss_mask_pairs, and what opens a reply is no label either"
-    if one:
-        control = {"user": pair[0], "assistant": one[0]}
+    yield "data.loss", "assistant", "loss_mask_pairs, and the token that opens a reply is not a label either"
+    if opening:
+        control = {"user": pair[0], "assistant": opening[0]}
         yield "data.control_tokens", control, "loss_mask_pairs, loss_mask_alternating_individual"
 
 
-def _rates(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
-    """The schedule. Every rate behind the warm-up is min_lr at least, whatever the style."""
-    style, lowest = get(tree, "schedule.style"), _number(held, "min_lr")
+def _rates(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
+    """The schedule. After the warm-up the learning rate is at least min_lr, with every style."""
+    style, lowest = get(tree, "schedule.style"), _number(neox, "min_lr")
     if lowest:
         yield "schedule.min_lr" if style == "cosine" else "schedule.floor", lowest, "min_lr"
     if style == "sqrt":
-        yield from _cool_down(tree, held)
+        yield from _cool_down(tree, neox)
     elif style == "exponential":
         yield "schedule.min_lr", _number(tree, "optim.lr") * math.exp(-FALL), f"lr_decay_style {style}"
-    warmup, why = _number(held, "warmup", WARMUP), "warmup" if "warmup" in held else "no warmup"
+    warmup, why = _number(neox, "warmup", WARMUP), "warmup" if "warmup" in neox else "no warmup"
     if not 0 <= warmup <= 1 and get(tree, "schedule.warmup") is None:
         raise UsageError(f"warmup is {warmup:g}: a share of the steps, 1 is all of them", "--schedule.warmup STEPS")
     total = get(tree, "steps.train_iters")
-    decayed = max(1, int(_number(held, "lr_decay_iters", 1)))
-    if "lr_decay_iters" not in held or decayed == total:
+    decayed = max(1, int(_number(neox, "lr_decay_iters", 1)))
+    if "lr_decay_iters" not in neox or decayed == total:
         yield "schedule.warmup", "all" if warmup == 1 else warmup, why
         return
     yield "schedule.warmup", math.ceil(warmup * decayed), f"{why} of lr_decay_iters"
     if style in ("linear", "cosine", "exponential"):
         end = int(_number(tree, "steps.iteration_offset")) + decayed
-        yield "schedule.end", end, "lr_decay_iters, behind which the rate stays"
+        yield "schedule.end", end, "lr_decay_iters, after which the rate stays"
 
 
-def _cool_down(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
-    """Of the users' fork: from start_cd_lr to decay_pp times it, between two global steps."""
+def _cool_down(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
+    """The cool-down of tilde-nlp's fork: from start_cd_lr to decay_pp times it, between two global steps."""
     settings = {"cd_start_iter": "start", "cd_end_iter": "end", "start_cd_lr": "min_lr", "decay_pp": "min_lr"}
-    wanted = [key for key, ours in settings.items() if get(tree, f"schedule.{ours}") is None]
-    lacking = [key for key in wanted if held.get(key) is None]
+    needed = [key for key, ours in settings.items() if get(tree, f"schedule.{ours}") is None]
+    lacking = [key for key in needed if neox.get(key) is None]
     if lacking:
-        raise UsageError(f"lr_decay_style is sqrt, and {', '.join(lacking)} cannot be found")
-    yield "schedule.start", held.get("cd_start_iter"), "cd_start_iter"
-    yield "schedule.end", held.get("cd_end_iter"), "cd_end_iter"
-    if "decay_pp" in wanted:
-        high, rate = _number(held, "start_cd_lr"), _number(tree, "optim.lr")
+        raise UsageError(f"lr_decay_style sqrt requires {', '.join(lacking)}")
+    yield "schedule.start", neox.get("cd_start_iter"), "cd_start_iter"
+    yield "schedule.end", neox.get("cd_end_iter"), "cd_end_iter"
+    if "decay_pp" in needed:
+        high, rate = _number(neox, "start_cd_lr"), _number(tree, "optim.lr")
         if rate != high:
-            told = f"the optimizer's lr is {rate:g}, start_cd_lr is {high:g}: a decay by sqrt begins with the second"
-            raise UsageError(told, f"give both the same value, such as --optim.lr {high:g}")
-        yield "schedule.min_lr", high * _number(held, "decay_pp"), "decay_pp x start_cd_lr"
+            conflict = (
+                f"the optimizer's lr is {rate:g}, start_cd_lr is {high:g}: a decay by sqrt begins with the second"
+            )
+            raise UsageError(conflict, f"give both the same value, such as --optim.lr {high:g}")
+        yield "schedule.min_lr", high * _number(neox, "decay_pp"), "decay_pp x start_cd_lr"
 
 
-def _rows(tree: Mapping[str, Any], held: Mapping[str, Any]) -> Filled:
-    """What becomes of documents that are longer than a row, and how much is evaluated."""
-    if get(tree, "data.packing") == "overflow" and held.get("allow_chopped", True):
+def _rows(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
+    """How documents longer than a row are treated, and how many rows are evaluated."""
+    if get(tree, "data.packing") == "overflow" and neox.get("allow_chopped", True):
         yield "data.overlong", "truncate", "allow_chopped"
     if get(tree, "data.validation"):
-        every = held.get("eval_interval")
+        every = neox.get("eval_interval")
         yield ("evaluate.every", *((EVAL_INTERVAL, "no eval_interval") if every is None else (every, "eval_interval")))
         rows = _number(tree, "batch.size")
         rows = rows or _number(tree, "batch.micro", 1) * _number(tree, "batch.accumulation", 1)
-        batches = _number(held, "eval_iters", EVAL_ITERS)
+        batches = _number(neox, "eval_iters", EVAL_ITERS)
         if not batches:
-            raise UsageError("eval_iters is 0, and valid_data_paths name sets to be evaluated", "leave one of them out")
+            raise UsageError("eval_iters is 0, and valid_data_paths name sets to be evaluated", "remove one of them")
         yield "evaluate.max_rows", int(batches * rows), f"eval_iters {batches:g} x {rows:g} rows"

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: nothing to store, nothing to restore."""
+"""The learning rate as a function of the step: no scheduler state to save or restore."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SHAPES: Mapping[str, Callable[[float, float, float], float]] = {
     "exponential": lambda high, low, share: high * (low / high) ** share,
     "sqrt": lambda high, low, share: high - (high - low) * math.sqrt(share),
 }
-"""Style: the rate where a share of the decay is done."""
+"""Style: the learning rate after a share (0 to 1) of the decay."""
 
 
 def learning_rate(config: Config, step: int, total: int) -> float:
-    """The rate of a step.
+    """The learning rate of a step.
 
     Args:
         config: `schedule` and `optim.lr`; warm-up counts steps of this run, the decay global steps.
@@ -36,7 +36,7 @@ def learning_rate(config: Config, step: int, total: int) -> float:
 
 
 def _warmup(config: Config, total: int) -> int:
-    """Steps of it."""
+    """Number of warm-up steps."""
     warmup = config.schedule.warmup
     if warmup == "all":
         return total
@@ -44,27 +44,27 @@ def _warmup(config: Config, total: int) -> int:
 
 
 def _decay(config: Config, total: int) -> tuple[int, int]:
-    """The global steps between which the rate falls."""
+    """The global steps between which the learning rate decays."""
     schedule, offset = config.schedule, config.steps.iteration_offset
     start = schedule.start if schedule.start is not None else offset + _warmup(config, total)
     return start, schedule.end if schedule.end is not None else offset + total
 
 
 def check_schedule(config: Config, total: int) -> None:
-    """See that the settings make sense together.
+    """Check the settings of the schedule against each other.
 
     Args:
         config: `schedule`, `optim.lr` and `steps.iteration_offset`.
         total: steps of the run.
 
     Raises:
-        UsageError: they do not.
+        UsageError: they contradict each other.
     """
     schedule = config.schedule
     for name, low in {"min_lr": schedule.min_lr, "floor": schedule.floor}.items():
         if low > config.optim.lr:
             lowest, highest = config.called(f"schedule.{name}"), config.called("optim.lr")
-            hint = f"no learning rate would be as low as {highest}; --schedule.{name} 0 leaves that out"
+            hint = f"the learning rate would never be as low as {highest}; --schedule.{name} 0 removes the bound"
             raise UsageError(f"{lowest} {low:g} is above {highest} {config.optim.lr:g}", hint)
     if schedule.warmup != "all" and _warmup(config, total) > total:
         raise UsageError(

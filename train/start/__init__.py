@@ -1,1 +1,1 @@
-"""Where a training begins: its weights and its run folder."""
+"""Where a training run starts: its weights and its run folder."""

@@ -1,12 +1,12 @@
-"""A run's folder: its settings, its checkpoints, and its logs.
+"""A run folder: its settings, its checkpoints, and its logs.
 
     SAVE/config.yml            settings, see `write_config`
     SAVE/global_step1500/      checkpoints, see `checkpoint.py`
-    SAVE/latest                name of the newest one
+    SAVE/latest                name of the newest checkpoint
     SAVE/log.jsonl             a line for each step
     SAVE/evaluations.jsonl     a line for each evaluation
 
-No torch is needed to read them.
+They are read without torch.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from train.settings.config import Config, flat, load_config
 
 CONFIG, LOG, EVALUATIONS = "config.yml", "log.jsonl", "evaluations.jsonl"
 LATEST, NOTE, PREFIX = "latest", ".progress", "global_step"
-"""Name of the newest checkpoint; in each checkpoint, how far it is; what names begin with."""
+"""Name of the newest checkpoint; progress file in each checkpoint; prefix of checkpoint names."""
 OF_A_JOB = (
     "save.path", "init", "export", "chat_template", "steps.exit_", "log.", "profile.", "parallel.timeout_minutes",
 )  # fmt: skip
-"""Settings, or what their names begin with, that say nothing about how a model is trained."""
+"""Settings, or prefixes of their names, that do not affect how the model is trained."""
 
 
 def open_run(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
     """The settings of a run.
 
     Args:
-        path: a file of settings; or the folder of one, or of checkpoints, which may have been moved.
-        overrides: as `load_config` takes them.
+        path: a file of settings; or a folder with one, or with checkpoints, which may have been moved.
+        overrides: as for `load_config`.
 
     Returns:
-        What `load_config` does.
+        As `load_config`.
 
     Raises:
         SourceError: the folder has no settings.
@@ -50,16 +50,16 @@ def open_run(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[st
     if not path.is_dir():
         return load_config(path, overrides)
     if not (path / CONFIG).is_file():
-        raise SourceError(f"{path} has no {CONFIG}: it is no run's folder", "name the file that it was started with")
+        raise SourceError(f"{path} has no {CONFIG}: it is not a run folder", "name the file that it was started with")
     moved = ["--save.path", str(path.absolute())] if (path / LOG).is_file() else []
     return load_config(path / CONFIG, [*moved, *overrides])
 
 
 def started(path: Path) -> Path:
-    """The checkpoint that `latest` in the folder of a run of this trainer names; the path itself if it is none.
+    """The checkpoint that `latest` names in a run folder of this trainer; the path itself for any other folder.
 
     Raises:
-        RefusedError: the folder holds a model of Hugging Face too.
+        RefusedError: the folder also holds a Hugging Face model.
     """
     require_one(path, is_ours)
     name = (path / LATEST).read_text().strip() if (path / LATEST).is_file() else ""
@@ -72,61 +72,65 @@ def is_ours(path: Path) -> bool:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log, none where there is no log. The last one may be half written: the training may be running.
+    """The lines of a log, empty if there is no log. An incomplete last line is ignored: the training may be running.
 
     Raises:
-        SourceError: another line is damaged.
+        SourceError: any other line is damaged.
     """
     if not path.is_file():
         return []
-    found = []
+    records = []
     *lines, rest = path.read_text().split("\n")
-    del rest  # empty, or a line without its end
+    del rest  # empty, or an incomplete line
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             record["global_step"] += 0
         except (ValueError, TypeError, KeyError):
-            raise SourceError(f"line {number} of {path} is no record of a step") from None
-        found.append(record)
-    return found
+            raise SourceError(f"line {number} of {path} is not a record of a step") from None
+        records.append(record)
+    return records
 
 
 def write_config(config: Config, folder: Path) -> None:
-    """Write down what a run is trained with, `FOLDER/config.yml`; paths no longer depend on where one stands."""
+    """Write the settings of a run to `FOLDER/config.yml`, with absolute paths."""
     tree = config.model_dump(mode="python", exclude_none=True)
     write_file(folder / CONFIG, yaml.safe_dump(_plain(tree), sort_keys=False, allow_unicode=True).encode())
 
 
 def changes(config: Config, done: bool) -> str:
-    """Which settings of a run are not those that its last job wrote down, in a line; empty if none are.
+    """A note of the settings that differ from those of the run's last job; empty if none does.
 
     Args:
         config: the settings now.
-        done: the run is at its end, so that they change nothing.
+        done: the run is finished, so that the changes have no effect.
     """
     path = config.save.path / CONFIG
     try:
         before = load_config(path)[0] if path.is_file() else config
     except UsageError:  # another version wrote it
         return ""
-    then, now = ({name: _plain(value) for name, value in flat(one).items()} for one in (before, config))
+    then, now = ({name: _plain(value) for name, value in flat(config).items()} for config in (before, config))
     names = [name for name in {**then, **now} if not name.startswith(OF_A_JOB) and then.get(name) != now.get(name)]
-    told = "; ".join(f"{name}: {then.get(name)}, now {now.get(name)}" for name in names)
-    if not told:
+    differences = "; ".join(f"{name}: {then.get(name)}, now {now.get(name)}" for name in names)
+    if not differences:
         return ""
-    return f"settings that the run was not trained with have no effect: {told}" if done else f"changed settings: {told}"
+    return (
+        f"settings that the run was not trained with have no effect: {differences}"
+        if done
+        else f"changed settings: {differences}"
+    )
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML knows it."""
+    """A value of YAML's types."""
     match value:
         case Path():
             return str(value.absolute())
         case dict():
-            return {name: _plain(held) for name, held in value.items()}
+            return {name: _plain(inner) for name, inner in value.items()}
         case list() | tuple():
-            return [_plain(held) for held in value]
+            return [_plain(inner) for inner in value]
         case _:
             return value
 

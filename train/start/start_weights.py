@@ -1,4 +1,4 @@
-"""Where the weights come from: a Hugging Face folder as it is, or any other checkpoint, converted once."""
+"""The weights that a run starts from: a Hugging Face folder, or any other checkpoint, which is converted once."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from formats.disk.json_file import read_json
 from formats.errors import SourceError, UnsupportedError, UsageError
 from formats.huggingface.folder import INDEX, SINGLE
 from formats.model.spec import Verbatim
+from formats.registry import FORMATS, open_checkpoint
 from train.data.tokens.tokenizers import open_vocabulary
 from train.settings.config import Config
 from train.start.run_folder import started
 
-TO_FOLDER = {
-    "fsdp": "fsdp2hf", "megatron": "megatron2hf", "megatron_dist": "megatron2hf", "neox": "neox2hf", "zero": "zero2hf",
-}  # fmt: skip
+TO_FOLDER = {form.name: form.to_folder for form in FORMATS.values() if form.to_folder}
 """Format of a checkpoint: the command that makes a Hugging Face folder of it."""
-MAKE = f"make one of a checkpoint: convert {', '.join(dict.fromkeys(TO_FOLDER.values()))} CHECKPOINT FOLDER"
-"""A hint where a Hugging Face folder is wanted."""
+MAKE = f"make one of a checkpoint: convert {', '.join(sorted({*TO_FOLDER.values()}))} CHECKPOINT FOLDER"
+"""A hint where a Hugging Face folder is required."""
 CONVERTED = "start"
-"""Folder in `save.path` that holds the start of a training as a Hugging Face folder."""
+"""Folder in `save.path` with the converted start of a run, a Hugging Face folder."""
 
 
 def settings_of(config: Config) -> Settings:
-    """What a checkpoint to start from is opened with."""
+    """The settings that the checkpoint to start from is opened with."""
     return Settings(config=config.model.config, gqa_layout=config.model.gqa_layout)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether ranks can read their pieces from a folder as it is: they lie in safetensors, and are not quantized."""
-    held = any((path / name).is_file() for name in (SINGLE, INDEX))
-    return held and (path / "config.json").is_file() and not _is_quantized(path)
+    """Whether ranks can read their shards from a folder directly: it has safetensors that are not quantized."""
+    has_weights = any((path / name).is_file() for name in (SINGLE, INDEX))
+    return has_weights and (path / "config.json").is_file() and not _is_quantized(path)
 
 
 def _is_quantized(path: Path) -> bool:
@@ -44,20 +43,20 @@ def _is_quantized(path: Path) -> bool:
 
 
 def folder_of(config: Config, resumed: bool = False) -> Path:
-    """The Hugging Face folder to start from. Any other checkpoint is converted to `SAVE/start`, if that is not its.
+    """The Hugging Face folder to start from. Any other checkpoint is converted to `SAVE/start`, unless that was done.
 
     Args:
         config: `model`, and `save.path`.
-        resumed: the weights come from a checkpoint of this run. Where `model.path` is `save.path`, as in files of
-            GPT-NeoX, its `latest` is this run's by then, and `SAVE/start` stays what the run began with.
+        resumed: the weights come from a checkpoint of this run. Where `model.path` is `save.path`, as in GPT-NeoX
+            files, `latest` then names a checkpoint of this run, and `SAVE/start` stays what the run began with.
 
     Raises:
         VitruvianError: it cannot be converted; or the Hugging Face folder or tokenizer that it needs is not given.
     """
     if config.model.tokenizer is not None and config.model.tokenizer.exists():
-        open_vocabulary(config.model.tokenizer)  # also where the start has one: what is named has to be one
+        open_vocabulary(config.model.tokenizer)  # checked also where the start has its own
     if resumed and is_folder(config.model.path):
-        return config.model.path  # a run of before that saves into its start: its own checkpoint has the weights
+        return config.model.path  # an older run that saves into its start folder: its own checkpoint has the weights
     path, out = started(config.model.path), config.save.path / CONVERTED
     if is_folder(path):
         return path
@@ -88,20 +87,19 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
 
 
 def _opened(path: Path, config: Config, scratch: Path) -> tuple[Checkpoint, str]:
-    """A checkpoint with the tokenizer that it lacks, if that is given or named by its yml; and the tokenizer's hash."""
+    """A checkpoint with the tokenizer that it lacks, if it is given or its yml names one; and the tokenizer's hash."""
     from converters.assets.files import has_tokenizer
     from converters.assets.found_tokenizer import attached, load, named
-    from formats.registry import open_checkpoint
 
-    given, settings = config.model.tokenizer, settings_of(config)
+    tokenizer, settings = config.model.tokenizer, settings_of(config)
     source = open_checkpoint(path, settings)
     if source.assets is not None and has_tokenizer(source.assets):
         return source, ""
-    if given is not None and not given.exists():
-        hint = "--model.tokenizer FILE; or null, where none is wanted"
-        raise SourceError(f"{given}, the tokenizer of {path}, is not there", hint)
-    found = load(given) if given is not None else named(path, None, config.model.config)
-    if found is None:
+    if tokenizer is not None and not tokenizer.exists():
+        hint = "--model.tokenizer FILE; or null for none"
+        raise SourceError(f"{tokenizer}, the tokenizer of {path}, is not there", hint)
+    loaded = load(tokenizer) if tokenizer is not None else named(path, None, config.model.config)
+    if loaded is None:
         return source, ""
-    source = open_checkpoint(path, replace(settings, vocab_size=found.size))
-    return attached(source, found, scratch), " " + blake3(repr(sorted(found.files.items())).encode()).hexdigest()
+    source = open_checkpoint(path, replace(settings, vocab_size=loaded.size))
+    return attached(source, loaded, scratch), " " + blake3(repr(sorted(loaded.files.items())).encode()).hexdigest()

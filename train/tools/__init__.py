@@ -1,1 +1,1 @@
-"""Programs beside the training: chat, evaluation of a checkpoint, plots, preflight, jobs."""
+"""Programs beside the training: chat, evaluation of saved checkpoints, plots, preflight, Slurm jobs."""

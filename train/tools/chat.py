@@ -1,7 +1,7 @@
-"""Answers of a model in a Hugging Face folder, to see what a training has made of it.
+"""Chat with a model in a Hugging Face folder, to try a trained model.
 
-Prompts are encoded as training data is (`train/data/tokens/encode.py`): no text becomes a control token, which the
-`apply_chat_template` of transformers would let happen. An answer ends where `generation_config.json` says.
+Prompts are encoded as training data is (`train/data/tokens/encode.py`): text never becomes a control token, as it can
+with transformers' `apply_chat_template`. An answer ends at the tokens of `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from train.start.start_weights import TO_FOLDER
 
 
 class Sampling(NamedTuple):
-    """How tokens are chosen; nothing else in generation_config.json has a say.
+    """How tokens are sampled; the sampling settings of generation_config.json are not used.
 
     Attributes:
-        most: tokens of an answer.
-        temperature: 0 takes the likeliest token each time.
-        seed: of the choice.
+        most: maximum tokens of an answer.
+        temperature: 0 is greedy.
+        seed: for sampling.
     """
 
     most: int
@@ -33,16 +33,16 @@ class Sampling(NamedTuple):
 
 
 Generate = Callable[[list[int], list[int], Sampling], list[int]]
-"""From the ids of a prompt, and those at which to stop, to the ids of an answer, with the one that stopped it."""
+"""(prompt ids, stop ids, sampling) -> ids of the answer, including the one that stopped it."""
 
 
 class Answer(NamedTuple):
-    """What a model says.
+    """The answer of a model.
 
     Attributes:
         prompt: token ids.
-        ids: of the answer, with the one that ended it.
-        text: the answer without that one.
+        ids: of the answer, including the token that ended it.
+        text: the answer without that token.
         ending: the token that ended it, None where it was cut off.
     """
 
@@ -54,15 +54,15 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Chat:
-    """A model that can be asked.
+    """A loaded model with its tokenizer and chat template.
 
     Attributes:
         vocabulary: its tokenizer.
         encoder: its chat template.
         stops: ids that end an answer.
-        room: tokens of prompt and answer together, None if config.json does not tell.
-        generate: the model itself.
-        notes: what the user should know.
+        room: maximum tokens of prompt and answer together, None if config.json does not say.
+        generate: runs the model.
+        notes: for the user.
     """
 
     vocabulary: Fast
@@ -73,11 +73,12 @@ class Chat:
     notes: tuple[str, ...]
 
     def answer(self, roles: Sequence[str], contents: Sequence[str], sampling: Sampling) -> Answer:
-        """Go on with a conversation.
+        """Continue a conversation.
 
         Raises:
-            UsageError: a turn is no text.
-            RefusedError: the template refuses the turns, they cannot be kept apart from it, or there is no room.
+            UsageError: a turn is not valid text.
+            RefusedError: the template refuses the turns, contents cannot be told from the template's tokens, or the
+                conversation is too long.
         """
         prompt = self._prompt(roles, contents)
         most = sampling.most if self.room is None else min(sampling.most, self.room - len(prompt))
@@ -94,7 +95,7 @@ class Chat:
                 text.encode()
             return self.encoder.prompt(Record(roles, contents))
         except UnicodeEncodeError as error:
-            raise UsageError(f"a turn is no UTF-8: {error.reason} at character {error.start + 1}") from None
+            raise UsageError(f"a turn is not UTF-8: {error.reason} at character {error.start + 1}") from None
         except Malformed as error:
             raise RefusedError(str(error.__cause__ or error)) from None
 
@@ -107,8 +108,8 @@ def open_chat(folder: Path, backend: str) -> Chat:
         backend: one of `BACKENDS`.
 
     Raises:
-        UsageError: it is a checkpoint of a training, or has no chat template.
-        SourceError: it is no checkpoint, or damaged.
+        UsageError: it is a checkpoint of a training run, or has no chat template.
+        SourceError: it is not a checkpoint, or is damaged.
         RefusedError: tokenizer, template and weights are not of one model.
         UnsupportedError: the backend is not installed, or cannot load the model.
     """
@@ -144,35 +145,35 @@ def _require_model(folder: Path) -> None:
         return
     kind = open_checkpoint(folder).format
     raise UsageError(
-        f"{folder} is a checkpoint of the format {kind}, no Hugging Face folder",
+        f"{folder} is a checkpoint of the format {kind}, not a Hugging Face folder",
         f"convert {TO_FOLDER[kind]} {folder} OUT",
     )
 
 
 def _transformers(folder: Path) -> Generate:
-    """The model in transformers, on whatever device there is."""
+    """The model in transformers, on the available accelerator or the CPU."""
     import torch
     import transformers
 
-    library: Any = transformers  # its types do not say what these functions are
+    library: Any = transformers  # these functions are missing in its type stubs
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
     try:
-        model, told = library.AutoModelForCausalLM.from_pretrained(
+        model, info = library.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True,
         )  # fmt: skip
     except (OSError, ValueError, ImportError) as error:
-        said = " ".join(str(error).split()).partition(". ")[0]
-        raise UnsupportedError(f"transformers cannot load {folder}: {said[:300]}") from None
-    lost = sorted([*told["missing_keys"], *(one[0] for one in told["mismatched_keys"])])
+        why = " ".join(str(error).split()).partition(". ")[0]
+        raise UnsupportedError(f"transformers cannot load {folder}: {why[:300]}") from None
+    lost = sorted([*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])])
     if lost:
         raise SourceError(f"{folder} lacks {len(lost)} tensors of its model, or their sizes differ, such as {lost[0]}")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model.to(device).eval()
 
     def generate(prompt: list[int], stops: list[int], sampling: Sampling) -> list[int]:
-        model.generation_config = library.GenerationConfig(  # so that nothing is taken from the model's own
+        model.generation_config = library.GenerationConfig(  # replaces the model's own generation config
             max_new_tokens=sampling.most, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0,
             do_sample=sampling.temperature > 0, temperature=sampling.temperature or 1.0, top_k=0, top_p=1.0,
         )  # fmt: skip
@@ -180,14 +181,14 @@ def _transformers(folder: Path) -> Generate:
         ids = torch.tensor([prompt], device=device)
         with torch.inference_mode():
             out = model.generate(ids, attention_mask=torch.ones_like(ids))
-        found: list[int] = out[0, len(prompt) :].tolist()
-        return found
+        answer_ids: list[int] = out[0, len(prompt) :].tolist()
+        return answer_ids
 
     return generate
 
 
 def _vllm(folder: Path) -> Generate:
-    """The model in vLLM, which is given token ids, so that it encodes nothing by itself."""
+    """The model in vLLM, which gets token ids, so that it does not tokenize."""
     try:
         import vllm
     except ImportError:

@@ -1,6 +1,6 @@
-"""What a machine has, and whether attention keeps documents apart on it: the questions before the first job.
+"""Checks of a machine before the first job: versions, device, attention backends, ranks, nodes.
 
-Under torchrun or srun all ranks take part, and a sum over all of them is checked and timed.
+Under torchrun or srun all ranks take part, and an all-reduce over them is checked and timed.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ PACKAGES = (
     "flash-attn", "liger-kernel", "triton", "tensorboard", "wandb", "vllm",
 )  # fmt: skip
 SUMMED = 64 * 2**20
-"""Bytes of the tensor that is summed over the ranks."""
+"""Bytes of the tensor that is all-reduced."""
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """One check.
 
     Attributes:
-        name: what.
-        told: what was found.
+        name: what was checked.
+        text: the result.
         fault: whether a training would fail or be wrong.
     """
 
     name: str
-    told: str
+    text: str
     fault: bool = False
 
 
 def examine(world: World, model: Path | None, slower: float) -> Iterator[Finding]:
-    """Look at everything. Every rank has to come here.
+    """Run all checks. Collective: all ranks call it.
 
     Args:
         world: the ranks.
         model: Hugging Face folder whose layers are tried; None takes a small Llama.
-        slower: see `nodes.compare`.
+        slower: see `node_speed.compare`.
     """
     yield Finding("system", f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     runtime = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     yield Finding("torch", f"{torch.__version__}, {runtime if torch.cuda.is_available() else 'no GPU'}")
-    yield Finding("packages", ", ".join(f"{name} {held}" for name in PACKAGES if (held := _version(name))))
+    yield Finding("packages", ", ".join(f"{name} {installed}" for name in PACKAGES if (installed := _version(name))))
     yield Finding("device", _device(world.device))
     yield Finding("cores", f"{len(os.sched_getaffinity(0))} for this process, {torch.get_num_threads()} threads")
     yield from _attention(world.device, _config(model))
@@ -66,8 +66,8 @@ def examine(world: World, model: Path | None, slower: float) -> Iterator[Finding
         yield _sum(world)
     usual, slow = compare(measure(world), slower)
     yield Finding("nodes", usual)
-    for node, told in slow.items():
-        yield Finding(f"slow {node}", told)
+    for node, reason in slow.items():
+        yield Finding(f"slow {node}", reason)
 
 
 def _version(name: str) -> str | None:
@@ -80,10 +80,10 @@ def _version(name: str) -> str | None:
 def _device(device: torch.device) -> str:
     if device.type != "cuda":
         return "CPU"
-    held = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     peak = peak_of(device)
     known = f"{peak / 1e12:.0f} TFLOP/s bf16" if peak else "of unknown speed: the log has no MFU"
-    return f"{held.name}, {size(held.total_memory)}, {torch.cuda.device_count()} on this node, {known}"
+    return f"{properties.name}, {size(properties.total_memory)}, {torch.cuda.device_count()} on this node, {known}"
 
 
 def _config(model: Path | None) -> Any:
@@ -98,7 +98,7 @@ def _config(model: Path | None) -> Any:
 
 
 def _attention(device: torch.device, config: Any) -> Iterator[Finding]:
-    """Each attention that there is: how far documents of a row are from documents alone, and how long that takes."""
+    """For each attention backend the difference between packed documents and unpacked ones."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     chosen = resolve("auto", config, device, dtype)
     for backend in BACKENDS:
@@ -108,22 +108,22 @@ def _attention(device: torch.device, config: Any) -> Iterator[Finding]:
         except (UnsupportedError, VerificationError) as error:
             yield Finding(name, str(error), fault=backend == chosen)
         else:
-            taken = ", taken by model.attention auto" if backend == chosen else ""
-            yield Finding(name, f"documents of a row differ by {apart:.1e} from documents alone{taken}")
+            note = ", taken by model.attention auto" if backend == chosen else ""
+            yield Finding(name, f"documents of a row differ by {apart:.1e} from unpacked ones{note}")
 
 
 def _sum(world: World) -> Finding:
-    """A sum over all ranks, on the device: right, and how fast."""
-    held = torch.ones(SUMMED // 4, device=world.device)
-    dist.all_reduce(held)
-    right = bool((held == world.ranks).all())
+    """An all-reduce over all ranks, on the device: its result and its speed."""
+    tensor = torch.ones(SUMMED // 4, device=world.device)
+    dist.all_reduce(tensor)
+    right = bool((tensor == world.ranks).all())
     world.wait()
     began = time.monotonic()
     for _ in range(5):
-        dist.all_reduce(held)
+        dist.all_reduce(tensor)
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     seconds = (time.monotonic() - began) / 5
     rate = 2 * SUMMED * (world.ranks - 1) / world.ranks / seconds
-    told = f"{world.ranks} ranks sum {size(SUMMED)} in {seconds * 1e3:.1f} ms, {size(round(rate))}/s a rank"
-    return Finding("ranks", told if right else f"{world.ranks} ranks sum 1 to something else", fault=not right)
+    result = f"{world.ranks} ranks sum {size(SUMMED)} in {seconds * 1e3:.1f} ms, {size(round(rate))}/s a rank"
+    return Finding("ranks", result if right else f"{world.ranks} ranks sum 1 to something else", fault=not right)

@@ -1,8 +1,8 @@
-"""Evaluations of checkpoints that lie on disk. The training that made them is left alone.
+"""Evaluation of saved checkpoints, without touching the training run that made them.
 
-Weights come from a checkpoint of this trainer's FSDP2, without its optimizer, or from a Hugging Face folder, on any
-number of ranks. Any other checkpoint is made such a folder for as long as it is needed. Results are `STEP.csv` in a
-folder, as the users' perplexity tester leaves them.
+Weights come from an FSDP2 checkpoint of this trainer, without its optimizer state, or from a Hugging Face folder, on
+any number of ranks. Any other checkpoint is converted to a temporary Hugging Face folder. Results are `STEP.csv` in a
+folder, as those of tilde-nlp's perplexity tester.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from formats.deepspeed import folders as deepspeed
 from formats.errors import RefusedError, SourceError, UsageError, some
-from formats.megatron import shards
+from formats.megatron import folders
 from train.data.rows import Rows, open_rows
 from train.distributed import World
 from train.engines.fsdp import read_weights, sharded
@@ -37,49 +37,49 @@ from train.start.run_folder import PREFIX, is_ours, started
 from train.start.start_weights import folder_of, is_folder
 
 METADATA = ".metadata"
-"""What DCP leaves. A folder that was converted from a checkpoint has its note, but not this."""
+"""File of DCP checkpoints. A folder converted from such a checkpoint has its `.progress`, but not this file."""
 STEP = re.compile(r"(?:global_step|iter_)(\d+)")
-"""Names of checkpoints, of this trainer, GPT-NeoX and Megatron."""
+"""Names of checkpoints of this trainer, GPT-NeoX and Megatron."""
 
 
 class Place(NamedTuple):
-    """A checkpoint: its folder, and how far the training was, if it was one of this trainer."""
+    """A checkpoint: its folder, and its progress if it is one of this trainer."""
 
     path: Path
     progress: Progress | None
 
     @property
     def step(self) -> int | None:
-        """The global step: of this trainer, or by the folder's name."""
+        """The global step, from the progress or the folder's name; None if neither says it."""
         if self.progress is not None:
             return self.progress.offset + self.progress.step
-        named = STEP.fullmatch(self.path.name)
-        return int(named[1]) if named else None
+        match = STEP.fullmatch(self.path.name)
+        return int(match[1]) if match else None
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 wrote it here: ranks read their pieces of it as it is."""
+        """Whether it is an FSDP2 checkpoint of this trainer, which ranks read directly."""
         return self.progress is not None and (self.path / METADATA).is_file()
 
 
-def find(save: Path, wanted: str) -> Place:
-    """A checkpoint by its number or name in a run, `latest`, or the path of any.
+def find(save: Path, name: str) -> Place:
+    """A checkpoint by its step or name in a run, by `latest`, or by its path.
 
     Raises:
-        UsageError: there is none, or it is another run's.
-        SourceError: what tells of the latest one is wrong.
+        UsageError: there is none, or it belongs to another run.
+        SourceError: `latest` is wrong.
     """
-    inside = save / (f"{PREFIX}{wanted}" if wanted.isdecimal() else wanted)
-    if wanted == "latest":
+    inside = save / (f"{PREFIX}{name}" if name.isdecimal() else name)
+    if name == "latest":
         path = _latest(save)
     else:
-        numbered = [place.path for place in every(save) if wanted.isdecimal() and place.step == int(wanted)]
-        path = next(iter(numbered), inside if inside.is_dir() else Path(wanted))
+        numbered = [place.path for place in every(save) if name.isdecimal() and place.step == int(name)]
+        path = next(iter(numbered), inside if inside.is_dir() else Path(name))
     if path is None:
         raise UsageError(f"{save} has no checkpoint", "name one: --checkpoint FOLDER")
     if not path.is_dir():
-        held = ", ".join(place.path.name for place in every(save)) or "none"
-        raise UsageError(f"{inside} is not there", f"checkpoints of {save}: {held}")
+        names = ", ".join(place.path.name for place in every(save)) or "none"
+        raise UsageError(f"{inside} is not there", f"checkpoints of {save}: {names}")
     place = _place(started(path))
     if place.progress is not None and not inside_of(save, place):
         raise UsageError(f"{path} is a checkpoint of another run than {save}", f"train eval {path.resolve().parent}")
@@ -87,13 +87,13 @@ def find(save: Path, wanted: str) -> Place:
 
 
 def every(save: Path) -> list[Place]:
-    """All checkpoints of a run by the names of this trainer, GPT-NeoX and Megatron, links apart, the oldest first."""
-    found = [path for path in save.glob("*") if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
-    return sorted(map(_place, found), key=lambda place: (place.step, place.path.name))
+    """All checkpoints of a run (this trainer, GPT-NeoX, Megatron), without symbolic links, oldest first."""
+    folders = [path for path in save.glob("*") if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return sorted(map(_place, folders), key=lambda place: (place.step, place.path.name))
 
 
 def inside_of(save: Path, place: Place) -> bool:
-    """Whether a checkpoint lies in the folder of a run."""
+    """Whether a checkpoint is in the folder of a run."""
     return place.path.resolve().parent == save.resolve()
 
 
@@ -102,17 +102,17 @@ def _place(path: Path) -> Place:
 
 
 def _latest(save: Path) -> Path | None:
-    """The newest checkpoint, of this trainer; else the one that GPT-NeoX or Megatron names."""
+    """The newest checkpoint of this trainer; else the latest one as GPT-NeoX or Megatron records it."""
     if (path := newest(save)) is not None or not save.is_dir():
         return path
     if deepspeed.detect(save):
         return deepspeed.locate(save, None)[1]
-    return shards.locate(save)[1] if (save / shards.TRACKER).is_file() else None
+    return folders.locate(save)[1] if (save / folders.TRACKER).is_file() else None
 
 
 @contextmanager
 def readable(place: Place, config: Config, world: World) -> Iterator[Place]:
-    """A checkpoint as ranks read it: as it is, or a Hugging Face folder made of it, in the run's for as long as needed.
+    """A checkpoint that ranks can read: itself, or a temporary Hugging Face folder converted from it.
 
     Raises:
         VitruvianError: it cannot be converted.
@@ -122,7 +122,7 @@ def readable(place: Place, config: Config, world: World) -> Iterator[Place]:
         return
     with ExitStack() as stack:
 
-        def made() -> Path:
+        def convert() -> Path:
             config.save.path.mkdir(parents=True, exist_ok=True)
             scratch = stack.enter_context(TemporaryDirectory(prefix="folder.", dir=config.save.path.absolute()))
             sections = {
@@ -131,19 +131,19 @@ def readable(place: Place, config: Config, world: World) -> Iterator[Place]:
             }
             return folder_of(config.model_copy(update=sections))
 
-        yield Place(world.told(made), None)
+        yield Place(world.from_first(convert), None)
         world.wait()
 
 
 def load_weights(place: Place, model: Any, world: World) -> None:
-    """Fill a model, each rank its own pieces.
+    """Fill a model, each rank its own shards.
 
     Raises:
-        SourceError: the checkpoint holds adapters alone.
+        SourceError: the checkpoint holds only adapters.
     """
     if (place.path / lora.NOTE).is_file():
         raise SourceError(
-            f"{place.path} holds adapters alone",
+            f"{place.path} holds only adapters",
             "train run CONFIG --export OUT merges them into --checkpoint OUT",
         )
     with torch.no_grad():
@@ -156,13 +156,13 @@ def load_weights(place: Place, model: Any, world: World) -> None:
 
 @contextmanager
 def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Path) -> Iterator[Mapping[str, Rows]]:
-    """The sets to score: the validation sets, or the files of a folder, tokenized for as long as they are needed.
+    """The sets to score: the validation sets, or the files of a folder, tokenized into a temporary folder.
 
     Args:
         config: `data` and `model`.
-        texts: a folder of `*.jsonl`, records with `text`; each file is a set. All tokens but the first are labels, and
-            nothing is put before or behind a text.
-        world: the ranks, which all see `save.path`.
+        texts: a folder of `*.jsonl`, records with `text`; each file is a set. All tokens but the first are labels; no
+            begin or end token is added.
+        world: the ranks, which share the file system of `save.path`.
         tokenizer: its file or folder.
 
     Raises:
@@ -178,19 +178,19 @@ def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Pat
         raise UsageError(f"{texts} has no *.jsonl")
     with ExitStack() as stack:
 
-        def made() -> Path:
+        def tokenize_texts() -> Path:
             config.save.path.mkdir(parents=True, exist_ok=True)
             scratch = TemporaryDirectory(prefix="texts.", dir=config.save.path.absolute())
             return _tokenize(files, Path(stack.enter_context(scratch)), tokenizer)
 
-        folder = world.told(made)
+        folder = world.from_first(tokenize_texts)
         data = config.data.model_copy(update={"loss": "all", "control_tokens": {}})
         yield {file.stem: open_rows(data, [folder / file.stem], config.seed) for file in files}
         world.wait()
 
 
 def _tokenize(files: list[Path], folder: Path, tokenizer: Path) -> Path:
-    """Write token files, named as the texts are, into a folder, and give it."""
+    """Write token files with the names of the texts into a folder. Returns the folder."""
     from train.data.tokens.input_ranges import ranges
     from train.data.tokens.tokenize import Request, tokenize
     from train.data.tokens.tokenizers import names_digest, open_vocabulary
@@ -198,9 +198,18 @@ def _tokenize(files: list[Path], folder: Path, tokenizer: Path) -> Path:
 
     known = open_vocabulary(tokenizer)
     names = names_digest(known, known.size)
-    job = Job(known.path, known.digest, known.size, names, "text", "text", {}, None, None, None)
+    job = Job(
+        tokenizer=known.path,
+        digest=known.digest,
+        vocabulary=known.size,
+        names=names,
+        form="text",
+        key="text",
+        control={},
+    )
     for file in files:
-        tokenize(Request(job, ranges([file]), folder / file.stem, workers=1, strict=True, quiet=True))
+        parts, prefix = ranges([file]), folder / file.stem
+        tokenize(Request(job=job, parts=parts, prefix=prefix, workers=1, strict=True, quiet=True))
     return folder
 
 
@@ -214,43 +223,45 @@ def score(
         places: the checkpoints, at least one.
         texts: see `opened_sets`.
         world: the ranks.
-        tell: hears of documents that are left out, on the first rank.
+        tell: called on rank 0 with a note of documents that are left out.
 
     Yields:
-        Each checkpoint and what it got.
+        Each checkpoint and its scores.
 
     Raises:
-        VitruvianError: a set or a checkpoint is not what it should be.
+        VitruvianError: a set or a checkpoint is damaged or does not match the model.
     """
     with ExitStack() as stack:
-        made: _Made | None = None
+        evaluator: _Evaluator | None = None
         first: Mapping[str, Any] = {}
         for place in places:
-            with readable(place, config, world) as held:
-                settings = world.told(partial(read_settings, held.path))
-                if made is not None and (other := differing(first, settings)):
+            with readable(place, config, world) as readable_place:
+                settings = world.from_first(partial(read_settings, readable_place.path))
+                if evaluator is not None and (other := differing(first, settings)):
                     raise RefusedError(
                         f"{place.path} is not of the model that {places[0].path} is of: {some(other, 4)}",
-                        f"evaluate it by itself: --checkpoint {quote(str(place.path))}",
+                        f"evaluate it separately: --checkpoint {quote(str(place.path))}",
                     )
                 first = settings
-                if made is None:
-                    made = stack.enter_context(_made(config, held.path, texts, world, tell))
-                load_weights(held, made.trainee.model, world)
-                scores = evaluate(made.trainee, made.sets, world, made.judge, config.evaluate.max_rows)
-                made.trainee.reshard()  # FSDP2 leaves the outermost tensors whole, and the next one is read in pieces
+                if evaluator is None:
+                    evaluator = stack.enter_context(_open_evaluator(config, readable_place.path, texts, world, tell))
+                load_weights(readable_place, evaluator.trainee.model, world)
+                scores = evaluate(evaluator.trainee, evaluator.sets, world, evaluator.judge, config.evaluate.max_rows)
+                evaluator.trainee.reshard()  # FSDP2 leaves the root unsharded; the next checkpoint fills shards
                 yield place, scores
 
 
-class _Made(NamedTuple):
+class _Evaluator(NamedTuple):
     sets: Mapping[str, Rows]
     judge: Judge | None
     trainee: Any
 
 
 @contextmanager
-def _made(config: Config, path: Path, texts: Path | None, world: World, tell: Callable[[str], None]) -> Iterator[_Made]:
-    """What all checkpoints have in common, by the first of them: sets, and a model to fill."""
+def _open_evaluator(
+    config: Config, path: Path, texts: Path | None, world: World, tell: Callable[[str], None]
+) -> Iterator[_Evaluator]:
+    """What all checkpoints share, from the first of them: the sets, and a model to fill."""
     tokenizer = config.evaluate.tokenizer or path
     start = config.model.model_copy(update={"path": path})
     config = config.model_copy(update={"model": start, "lora": None})
@@ -260,14 +271,19 @@ def _made(config: Config, path: Path, texts: Path | None, world: World, tell: Ca
                 if rows.overlong:
                     tell(f"{name}: {rows.overlong}")
         judge = open_judge(config.evaluate.metrics, tokenizer, sets)
-        made, backend, _ = choose_attention(config, world)
-        yield _Made(sets, judge, sharded(config, made, world, backend))
+        model_config, backend, _ = choose_attention(config, world)
+        yield _Evaluator(sets, judge, sharded(config, model_config, world, backend))
 
 
 def facts_of(place: Place, scores: Mapping[str, Score]) -> str:
-    """A line for programs."""
+    """The scores as a line of JSON."""
     sets = {
-        name: {"tokens": one.tokens, "loss": one.loss, "ppl": one.perplexity, **one.texts}
-        for name, one in scores.items()
+        name: {
+            "tokens": score_of_set.tokens,
+            "loss": score_of_set.loss,
+            "ppl": score_of_set.perplexity,
+            **score_of_set.texts,
+        }
+        for name, score_of_set in scores.items()
     }
     return json.dumps({"checkpoint": str(place.path), "global_step": place.step, "sets": sets})

@@ -1,8 +1,8 @@
-"""A run folder: settings with every key explained, the start linked, and where checkpoints will lie.
+"""`train init`: a run folder with every setting explained, a link to the start, and a folder for checkpoints.
 
 DIR/config.yml
-DIR/start -> the checkpoint              or, for a checkpoint of a run, global_stepN,
-DIR/checkpoints/global_stepN -> it       beside those that are to come, as the users of GPT-NeoX lay it out
+DIR/start -> the checkpoint              or, if it is named global_stepN as in a run folder,
+DIR/checkpoints/global_stepN -> it       beside the checkpoints to come, as GPT-NeoX users lay it out
 DIR/checkpoints/latest
 """
 
@@ -35,11 +35,11 @@ SEQ_LENGTH = 8192
 
 
 class Start(NamedTuple):
-    """What a run begins with.
+    """What a run starts from.
 
     Attributes:
-        path: the checkpoint, as it will be called from the settings.
-        offset: its global step, 0 if its name tells none.
+        path: the checkpoint, as the settings name it.
+        offset: its global step, 0 if its name has none.
         seq_length: tokens of a row.
     """
 
@@ -55,14 +55,14 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
         folder: new, or empty.
         start: checkpoint of any format.
         data: token files.
-        base: Hugging Face folder with settings and tokenizer, for a checkpoint that has none.
+        base: Hugging Face folder with config and tokenizer, for a checkpoint that has none.
         gqa_layout: see `Settings`.
 
     Returns:
-        The settings.
+        The path of the settings.
 
     Raises:
-        OutputError: the folder has something in it.
+        OutputError: the folder is not empty.
         SourceError: the checkpoint or the data cannot be read.
     """
     from formats.checkpoint import Settings
@@ -76,44 +76,44 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
         if not is_plan(prefix) and not idx_path(prefix_of(prefix)).is_file():
             raise SourceError(f"{idx_path(prefix_of(prefix))} is not there", "train tokenize makes it")
     longest = spec.max_positions if isinstance(spec, ModelSpec) else None
-    begun = _link(folder, start, min(SEQ_LENGTH, longest or SEQ_LENGTH))
+    linked = _link(folder, start, min(SEQ_LENGTH, longest or SEQ_LENGTH))
     values: dict[str, Any] = {
-        "model.path": begun.path, "data.train": list(data), "data.seq_length": begun.seq_length, "batch.size": 64,
-        "batch.micro": 1, "optim.lr": 1e-5, "steps.epochs": 1, "steps.iteration_offset": begun.offset,
+        "model.path": linked.path, "data.train": list(data), "data.seq_length": linked.seq_length, "batch.size": 64,
+        "batch.micro": 1, "optim.lr": 1e-5, "steps.epochs": 1, "steps.iteration_offset": linked.offset,
         "save.path": folder / "checkpoints",
     }  # fmt: skip
     more = {"model.config": base} if base else {}
     return _write(folder, values | more | ({"model.gqa_layout": gqa_layout} if gqa_layout != "auto" else {}))
 
 
-def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
-    """Make the run folder of the phase that follows another one, with its settings and in its save folder.
+def init_after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
+    """Make the run folder of a phase that follows another one, with its settings and its save folder.
 
-    It warms up as that did where the rate does not go on, and is exported to no folder.
+    The warm-up is kept where the learning rate schedule restarts; `export` is not copied.
 
     Args:
         folder: new, or empty.
-        before: the settings of the phase before.
-        data: token files or plans of the new phase. Where that before says `train_iters`, this one gets those of
-            one pass.
+        before: the settings of the previous phase.
+        data: token files or plans of the new phase. If the previous phase sets `train_iters`, this one gets the steps
+            of one pass.
 
     Returns:
-        The settings.
+        The path of the settings.
 
     Raises:
-        OutputError: the folder has something in it.
-        UsageError: nobody knows how many rows a step has.
+        OutputError: the folder is not empty.
+        UsageError: the previous phase has no batch.size, so the number of its steps is unknown.
         SourceError: the data cannot be read.
     """
     _require_empty(folder)
     config, _ = load_config(before)
     if config.batch.size is None:
-        raise UsageError(f"{before} has no batch.size, so nobody knows how many steps a phase has")
+        raise UsageError(f"{before} has no batch.size, so the number of steps of a phase is unknown")
     total = config.steps.train_iters
     if total is None:
         rows = len(open_rows(config.data, config.data.train, config.seed))
         _, total = make_order(rows, config.seed, config.steps, config.batch.size)
-    values = dict(_given(config))
+    values = dict(_set_values(config))
     values |= {"data.train": list(data), "steps.iteration_offset": config.steps.iteration_offset + total}
     if config.steps.train_iters is not None:
         values["steps.train_iters"] = one_pass(len(open_rows(config.data, data, config.seed)), config.batch.size)
@@ -121,7 +121,9 @@ def after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
     end, over = config.schedule.end, {"export"}
     if end is not None and end <= values["steps.iteration_offset"]:
         end, over = None, {"export", "schedule.start", "schedule.end"}
-    if config.schedule.style == "constant" or end is not None:  # else it begins anew, far above where it ended
+    if (
+        config.schedule.style == "constant" or end is not None
+    ):  # else the schedule restarts, far above where it ended, and needs its warm-up
         values["schedule.warmup"] = 0.0
     return _write(folder, {name: value for name, value in values.items() if name not in over})
 
@@ -132,10 +134,10 @@ def _require_empty(folder: Path) -> None:
 
 
 def _tag(start: Path) -> Path:
-    """The checkpoint that `latest` in a folder names, so that its step is known; the path itself without that.
+    """The checkpoint that `latest` in a folder names, so that its step is known; the path itself without `latest`.
 
     Raises:
-        RefusedError: the folder holds a model of Hugging Face too.
+        RefusedError: the folder also holds a Hugging Face model.
     """
     require_one(start, Path.is_dir)
     name = (start / LATEST).read_text().strip() if (start / LATEST).is_file() else ""
@@ -159,8 +161,8 @@ def _link(folder: Path, start: Path, seq_length: int) -> Start:
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def _given(config: Config) -> Iterator[tuple[str, Any]]:
-    """What a file of settings says, by dotted names."""
+def _set_values(config: Config) -> Iterator[tuple[str, Any]]:
+    """The settings that a file sets, by dotted names."""
 
     def walk(part: BaseModel, prefix: str) -> Iterator[tuple[str, Any]]:
         for name in sorted(part.model_fields_set):
@@ -182,38 +184,38 @@ def _write(folder: Path, values: Mapping[str, Any]) -> Path:
 
 
 def text_of(values: Mapping[str, Any]) -> Iterator[str]:
-    """A file of settings: what is given, and what is not as a comment with its default; each with its explanation.
+    """A file of settings: given values, and all other settings as comments with their defaults; each explained.
 
     Args:
         values: by dotted names.
     """
     yield "# Every setting can be given on the command line too: train run config.yml --optim.lr 1e-5"
-    yield "# What is commented out has the value that stands there. Paths begin where the command is run.\n"
+    yield "# Commented-out settings have the default shown. Paths are relative to where the command is run.\n"
     plain = {name: info for name, info in Config.model_fields.items() if not _section(info)}
     yield from _lines(plain, "", "", values)
     for name, info in Config.model_fields.items():
         part = _section(info)
         if part:
-            absent = info.default is None and not any(given.startswith(f"{name}.") for given in values)
+            absent = info.default is None and not any(name_given.startswith(f"{name}.") for name_given in values)
             yield f"\n{'# ' if absent else ''}{name}:  # {(part.__doc__ or '').splitlines()[0]}"
             yield from _lines(part.model_fields, f"{name}.", "  ", values)
     yield ""
 
 
 def _section(info: FieldInfo) -> type[BaseModel] | None:
-    """The section that a setting is, if it is one; it may be absent."""
+    """The class of a setting that is a section, also an optional one; None for any other."""
     kinds = [info.annotation, *get_args(info.annotation)]
     return next((kind for kind in kinds if isinstance(kind, type(BaseModel))), None)
 
 
 def _lines(fields: Mapping[str, FieldInfo], prefix: str, indent: str, values: Mapping[str, Any]) -> Iterator[str]:
     for name, info in fields.items():
-        given = prefix + name in values
-        value = values[prefix + name] if given else info.get_default(call_default_factory=True)
+        is_given = prefix + name in values
+        value = values[prefix + name] if is_given else info.get_default(call_default_factory=True)
         shown = "" if value is PydanticUndefined else _flow(value)
-        line = f"{indent}{'' if given else '# '}{name}: {shown}"
-        told = " ".join(filter(None, [info.description, _choices(info.annotation)]))
-        yield f"{line:<50}  # {told}" if told else line
+        line = f"{indent}{'' if is_given else '# '}{name}: {shown}"
+        comment = " ".join(filter(None, [info.description, _choices(info.annotation)]))
+        yield f"{line:<50}  # {comment}" if comment else line
 
 
 def _flow(value: Any) -> str:
@@ -222,12 +224,12 @@ def _flow(value: Any) -> str:
         case Path():
             return _flow(str(value))
         case list() | tuple():
-            return "[" + ", ".join(_flow(one) for one in value) + "]"
+            return "[" + ", ".join(_flow(item) for item in value) + "]"
         case dict():
-            return "{" + ", ".join(f"{_flow(name)}: {_flow(held)}" for name, held in value.items()) + "}"
+            return "{" + ", ".join(f"{_flow(name)}: {_flow(item)}" for name, item in value.items()) + "}"
         case float():
             digits, sign, power = repr(value).partition("e")
-            return digits + (".0" if sign and "." not in digits else "") + sign + power  # YAML knows no 1e-05
+            return digits + (".0" if sign and "." not in digits else "") + sign + power  # YAML 1.1 reads 1e-05 as text
         case _:
             return (
                 str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("\n").removesuffix("\n...")
@@ -235,9 +237,9 @@ def _flow(value: Any) -> str:
 
 
 def _choices(kind: Any) -> str:
-    """The words that a setting takes."""
+    """The values that a setting accepts, if they are listed."""
     if get_origin(kind) is Literal:
         return "(" + " | ".join(map(str, get_args(kind))) + ")"
     if get_origin(kind) in (Union, UnionType, list):
-        return next((found for one in get_args(kind) if (found := _choices(one))), "")
+        return next((choices for part in get_args(kind) if (choices := _choices(part))), "")
     return ""

@@ -1,6 +1,6 @@
-"""The command of EleutherAI's lm-evaluation-harness for a model of ours. The harness itself is never imported.
+"""The command line of EleutherAI's lm-evaluation-harness for a model. The harness itself is never imported.
 
-Facts: lm-eval 0.4.13, `lm_eval run --help` (without `run` older versions take the same words); models/huggingface.py
+Facts: lm-eval 0.4.13, `lm_eval run --help` (older versions: the same without `run`); models/huggingface.py
 and models/vllm_causallms.py for what --model_args may hold. `hf` has one copy of the model for each process of
 `accelerate launch`, vLLM shares or copies it itself.
 """
@@ -20,17 +20,17 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class Bench:
-    """What is to be run.
+    """An evaluation.
 
     Attributes:
         model: a Hugging Face folder.
         tasks: names that the harness knows.
         backend: hf or vllm.
-        gpus: how many copies of the model, each on its own GPU.
+        gpus: number of copies of the model, each on its own GPU.
         dtype: one of `DTYPES`; None for that of the model's config.
         chat: whether prompts get the chat template; None where the model has one.
         out: folder of the results.
-        more: further words for the harness.
+        more: further arguments for the harness.
     """
 
     model: Path
@@ -44,44 +44,44 @@ class Bench:
 
 
 def command_of(bench: Bench) -> list[str]:
-    """The words of the command.
+    """The arguments of the command.
 
     Raises:
-        UsageError: the folder is none of Hugging Face, or the harness could not read its name.
-        SourceError: its config does not tell the type of the weights.
+        UsageError: it is not a Hugging Face folder, or the harness could not parse its name.
+        SourceError: its config does not say the dtype of the weights.
     """
     model = bench.model
     if not (model / "config.json").is_file():
         raise UsageError(
-            f"{model} is no Hugging Face folder",
+            f"{model} is not a Hugging Face folder",
             MAKE,
         )
     if {",", "="} & set(str(model)):
         raise UsageError(f"the harness cannot take {model}: commas and = separate its arguments", "ln -s it elsewhere")
-    held = {path.name: path for path in model.iterdir() if path.is_file()}
-    template = held_template(held) is not None
+    files = {path.name: path for path in model.iterdir() if path.is_file()}
+    template = held_template(files) is not None
     if bench.chat and not template:
         raise UsageError(f"{model} has no chat template", f"convert assets {model} --chat-template NAME, or --no-chat")
-    words = ["lm_eval", "--model", bench.backend, "--model_args"]
+    argv = ["lm_eval", "--model", bench.backend, "--model_args"]
     arguments = {"pretrained": str(model), "dtype": bench.dtype or _dtype(model)}
     if bench.backend == "vllm":
         arguments["data_parallel_size"] = str(bench.gpus)
     elif bench.gpus > 1:
-        words = ["accelerate", "launch", "--multi_gpu", "--num_processes", str(bench.gpus), "-m", *words]
-    words += [",".join(f"{name}={value}" for name, value in arguments.items())]
-    words += ["--tasks", bench.tasks, "--batch_size", "auto", "--output_path", str(bench.out), *bench.more]
+        argv = ["accelerate", "launch", "--multi_gpu", "--num_processes", str(bench.gpus), "-m", *argv]
+    argv += [",".join(f"{name}={value}" for name, value in arguments.items())]
+    argv += ["--tasks", bench.tasks, "--batch_size", "auto", "--output_path", str(bench.out), *bench.more]
     if template if bench.chat is None else bench.chat:
-        words += ["--apply_chat_template", "--fewshot_as_multiturn"]
-    return words
+        argv += ["--apply_chat_template", "--fewshot_as_multiturn"]
+    return argv
 
 
 def _dtype(model: Path) -> str:
-    """The type of the weights, as the config tells it: `dtype`, or `torch_dtype` before transformers 5."""
+    """The dtype of the weights in the config: `dtype`, or `torch_dtype` before transformers 5."""
     try:
         config = json.loads((model / "config.json").read_bytes())
-        found = config.get("dtype") or config.get("torch_dtype")
+        dtype = config.get("dtype") or config.get("torch_dtype")
     except (ValueError, AttributeError) as error:
         raise SourceError(f"{model / 'config.json'} is damaged: {error}") from None
-    if found not in DTYPES:
-        raise SourceError(f"{model / 'config.json'} does not tell the type of the weights", "--dtype bfloat16")
-    return str(found)
+    if dtype not in DTYPES:
+        raise SourceError(f"{model / 'config.json'} does not say the dtype of the weights", "--dtype bfloat16")
+    return str(dtype)

@@ -1,4 +1,4 @@
-"""How fast each node computes, and exchanges with its neighbours: a training waits for the slowest one."""
+"""Speed of each node's matmul and of its links to its neighbours: a training waits for the slowest node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Figures(NamedTuple):
     Attributes:
         node: its name, as sbatch's --exclude takes it.
         matmul: a product of two matrices, while all other ranks compute it too.
-        link: an exchange with the better one of its two neighbours; 0 where there are none.
+        link: an exchange with the faster of its two neighbours; 0 where there are none.
     """
 
     node: str
@@ -36,21 +36,21 @@ class Figures(NamedTuple):
 
 
 def measure(world: World) -> list[Figures]:
-    """Measure all nodes. Every rank has to come here."""
-    names, taken = [""] * world.ranks, [(0.0, 0.0)] * world.ranks
+    """Measure all nodes. Collective: all ranks call it."""
+    names, measured = [""] * world.ranks, [(0.0, 0.0)] * world.ranks
     dist.all_gather_object(names, os.environ.get("SLURMD_NODENAME") or socket.gethostname(), group=world.numbers)
     nodes: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         nodes.setdefault(name, []).append(rank)
-    dist.all_gather_object(taken, (_matmul(world), _link(world, list(nodes.values()))), group=world.numbers)
+    dist.all_gather_object(measured, (_matmul(world), _link(world, list(nodes.values()))), group=world.numbers)
     return [
-        Figures(name, *(max(figures) for figures in zip(*(taken[rank] for rank in ranks), strict=True)))
+        Figures(name, *(max(figures) for figures in zip(*(measured[rank] for rank in ranks), strict=True)))
         for name, ranks in nodes.items()
     ]
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """The pairs of neighbours in a ring of nodes, in rounds in which no node is in two of them."""
+    """The pairs of neighbours in a ring of nodes, in rounds where each node is in at most one pair."""
     ring = [(at, (at + 1) % count) for at in range(count if count > 2 else count - 1)]
     last = ring[len(ring) - count % 2 :]
     ring = ring[: len(ring) - len(last)]
@@ -58,25 +58,31 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def compare(figures: Sequence[Figures], slower: float) -> tuple[str, dict[str, str]]:
-    """The usual figures, in words; and of each slow node, in words, what takes it longer.
+    """The median figures as text; and for each slow node a text that says what takes longer.
 
     Args:
         figures: of all nodes.
-        slower: a node is slow that takes more than so many times what the median of all nodes takes.
+        slower: a node is slow if it takes more than this many times the median of all nodes.
     """
-    matmul, link = (median_low(column) for column in ([one.matmul for one in figures], [one.link for one in figures]))
+    matmul, link = (
+        median_low(column)
+        for column in (
+            [node_figures.matmul for node_figures in figures],
+            [node_figures.link for node_figures in figures],
+        )
+    )
     usual = f"{len(figures)}, a matmul in {matmul * 1e3:.1f} ms"
     if link:
         usual += f", {size(EXCHANGED)} to and from a neighbour in {link * 1e3:.1f} ms"
     slow = dict[str, str]()
-    for node, *taken in figures:
-        told = [
+    for node, *figures_of_node in figures:
+        reasons = [
             f"{what} {mine * 1e3:.1f} ms, the median is {middle * 1e3:.1f} ms"
-            for what, mine, middle in zip(("matmul", "link"), taken, (matmul, link), strict=True)
+            for what, mine, middle in zip(("matmul", "link"), figures_of_node, (matmul, link), strict=True)
             if mine > slower * middle
         ]
-        if told:
-            slow[node] = "; ".join(told)
+        if reasons:
+            slow[node] = "; ".join(reasons)
     return usual, slow
 
 
@@ -84,40 +90,42 @@ def _matmul(world: World) -> float:
     """Seconds of a product of two matrices."""
     cuda = world.device.type == "cuda"
     rows, dtype = (8192, torch.bfloat16) if cuda else (1024, torch.float32)
-    held = torch.randn(rows, rows, dtype=dtype, device=world.device)  # zeros and ones take less power
+    matrix = torch.randn(
+        rows, rows, dtype=dtype, device=world.device
+    )  # zeros and ones draw less power, so clocks would differ
     world.wait()
-    return _seconds(world, lambda: torch.mm(held, held))
+    return _seconds(world, lambda: torch.mm(matrix, matrix))
 
 
 def _link(world: World, nodes: Sequence[Sequence[int]]) -> float:
-    """Seconds of an exchange with the same rank of the next node or of the one before, while all nodes do that."""
+    """Seconds of an exchange with the same local rank of a neighbour node, while all nodes exchange."""
     if len({len(ranks) for ranks in nodes}) > 1:
         return 0.0
-    held, room = (torch.ones(EXCHANGED // 4, device=world.device) for _ in range(2))
+    sent, received = (torch.ones(EXCHANGED // 4, device=world.device) for _ in range(2))
     at = next(number for number, ranks in enumerate(nodes) if world.rank in ranks)
-    taken = []
+    seconds = []
     for pairs in rounds(len(nodes)):
         world.wait()
         for pair in pairs:
             if at in pair:
                 peer = nodes[sum(pair) - at][nodes[at].index(world.rank)]
-                taken.append(_seconds(world, partial(_exchange, held, room, peer)))
-    return min(taken, default=0.0)
+                seconds.append(_seconds(world, partial(_exchange, sent, received, peer)))
+    return min(seconds, default=0.0)
 
 
-def _exchange(held: torch.Tensor, room: torch.Tensor, peer: int) -> None:
-    operations = [dist.P2POp(dist.isend, held, peer), dist.P2POp(dist.irecv, room, peer)]
+def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
+    operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
     for request in dist.batch_isend_irecv(operations):
         request.wait()
 
 
 def _seconds(world: World, work: Callable[[], object]) -> float:
-    """What some work takes: the median, so that the first time does not count."""
-    taken = []
+    """Median seconds of some work; the median ignores the warm-up."""
+    seconds = []
     for _ in range(REPEATS):
         began = time.monotonic()
         work()
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-        taken.append(time.monotonic() - began)
-    return median(taken)
+        seconds.append(time.monotonic() - began)
+    return median(seconds)

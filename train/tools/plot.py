@@ -1,7 +1,7 @@
-"""Diagrams of runs over the global step: loss, learning rate, gradient norm, and what evaluations found.
+"""Diagrams of runs over the global step: loss, learning rate, gradient norm, and evaluations.
 
-A run that was interrupted has one line for each step, so its curves go on as if nothing had happened; runs that follow
-each other, such as the phases of a pre-training, lie in one diagram. No torch.
+The log of an interrupted run has one line for each step, so its curves have no gaps; runs that follow each other, such
+as the phases of a pre-training, are drawn in one diagram. No torch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from train.start.run_folder import EVALUATIONS, LOG, lines_of
 Curve = Mapping[int, float]
 """Global step to value."""
 PANELS: Mapping[str, str] = {"loss": "loss", "lr": "learning rate", "grad_norm": "gradient norm"}
-"""Number of a step, and what stands beside its axis."""
+"""Key in the log of steps, and the label of its axis."""
 TEXTS = {"rouge": "ROUGE", "bleu": "BLEU"}
-"""Beginnings of metrics that have a panel of their own, where they were computed."""
+"""Prefixes of metrics that have a panel of their own, where they were computed."""
 WIDTH, HEIGHT, DPI = 10.0, 2.6, 160
-"""Inches of the diagram and of each panel, and dots of an inch."""
+"""Width of the diagram and height of a panel in inches, and dots per inch."""
 MARKERS = "osD^vPX"
 
 
 @dataclass(frozen=True)
 class History:
-    """What a run's logs tell.
+    """The curves of a run's logs.
 
     Attributes:
-        name: of the run's folder.
-        steps: number of a step to its curve, the keys of `PANELS`.
+        name: of the run folder.
+        steps: key of `PANELS` to its curve.
         scores: for each panel of evaluations, name of the set (and of the metric) to its curve.
     """
 
@@ -48,13 +48,13 @@ def read_history(run: Path) -> History:
     """
     lines = lines_of(run / LOG)
     if not lines:
-        raise SourceError(f"{run} has no {LOG} with a step in it", "name a run's folder, the save.path of a training")
-    steps = {name: {one["global_step"]: one[name] for one in lines if name in one} for name in PANELS}
+        raise SourceError(f"{run} has no {LOG} with a step in it", "name a run folder, the save.path of a training")
+    steps = {name: {line["global_step"]: line[name] for line in lines if name in line} for name in PANELS}
     scores: dict[str, dict[str, dict[int, float]]] = {}
     for line in lines_of(run / EVALUATIONS):
         for key, value in line.items():
             name, _, metric = key.rpartition("_")
-            panel = next((one for one in ("loss", *TEXTS) if metric.startswith(one)), None)
+            panel = next((prefix for prefix in ("loss", *TEXTS) if metric.startswith(prefix)), None)
             if name and panel is not None:
                 label = name if metric in ("loss", "bleu") else f"{name} {metric}"
                 scores.setdefault(panel, {}).setdefault(label, {})[line["global_step"]] = value
@@ -62,7 +62,7 @@ def read_history(run: Path) -> History:
 
 
 def draw(runs: Sequence[History], out: Path) -> None:
-    """Draw runs into one PNG, a panel below the other.
+    """Draw runs into one PNG, with the panels below each other.
 
     Raises:
         UnsupportedError: matplotlib is missing.
@@ -96,14 +96,14 @@ def draw(runs: Sequence[History], out: Path) -> None:
 
 def _panel(axis: Any, name: str, run: History, colour: str, several: bool) -> None:
     """The curves of a run in a panel."""
-    held = run.steps.get(name, {})
+    curve_of_steps = run.steps.get(name, {})
     scores = run.scores.get(name, {})
     before = f"{run.name} " if several else ""
-    if held:
+    if curve_of_steps:
         label = f"{before}train" if scores else run.name if several else None
-        axis.plot(list(held), list(held.values()), color=colour, linewidth=1, label=label)
+        axis.plot(list(curve_of_steps), list(curve_of_steps.values()), color=colour, linewidth=1, label=label)
     for number, (label, curve) in enumerate(scores.items()):
         steps = sorted(curve)
         style = {"linestyle": "--", "linewidth": 1.2, "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
-        colours = {"color": colour} if several else {"color": f"C{number + bool(held)}"}
+        colours = {"color": colour} if several else {"color": f"C{number + bool(curve_of_steps)}"}
         axis.plot(steps, [curve[step] for step in steps], label=before + label, **style, **colours)

@@ -1,4 +1,4 @@
-"""Trainings, evaluations, data work and preflights as jobs for Slurm; see `converters/common/slurm.py`."""
+"""Training runs, evaluations, data commands and preflights as Slurm jobs; see `converters/common/slurm.py`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from train.settings.config import load_config
 RETRIES = 2
 """Failures in a row without a new checkpoint, after which a chain ends."""
 DATA_SECONDS, DATA_MB = 4 * 3600, 28_000
-"""Of a data command, unless told otherwise: what fits the serial partition of Leonardo, and a long preparation."""
+"""Defaults of a data command: the limits of Leonardo's serial partition, enough for a long preparation."""
 EACH = 240
-"""Seconds for a node, for all together, and twice for neighbours: less than the 20 minutes of a preflight."""
+"""Seconds for each node, for all together, and twice for neighbours: less than the 20 minutes of a preflight."""
 RENDEZVOUS = (
     "OMP_NUM_THREADS={cpus} exec python -m torch.distributed.run "
     "--nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID --nproc_per_node={tasks} "
@@ -44,23 +44,23 @@ def training(
     launcher: str,
     save_seconds: int,
 ) -> Job:
-    """A training, as a chain of jobs until it is done.
+    """A training run, as a chain of jobs until it is done.
 
     Args:
         config: its settings.
-        overrides: dotted words.
-        wishes: about the job.
-        links: jobs at the most.
-        bench: batch script that is submitted for each link's last checkpoint.
+        overrides: dotted options, as for `load_config`.
+        wishes: options of the job.
+        links: maximum number of jobs.
+        bench: batch script that is submitted for the last checkpoint of each job.
         launcher: srun or torchrun.
-        save_seconds: how long before the end of a job it is told to save.
+        save_seconds: seconds before the end of a job at which it gets the signal to save.
 
     Raises:
-        UsageError: the settings contradict themselves, or the job.
+        UsageError: the settings contradict each other, or the job.
     """
     settings, _ = load_config(config, overrides)
     site = load_site(wishes.site)
-    header, srun, words = _with_gpus(site, wishes, launcher, ["run", config.absolute(), *overrides])
+    header, srun, argv = _with_gpus(site, wishes, launcher, ["run", config.absolute(), *overrides])
     batch_sizes(settings.batch, int(header["nodes"]) * _tasks(site, wishes))
     if seconds_of(header["time"]) < save_seconds + 60:
         raise UsageError(f"--time {header['time']} leaves nothing before the last {save_seconds} s", "--save-seconds")
@@ -68,28 +68,28 @@ def training(
         raise UsageError(f"--bench {bench} is not there")
     header |= {"requeue": "", "signal": f"B:USR1@{save_seconds}"}
     folder = config.absolute().parent / "slurm"
-    found = chain(words, srun=srun, save=settings.save.path, links=links, retries=RETRIES, bench=bench)
-    return Job(config.absolute().parent.name, header, launching(site, wishes, folder) | found, "chain", folder)
+    variables = chain(argv, srun=srun, save=settings.save.path, links=links, retries=RETRIES, bench=bench)
+    return Job(config.absolute().parent.name, header, launching(site, wishes, folder) | variables, "chain", folder)
 
 
-def evaluation(words: Sequence[str], wishes: Wishes, launcher: str) -> Job:
+def evaluation(argv: Sequence[str], wishes: Wishes, launcher: str) -> Job:
     """`train eval …` on all GPUs of its nodes."""
     site = load_site(wishes.site)
-    header, srun, command = _with_gpus(site, wishes, launcher, words)
+    header, srun, command = _with_gpus(site, wishes, launcher, argv)
     folder = Path.cwd() / "slurm"
     return Job("eval", header, launching(site, wishes, folder) | chain(command, srun=srun, links=1), "chain", folder)
 
 
-def data(words: Sequence[str], wishes: Wishes) -> Job:
-    """A data command, as a job without GPUs that goes on in another one when its time is up."""
-    return cpu_job(words[0], ["train", *words], wishes, DATA_SECONDS, DATA_MB)
+def data(argv: Sequence[str], wishes: Wishes) -> Job:
+    """A data command, as a job without GPUs that resumes in another job when its time is up."""
+    return cpu_job(argv[0], ["train", *argv], wishes, DATA_SECONDS, DATA_MB)
 
 
 def preflight(wishes: Wishes) -> Job:
     """`train doctor` on each node, and on all of them together."""
     site = load_site(wishes.site)
     header = gpu_header(site, Wishes(wishes.site, {"time": "00:20:00", **wishes.sbatch}, wishes.image))
-    header["no-requeue"] = ""  # a node that dies is what it looks for
+    header["no-requeue"] = ""  # a failing node is what it looks for
     folder = Path.cwd() / "slurm"
     settings = launching(site, wishes, folder) | {
         "LOGS": quoted(folder / "preflight") + "-$SLURM_JOB_ID",
@@ -107,21 +107,22 @@ def _tasks(site: Site, wishes: Wishes) -> int:
 
 
 def _srun(site: Site, header: dict[str, str]) -> list[str]:
-    """Options of a step with a task for each GPU: masks fit whole nodes."""
+    """Srun options of a step with a task for each GPU; the site's CPU masks fit only whole nodes."""
     return list(site.srun) if int(header["ntasks-per-node"]) == site.tasks else []
 
 
 def _with_gpus(
-    site: Site, wishes: Wishes, launcher: str, words: Iterable[object]
+    site: Site, wishes: Wishes, launcher: str, argv: Iterable[object]
 ) -> tuple[dict[str, str], list[str], list[object]]:
-    """Header, options of srun, and command of `train …` on all GPUs.
+    """Header, srun options, and command of `train …` on all GPUs.
 
-    With torchrun a task is a node. The shell in each task fills in its number, so the line is quoted once more.
+    With torchrun there is one task a node. The shell of each task fills in its node number, so the command is wrapped
+    in `sh -c`.
     """
     header = gpu_header(site, wishes) | {"chdir": str(Path.cwd())}
     if launcher == "srun":
-        return header, _srun(site, header), ["train", *words]
+        return header, _srun(site, header), ["train", *argv]
     tasks, cpus = int(header["ntasks-per-node"]), int(header["cpus-per-task"])
     header |= {"ntasks-per-node": "1", "cpus-per-task": str(tasks * cpus)}
-    command = ["sh", "-c", RENDEZVOUS.format(tasks=tasks, cpus=cpus), "sh", "train", *words]
+    command = ["sh", "-c", RENDEZVOUS.format(tasks=tasks, cpus=cpus), "sh", "train", *argv]
     return header, [], command

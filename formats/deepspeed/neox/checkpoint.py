@@ -4,91 +4,77 @@
     TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt   pipeline: the same keys without sequential.{i}.
     TAG/configs/*.yml                                  the settings
 
-Module 0 embeds, 2 to L + 1 are the layers, L + 3 is the last norm, L + 4 the head; 1 and L + 2 hold nothing. Facts:
-EleutherAI/gpt-neox at ea7aefd8, megatron/model/gpt2_model.py, transformer.py and checkpointing.py; checkpoints that it
-wrote, with its own logits, are in the tests.
+What the modules hold is in `tables.py`. Facts: EleutherAI/gpt-neox at ea7aefd8, megatron/checkpointing.py; checkpoints
+that it wrote, with its own logits, are in the tests.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.checkpoint import Checkpoint, Settings
+from formats.checkpoint import Checkpoint, Details, Settings
+from formats.deepspeed import NEOX, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
-from formats.deepspeed import universal
 from formats.deepspeed.neox import checks as neox_checks
 from formats.deepspeed.neox import gqa_order
-from formats.deepspeed.neox.yml import from_neox, is_gated, read_yml
+from formats.deepspeed.neox.tables import GPT_NEOX, LLAMA, file_of, slots_of
+from formats.deepspeed.neox.yml import from_neox, is_gated
+from formats.deepspeed.neox.yml_file import read_yml
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short, some
+from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import Placed, Slot, match, rules, slots
+from formats.layout.table import Place, Placed, Rule, Slot, match
 from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.saves import require_same
 
-NAME = "neox"
+NAME = NEOX.name
 ASSETS = "huggingface"
-FIRST_LAYER = 2
-
-LLAMA = rules("""
-0.word_embeddings.weight                                                                        (embedding: vocab | ~padding)/tp hidden
-{layer}.input_layernorm.{scale|norm.weight}                                                     input_norm: hidden
-{layer}.attention.query_key_value.weight                                                        (group (query: head half pair | key: half pair | value: dim))/tp hidden    mha
-{layer}.attention.query_key_value.weight                                                        (query: group/tp head half pair | key: group/tp half pair | value: group/tp dim) hidden    gqa
-{layer}.attention.query_key_value.weight:query                                                  query: (group head half pair)/tp hidden    grouped
-{layer}.attention.query_key_value.weight:key                                                    key: (group half pair)/tp hidden    grouped
-{layer}.attention.query_key_value.weight:value                                                  value: (group dim)/tp hidden    grouped
-{layer}.attention.dense.weight                                                                  output: hidden (group head dim)/tp
-{layer}.post_attention_layernorm.{scale|norm.weight}                                            post_norm: hidden
-{layer}.mlp.linear1.weight                                                                      (up: ffn/tp | gate: ffn/tp) hidden    fused
-{layer}.mlp.w1.weight                                                                           gate: ffn/tp hidden    separate
-{layer}.mlp.w3.weight                                                                           up: ffn/tp hidden    separate
-{layer}.mlp.{linear2|w2}.weight                                                                 down: hidden ffn/tp
-{norm}.norm.{scale|norm.weight}                                                                 final_norm: hidden
-{head}.final_linear.weight                                                                      (head: vocab | ~padding)/tp hidden    untied
-""")
-"""RMSNorm, gated, no biases. `.norm.weight` is Transformer Engine's norm (transformer_engine.py:70, from the source: it
-runs on no CPU); w1, w2 and w3 are from before September 2024."""
-
-GPT_NEOX = rules("""
-0.word_embeddings.weight                                     (embedding: vocab | ~padding)/tp hidden
-{layer}.input_layernorm.weight                               input_norm: hidden
-{layer}.input_layernorm.bias                                 input_norm_bias: hidden
-{layer}.attention.query_key_value.weight                     (group (query: head half pair | key: half pair | value: dim))/tp hidden
-{layer}.attention.query_key_value.bias                       (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
-{layer}.attention.dense.weight                               output: hidden (group head dim)/tp
-{layer}.attention.dense.bias                                 output_bias: hidden    serial
-{layer}.attention.dense.bias                                 output_bias: hidden    parallel partial
-{layer}.post_attention_layernorm.weight                      post_norm: hidden
-{layer}.post_attention_layernorm.bias                        post_norm_bias: hidden
-{layer}.mlp.{linear1|dense_h_to_4h}.weight                   up: ffn/tp hidden
-{layer}.mlp.{linear1|dense_h_to_4h}.bias                     up_bias: ffn/tp
-{layer}.mlp.{linear2|dense_4h_to_h}.weight                   down: hidden ffn/tp
-{layer}.mlp.{linear2|dense_4h_to_h}.bias                     down_bias: hidden    serial
-{layer}.mlp.{linear2|dense_4h_to_h}.bias                     down_bias: hidden    parallel partial
-{norm}.norm.weight                                           final_norm: hidden
-{norm}.norm.bias                                             final_norm_bias: hidden
-{head}.final_linear.weight                                   (head: vocab | ~padding)/tp hidden    untied
-""")
-"""LayerNorm, biases, not gated. With a parallel residual each rank adds its own bias before the sum over all ranks;
-with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`)."""
-
-TABLES = {"llama": LLAMA, "mistral": LLAMA, "gpt_neox": GPT_NEOX}
 DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
 TIED = re.compile(r"tied_modules\.embed\.")
 """What the optimizer of a pipeline calls the embedding that two stages share."""
 STATE = ("optimizer", "lr_scheduler", "random_rng_state")
 """What the files hold beside the model; nothing of it is carried into another format."""
+TIES = ("iteration", "global_steps", "global_samples", "skipped_steps")
+"""What each model file says of the save that it is of: as DeepSpeed, and in GPT-NeoX's client state (checkpointing.py).
+In the layer files of a pipeline there is nothing but tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neox(Details):
+    """What a run of GPT-NeoX was saved with, and is written with again.
+
+    Attributes:
+        iteration: that of the files.
+        vocab_multiple: what the vocabulary was padded to a multiple of, for each tensor rank.
+        layered: whether each layer has files of its own, as a pipeline writes it.
+        layout: the conditions that hold of the tables' lines where they leave a choice.
+    """
+
+    iteration: int | None
+    vocab_multiple: int
+    layered: bool
+    layout: frozenset[str]
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """The layouts."""
+    return {"neox (Llama)": LLAMA, "neox (GPT-NeoX)": GPT_NEOX}
+
+
+def holders(family: Family) -> dict[str, bool]:
+    """It holds the families of its tables."""
+    return {NAME: bool(family.neox)}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -117,8 +103,9 @@ class _Model(NamedTuple):
     """What a checkpoint is of: its settings, and which of the table's layouts its tensors have."""
 
     spec: ModelSpec
-    config: Mapping[str, Any]
+    yml: Mapping[str, Any]
     assets: Path | None
+    config: Mapping[str, Any] | None
     padded: int
     qkv: str
     mlp: str
@@ -170,7 +157,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     neox_checks.require_own_seeds(models, tp)
     model = _describe(run, tag, models, found, tp, settings)
     wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=_is_layered(found)))
-    lost = sorted({slot.file for slot in wanted} - found.keys())
+    lost = sorted({slot.place.file for slot in wanted} - found.keys())
     if lost:
         raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
     return _Opened(run, tag, models, found, tp, model, wanted, settings)
@@ -189,23 +176,21 @@ def _checkpoint(
     opened: _Opened, pieces: tuple[Placed, ...], dropped: tuple[str, ...], twins: tuple[Placed, ...] = ()
 ) -> Checkpoint:
     model, held, tp = opened.model, opened.models[0].value, opened.tp
-    extra = {
-        "folder": opened.tag.name,
-        "iteration": held.get("iteration"),
-        "padded_vocab": model.padded,
-        "yml": model.config,
-        "vocab_multiple": model.config.get("make_vocab_size_divisible_by", 128),
-        "layered": opened.layered,
-        "gqa": model.qkv,
-        "mlp": model.mlp,
-        "state": tuple(name for name in STATE if held.get(name)),
-        "settings": opened.settings,
-    }
+    iteration = held.get("iteration")
+    details = Neox(
+        fresh="finetune: true",
+        shown={"iteration": iteration, "folder": opened.tag.name, "padded_vocab": model.padded},
+        iteration=iteration,
+        vocab_multiple=model.yml.get("make_vocab_size_divisible_by", 128),
+        layered=opened.layered,
+        layout=frozenset({model.qkv, model.mlp}),
+    )
     topology = {"tp": tp} | ({"pp": len(opened.models) // tp} if opened.layered else {})
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     return Checkpoint(
-        opened.run, opened.tag, NAME, model.spec, pieces, dropped, files, topology, model.assets, extra, twins,
-        tuple(model.notes),
+        opened.run, opened.tag, NAME, model.spec, pieces, dropped, files, topology, model.assets, details, twins,
+        tuple(model.notes), settings=opened.settings, config=model.config, run_config=model.yml,
+        padded_vocab=model.padded, state=tuple(name for name in STATE if held.get(name)), ties=TIES,
     )  # fmt: skip
 
 
@@ -215,11 +200,13 @@ def _place(
     """Where each tensor of the layout lies, given those of each file, and those of them that lie in parts."""
     if opened.model.qkv == "grouped":
         found, parts = gqa_order.split(opened.model.spec, found, parts, opened.tp)
-    placed, dropped = match(opened.wanted, found, DROPS, opened.tag)
+    placed, dropped = match(opened.wanted, {Place(file): held for file, held in found.items()}, DROPS, opened.tag)
     pieces = (
         piece
         for one in placed
-        for piece in (spread(one, parts[one.slot.file, one.key]) if (one.slot.file, one.key) in parts else [one])
+        for piece in (
+            spread(one, parts[one.slot.place.file, one.key]) if (one.slot.place.file, one.key) in parts else [one]
+        )
     )
     return tuple(pieces), tuple(dropped)
 
@@ -237,10 +224,11 @@ def _describe(
     Raises:
         SourceError: they do not belong together.
     """
-    config, where = config_of(tag, settings.config)
-    neox_checks.require_same_model(models, config, where, tp)
+    yml, where = config_of(tag, settings.config)
+    neox_checks.require_same_model(models, yml, where, tp)
     assets = next((one for one in (settings.config, run / ASSETS) if one and (one / "config.json").is_file()), None)
-    base = huggingface.read_spec(assets, Settings()) if assets else None
+    config = huggingface.read_config(assets) if assets else None
+    base = huggingface.read_spec(config, assets, Settings()) if assets and config is not None else None
     known = models[0].value.get(deepspeed.OURS)
     known = known if isinstance(known, Mapping) else {}
     vocab = settings.vocab_size or (base.vocab if base else known.get("vocab"))
@@ -249,17 +237,17 @@ def _describe(
     old = any(key.endswith("mlp.w1.weight") for key in keys)
     inner = _rows(found, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight") * tp
     biases = any(re.search(r"attention\..*\.bias$", key) for key in keys)
-    if config.get("use_bias_in_attn_linear", True) is not biases:
+    if yml.get("use_bias_in_attn_linear", True) is not biases:
         held = "such" if biases else "no such"
         said = f"{where} says use_bias_in_attn_linear = {not biases}, {tag} holds {held} biases"
         raise SourceError(said, "it is the yml of another model")
-    ffn, family = inner // 2 if is_gated(config) and not old else inner, base.family if base else known.get("family")
-    spec = from_neox(config, settings.values, ffn, biases, vocab, where, family)
+    ffn, family = inner // 2 if is_gated(yml) and not old else inner, base.family if base else known.get("family")
+    spec = from_neox(yml, settings.values, ffn, biases, vocab, where, family)
     if spec.vocab is not None and spec.vocab > padded:
         raise SourceError(
             f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"
         )
-    unit = _unit(config, models[0], tp, padded)
+    unit = _unit(yml, models[0], tp, padded)
     if spec.vocab is not None and spec.vocab <= padded - unit and "vocab" not in settings.values:
         raise RefusedError(
             f"a vocabulary of {spec.vocab} would have been padded to {-(-spec.vocab // unit) * unit} rows, {tag} holds "
@@ -268,7 +256,7 @@ def _describe(
         )
     if base:
         neox_checks.require_same_config(spec, base, settings, where)
-    notes = neox_checks.require_same_topology(models, config, where, tp, layered=_is_layered(found))
+    notes = neox_checks.require_same_topology(models, yml, where, tp, layered=_is_layered(found))
     qkv = "mha"
     if spec.kv_heads != spec.heads:
         if known.get("gqa_layout") == "blocked":
@@ -280,7 +268,7 @@ def _describe(
             notes += remarks
     elif settings.gqa_layout != "auto":
         notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: no heads share keys")
-    return _Model(spec, config, assets, padded, qkv, "separate" if old else "fused", notes)
+    return _Model(spec, yml, assets, config, padded, qkv, "separate" if old else "fused", notes)
 
 
 def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict[str, Fragment]], int]:
@@ -301,7 +289,7 @@ def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict
                 f"{file.path} is one of {short(world)} model parallel ranks, {len(models)} are there",
                 "ranks are missing, or files of another topology lie beside them",
             )
-    require_same({file.path: file.value.get for file in models.values()}, NAME)
+    require_same({file.path: file.value.get for file in models.values()}, TIES)
     if not layers:
         found = {file.path.name: _strip(zero_partitions.module(file), file.path) for file in models.values()}
         return found, len(models)
@@ -373,32 +361,6 @@ def _unit(config: Mapping[str, Any], model: TorchFile, tp: int, padded: int) -> 
     return multiple * tp if type(multiple) is int and multiple > 0 and padded % (multiple * tp) == 0 else padded
 
 
-def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:
-    """Every physical tensor of a topology. Its file is that of a sequential checkpoint, or of a pipeline's layer."""
-    names = {"{norm}": str(spec.layers + FIRST_LAYER + 1), "{head}": str(spec.layers + FIRST_LAYER + 2)}
-    if spec.heads % tp or spec.kv_heads % tp:
-        raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
-    table = [
-        replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda one: names[one[0]], rule.key))
-        for rule in TABLES[spec.family]
-    ]
-    for rank in range(tp):
-        for slot in slots(
-            table,
-            spec.sizes(padded),
-            tensors=spec.tensors,
-            layers=[(layer + FIRST_LAYER, layer) for layer in range(spec.layers)],
-            mesh={"tp": (rank, tp)},
-            conditions={*spec.conditions, *conditions},
-        ):
-            index = int(slot.keys[0].partition(".")[0])
-            yield slot._replace(file=_file(index, rank, layered=layered))
-
-
-def _file(index: int, rank: int, *, layered: bool) -> str:
-    return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else deepspeed.model_name(rank)
-
-
 def _partitions(opened: _Opened, states: Sequence[str]) -> dict[int, list[Partition]]:
     """The partitions of each model parallel rank."""
     found = {rank: zero_partitions.open_partitions(opened.tag, rank, states) for rank in opened.models}
@@ -420,6 +382,6 @@ def _masters(
             index = key.partition(".")[0]
             if not index.isdigit():
                 raise UnsupportedError(f"{file.path}: the parameter {short(name)} is none of GPT-NeoX")
-            place = (_file(int(index), rank % opened.tp, layered=opened.layered), key)
+            place = (file_of(int(index), rank % opened.tp, layered=opened.layered), key)
             found[place] = one._replace(copies=found[place].copies + one.copies) if place in found else one
     return found

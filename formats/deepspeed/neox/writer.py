@@ -14,8 +14,9 @@ from typing import Any
 
 from formats.checkpoint import OutputFile, Target, slot_dtype
 from formats.deepspeed import folders as deepspeed
-from formats.deepspeed.neox.checkpoint import slots_of
-from formats.deepspeed.neox.yml import dump_yml, to_neox
+from formats.deepspeed.neox.tables import slots_of
+from formats.deepspeed.neox.yml import to_neox
+from formats.deepspeed.neox.yml_file import dump_yml
 from formats.errors import RefusedError
 from formats.layout.table import Slot
 from formats.model.spec import ModelSpec
@@ -63,7 +64,7 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     tag = f"global_step{options.iteration}"
     by_file: dict[str, list[Held]] = {}
     for slot in slots_of(spec, options.tp, padded, conditions, layered=options.pp > 0):
-        by_file.setdefault(slot.file, []).append(_held(slot, dtypes, layered=options.pp > 0))
+        by_file.setdefault(slot.place.file, []).append(_held(slot, dtypes, layered=options.pp > 0))
     head = _head(spec, options, padded)
     files = [_file(root / tag / name, held, head, layered=options.pp > 0) for name, held in by_file.items()]
     if options.pp:

@@ -1,54 +1,26 @@
-"""The `args` of a Megatron checkpoint: which argument is which setting, and which have no counterpart.
+"""The `args` of a Megatron checkpoint, read as the settings of a model and written of them.
 
 An argument that changes what a model computes and has no counterpart is refused, never dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.families import FAMILIES, family_named
-from formats.families.family import IN_MEGATRON, Facts, Family
-from formats.megatron.args import ambiguous, fields, gpt_oss, mla, moe, rope, ungated_mlp
-from formats.megatron.args.fields import ASSUMED, FIELDS
-from formats.megatron.args.windows import windows_per_layer
-from formats.megatron.mesh import Mesh
-from formats.megatron.pipeline import Pipeline
-from formats.model.spec import ModelSpec, checked, differences, some_layers, whole
-from formats.torch_files.pickle_values import DTYPES, Dtype, keeps
+from formats.families import family_named
+from formats.megatron.args import ambiguous, fields, mlp
+from formats.megatron.args.fitting import fitting
+from formats.megatron.args.table import MARKS, TABLE, conditions, described, marks, values_of
+from formats.model.codec import read, write
+from formats.model.spec import EXPERTS, FIXED, ModelSpec, checked, differences, layers_of, whole
 
-CORE = "megatron-core"
-"""The dialect that this table is of."""
-DIST = "torch_dist"
-"""The same arguments, in a distributed checkpoint (`megatron/torch_dist.py`)."""
-
-MEGATRON = {
-    "layers": "num_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "ffn": "ffn_hidden_size",
-    "max_positions": "max_position_embeddings",
-    "norm_epsilon": "layernorm_epsilon norm_epsilon",
-    "rope_theta": "rotary_base",
-    "rotary_fraction": "rotary_percent",
-}
-"""Setting: argument and its older spellings (megatron/training/arguments.py at 0.18 and at d98e8a64)."""
-
-GATED: Mapping[str, tuple[Any, ...]] = {
-    "swiglu": (True,),
-    "normalization": ("RMSNorm",),
-    "add_bias_linear": (False, True),
-    "disable_bias_linear": (True, False),
-}
-"""What sets the descendants of Llama apart; the first value is also what an absent argument means."""
-
-USUAL = ("llama", "mistral", "starcoder2")
-"""What a model without a config is, of several families that Megatron does not tell apart."""
+SCALING = [row for row in TABLE if row.setting == "rope_scaling"]
+READ = [row for row in TABLE if row not in SCALING]
+ALIKE = ("activation", "rope_scaling")
+"""Settings that Megatron spells in fewer ways than a config, as are those of `own`."""
 
 
 def from_megatron(
@@ -78,78 +50,31 @@ def from_megatron(
     args = args if settled else ambiguous.named(args, settings, where)
     rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
     args = {**args, "position_embedding_type": "rope"} if rotary else args
-    sinks = gpt_oss.here(args)
-    plain = ungated_mlp.here(args) and not sinks
-    latent = mla.here(args)
-    only = {**(gpt_oss.ONLY if sinks else ungated_mlp.ONLY if plain else GATED)}
-    only |= mla.ONLY if latent else {}
-    understood = {*only, *(gpt_oss.READ if sinks else ())}
+    traits = marks(args)
+    holding = conditions(traits)
+    judged = [row.keys for row in TABLE if row.condition in holding.intersection(MARKS)]
+    understood = {name for keys in judged for names in keys for name in names}
     notes = fields.require_understood(args, where, understood=understood, accept=accept)
-    require_only(args, only, where)
-    notes += gpt_oss.clamped(args, accept, where) if sinks and not settled else []
-    values = found_in(args, MEGATRON) | {"notes": notes}
-    if not args.get("group_query_attention") or values["kv_heads"] is None:
-        values["kv_heads"] = values["heads"]
-    if values["head_dim"] is None:
-        values["head_dim"] = whole(values["hidden"], "hidden", where) // whole(values["heads"], "heads", where)
-    untied = args.get("untie_embeddings_and_output_weights")
-    values["tied"] = None if untied is None else not untied
-    values["sliding_window"] = _window(args.get("window_size"), where)
-    windows = [] if sinks else windows_per_layer(args, values["layers"], where)
-    values["full_layers"] = tuple(layer for layer, one in enumerate(windows) if not one)
-    values["nope_layers"] = _nope_layers(args.get("no_rope_freq"), values["layers"], where)
-    kind = args.get("position_embedding_type")
-    if latent:
-        values |= mla.found(args, values["norm_epsilon"], where)
+    values = read(READ, args, holding, where, known=described(traits))
+    notes += mlp.clamped(args, accept, where) if "sinks" in traits and not settled else []
 
     def scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        return mla.scaling(args, base, where) if latent else rope.scaling(args, base, where)
+        values = read(SCALING, args, holding, where)
+        return values["rope_scaling"] or None
 
     if "rope_scaling" not in settings:
         values["rope_scaling"] = scaling(args) if settled else ambiguous.rope_scaling(args, scaling, base, where)
-    if sinks:
-        values["own"] = gpt_oss.found(args, values["layers"], base, where)
-    learned = kind == "learned_absolute"
-    if learned:
+    if values["learned"]:
         values |= dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"))
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
-    values["vocab"] = args.get("true_vocab_size") or (base.vocab if base else None)
-    biased = sinks or ungated_mlp.biased(args, where)
-    facts = ungated_mlp.found(args, where) if plain else Facts(biased=biased)
-    if plain:
-        usual = base.activation if base else "gelu_new" if learned else None
-        values["activation"] = ungated_mlp.activation(args, facts.biased, usual, where)
-    experts, tensors, router = moe.found(args, values, where)
-    values |= experts
-    qkv_bias, qk_norm = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm")) and not latent
-    facts = facts._replace(qkv_bias=qkv_bias, qk_norm=qk_norm, learned=learned, sinks=sinks)
-    facts = facts._replace(latent=latent, experts=tensors, router=router)
-    return agreed(values, facts, settings, base, where)
-
-
-def found_in(args: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
-    """Each setting of a table, from the first of its arguments that has a value; None without one."""
-    return {
-        setting: next((args[name] for name in names.split() if args.get(name) is not None), None)
-        for setting, names in table.items()
-    }
-
-
-def require_only(args: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Each argument of a table has one of its values, or is absent, which means the first.
-
-    Raises:
-        UnsupportedError: one has another value.
-    """
-    for name, allowed in table.items():
-        value = args.get(name, allowed[0])
-        if not any(fields.equal(value, known) for known in allowed):
-            raise UnsupportedError(f"{where}: {name} = {short(value)} is not supported, only {allowed[0]!r}")
+    values["vocab"] = values["vocab"] or (base.vocab if base else None)
+    values = _as_in_config(values, holding, base) if base else values
+    return agreed(values | {"notes": notes}, holding, settings, base, where)
 
 
 def agreed(
     values: Mapping[str, Any],
-    facts: Facts,
+    holding: Collection[str],
     settings: Mapping[str, Any],
     base: ModelSpec | None,
     where: str,
@@ -159,9 +84,9 @@ def agreed(
     """The spec that args make, and that the config which travels with them does not contradict.
 
     Args:
-        values: what the args say.
-        facts: what they say besides; the sliding window and a partial rotary embedding follow from the values.
-        settings: values that overrule both.
+        values: the settings and traits that the args say.
+        holding: the conditions under which they were read.
+        settings: values that overrule them.
         base: the spec of the config.
         where: what to call the file of the args in an error.
         apart: settings in which the two may differ.
@@ -170,18 +95,13 @@ def agreed(
         RefusedError: args and config contradict each other.
     """
     values = {**values, **settings}
-    fraction = 1.0 if values.get("rotary_fraction") is None else values["rotary_fraction"]
-    nope, window = bool(values.get("nope_layers")), values["sliding_window"] is not None
-    layered = window and bool(values.get("full_layers"))
-    facts = facts._replace(window=window, layered=layered, partial=fraction != 1.0, nope=nope)
-    values["family"] = _family(facts, base, where)
-    if facts.experts:
-        values = moe.chosen(values, base, where)
-    choices = {*family_named(values["family"]).keys, *settings}
-    values["rotary_fraction"] = fraction if "rotary_fraction" in choices else None
-    values["biases"] = family_named(values["family"]).chosen(facts) or ()
-    for name in ("nope_layers", "full_layers"):
-        values[name] = values.get(name) if name in choices else None
+    if values.get("rotary_fraction") is None:
+        values["rotary_fraction"] = FIXED["rotary_fraction"]
+    values |= layers_of(values, where)
+    if values["sliding_window"] is not None:
+        whole(values["sliding_window"], "sliding_window", where)
+    values["family"], values["biases"] = fitting(values, holding, base, where)
+    values = _as_in_family(values, settings, base, where)
     notes = [*values.get("notes", ())]
     rotary = family_named(values["family"]).rope_theta is not None  # otherwise there is a weight for each position
     if rotary and base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
@@ -199,206 +119,49 @@ def agreed(
     return spec
 
 
-def _window(window: Any, where: str) -> int | None:
-    """Tokens that a token sees, itself included: Megatron counts those to its left (transformer/utils.py:38)."""
-    match window:
-        case None:
-            return None
-        case [int(left), int(right)] if left >= 0 and right in (0, -1):
-            return left + 1
-        case [-1, int()]:
-            return None
-    raise UnsupportedError(f"{where}: window_size = {short(window)} is not supported, only (left, 0)")
+def _as_in_family(
+    values: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None, where: str
+) -> dict[str, Any]:
+    """The settings as their family has them: None where it leaves no choice.
+
+    Without a dense layer `ffn` is the width of nothing, and Megatron may say anything: it is that of the config.
+
+    Raises:
+        UnsupportedError: it leaves no choice of a mixture of experts, and computes something else.
+    """
+    family, values = family_named(values["family"]), dict(values)
+    keys = family.keys
+    values |= {name: None for name in FIXED if name not in (*EXPERTS, *keys, *settings)}
+    values["own"] = {key: values[key] for key in family.own}
+    if "moe" not in family.traits:
+        return values
+    if keys.get("expert_ffn") in (None, keys.get("ffn")):  # one key for both, or one width
+        values["ffn"] = values["expert_ffn"]
+    elif base and not values["dense_layers"]:
+        values["ffn"] = base.ffn
+    for name, fixed in EXPERTS.items():
+        if name not in keys and fixed is not None and values[name] != fixed:
+            reason = f"{name} = {short(values[name])} is not supported for {family.name}, only {fixed}"
+            raise UnsupportedError(f"{where}: {reason}")
+    return values | {name: None for name in EXPERTS if name not in keys}
 
 
-def _nope_layers(frequency: Any, layers: Any, where: str) -> tuple[int, ...]:
-    """The layers in which nothing rotates (transformer/transformer_config.py `no_rope_freq`)."""
-    numbers = some_layers(layers)
-    match frequency:
-        case None:
-            return ()
-        case int(step) if type(step) is int and step > 0 and len(numbers) % step == 0:
-            return tuple(layer for layer in numbers if (layer + 1) % step == 0)
-        case list(said) if len(said) == layers and all(one in (0, 1) for one in said):
-            return tuple(layer for layer in numbers if said[layer])
-    raise UnsupportedError(f"{where}: no_rope_freq = {short(frequency)} says nothing about {short(layers)} layers")
-
-
-def _family(facts: Facts, base: ModelSpec | None, where: str) -> str:
-    """The family with these facts."""
-
-    def order(family: Family) -> tuple[bool, int, bool, bool]:
-        """One of the user's own comes first, then the usual ones, then those of which least has to be chosen."""
-        usual = USUAL.index(family.name) if family.name in USUAL else len(USUAL)
-        return family.file is None, usual, family.chosen(facts) != family.biases_of({}), bool(family.biases)
-
-    fitting = [family.name for family in sorted(FAMILIES.values(), key=order) if family.fits(facts)]
-    if base and base.family in fitting:
-        return base.family
-    if base:
-        raise RefusedError(
-            f"{where} describes a model like {' or '.join(fitting) or 'none known'}, its config a {base.family}"
-        )
-    if not fitting:
-        raise UnsupportedError(
-            f"{where}: no known family has this combination of norms, biases, query/key norms, sliding window, partial "
-            "rotary embedding or learned positions, and experts"
-        )
-    return fitting[0]
+def _as_in_config(values: Mapping[str, Any], holding: Collection[str], base: ModelSpec) -> dict[str, Any]:
+    """The settings, those of `ALIKE` as the config spells them where it is written the same."""
+    known, spelled = values_of(base), dict(values)
+    for row in TABLE:
+        if row.setting in (*ALIKE, *base.own) and row.setting in values:
+            with suppress(RefusedError):
+                ours = write([row], values, holding, "")
+                if ours and ours == write([row], known, holding, ""):  # nothing is written by a row that does not hold
+                    spelled[row.setting] = known[row.setting]
+    return spelled
 
 
 def to_megatron(spec: ModelSpec) -> dict[str, Any]:
     """The model settings of a Megatron namespace, with both spellings where two exist.
 
     Raises:
-        RefusedError: Megatron has no such rotary embedding, or no such activation.
+        RefusedError: Megatron has no such model.
     """
-    facts = spec.facts
-    _check_biases(spec)
-    args: dict[str, Any] = {
-        name: getattr(spec, setting) for setting, names in MEGATRON.items() for name in names.split()
-    }
-    args |= {name: allowed[0] for name, allowed in GATED.items()}
-    args |= {"add_bias_linear": facts.biased, "disable_bias_linear": not facts.biased}
-    args |= ungated_mlp.arguments(spec) if facts.plain else {}
-    theta = 10000 if spec.rope_theta is None else spec.rope_theta  # a default that learned positions do not heed
-    args |= moe.arguments(spec)
-    args |= {
-        "position_embedding_type": "rope" if spec.rope_theta is not None else "learned_absolute",
-        "rotary_base": int(theta) if theta == int(theta) else theta,
-        "rotary_percent": 1.0 if spec.rotary_fraction is None else spec.rotary_fraction,
-        "group_query_attention": spec.kv_heads != spec.heads,
-        "use_rotary_position_embeddings": False,
-        "add_position_embedding": True,
-        "untie_embeddings_and_output_weights": not spec.tied,
-        "add_qkv_bias": facts.qkv_bias and (facts.sinks or not facts.biased),
-        "qk_layernorm": facts.qk_norm,
-        "no_rope_freq": [int(layer in spec.nope_layers) for layer in range(spec.layers)] if spec.nope_layers else None,
-        "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
-        "window_attn_skip_freq": None,
-        "seq_length": spec.max_positions,
-        "vocab_size": spec.vocab,
-        "true_vocab_size": spec.vocab,
-    }
-    if spec.full_layers and spec.sliding_window:
-        args["window_attn_skip_freq"] = [int(layer not in spec.full_layers) for layer in range(spec.layers)]
-    args |= rope.arguments(replace(spec, rope_scaling=None) if facts.latent else spec)
-    args |= mla.arguments(spec) if facts.latent else {}
-    return args | (gpt_oss.arguments(spec) if facts.sinks else {})
-
-
-def _check_biases(spec: ModelSpec) -> None:
-    """Megatron has biases nowhere, on query, key and value, or on every linear layer (`IN_MEGATRON`).
-
-    Raises:
-        RefusedError: the model has others.
-    """
-    if spec.biases not in IN_MEGATRON:
-        raise RefusedError(
-            "megatron-core has biases on query, key and value alone (--add-qkv-bias) or on every linear layer, "
-            f"and this {spec.family} has {' and '.join(spec.biases)} alone"
-        )
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a checkpoint is to be written.
-
-    Attributes:
-        tp: tensor parallel size.
-        pp: pipeline parallel size.
-        vpp: virtual pipeline chunks of each stage.
-        norm: the names of the norms: `te` (Transformer Engine) or `local`.
-        ep: over how many ranks experts are spread.
-        etp: tensor parallel size of an expert; None for `tp`.
-        experts: the names of the experts: `te` (its grouped layers) or `local` (one by one); None for those of `norm`.
-        vocab_multiple: the padded vocabulary is the next multiple of this times tp.
-        dialect: `megatron-core`, `torch_dist`, or `megatron-llm`.
-        first_layers: layers of the first stage, where it has not as many as the others.
-        last_layers: the same for the last stage.
-        layout: the pipeline in Megatron's words, such as `Et*3|(tt|)*29L`; it must have pp * vpp entries.
-        interleave: rows of gate, then of up, that alternate in an expert; 0 where all of gate is first.
-        shared_interleave: the same of shared experts.
-        version: the Megatron-LM that the flags are for; None for the newest that computes the model.
-        accepted: deviations from the model that the user named (`versions.DEVIATIONS`).
-    """
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    norm: str = "te"
-    vocab_multiple: int = 128
-    dialect: str = CORE
-    first_layers: int | None = None
-    last_layers: int | None = None
-    layout: str | None = None
-    ep: int = 1
-    etp: int | None = None
-    experts: str | None = None
-    interleave: int = 0
-    shared_interleave: int = 0
-    version: str | None = None
-    accepted: tuple[str, ...] = ()
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """How the layers are cut."""
-        return Pipeline(self.pp, self.vpp, self.first_layers, self.last_layers, layout=self.layout)
-
-    @property
-    def mesh(self) -> Mesh:
-        """How the tensors of a pipeline stage are cut."""
-        return Mesh(self.tp, self.ep, self.etp or self.tp, self.interleave, self.shared_interleave)
-
-
-def main_dtype(dtypes: Iterable[str]) -> str:
-    """What torch calls the element type that most tensors have."""
-    counted = list(dtypes)
-    main = max(counted, key=counted.count)
-    return next((name for name, dtype in DTYPES.items() if dtype == main), "float32")
-
-
-def namespace(
-    spec: ModelSpec, dtypes: Iterable[str], options: Options, padded: int, old: Mapping[str, Any], iteration: int | None
-) -> dict[str, Any]:
-    """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
-    kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
-    kept = {name: value for name, value in kept.items() if name not in FIELDS or not FIELDS[name].same}
-    torch_name = main_dtype(dtypes)
-    uneven = (options.first_layers, options.last_layers, options.layout) != (None, None, None)
-    per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 and not uneven else None
-    base = {
-        **ASSUMED,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "tokenizer_type": None,
-        "tokenizer_model": None,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-    } | kept
-    return base | to_megatron(spec) | moe.sizes(spec, options.mesh, options.experts or options.norm) | {
-        "seq_length": kept.get("seq_length", spec.max_positions),
-        "transformer_impl": "transformer_engine" if options.norm == "te" else "local",
-        "tensor_model_parallel_size": options.tp,
-        "pipeline_model_parallel_size": options.pp,
-        "virtual_pipeline_model_parallel_size": options.vpp if options.vpp > 1 else None,
-        "num_layers_per_virtual_pipeline_stage": per_chunk,
-        "decoder_first_pipeline_num_layers": options.first_layers,
-        "decoder_last_pipeline_num_layers": options.last_layers,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-        "pipeline_model_parallel_layout": options.layout,
-        "context_parallel_size": 1,
-        "data_parallel_size": options.mesh.ranks // options.tp,
-        "world_size": options.mesh.ranks * options.pp,
-        "padded_vocab_size": padded,
-        "make_vocab_size_divisible_by": options.vocab_multiple,
-        "params_dtype": Dtype(torch_name),
-        "bf16": torch_name == "bfloat16",
-        "fp16": torch_name == "float16",
-        "iteration": iteration or 0,
-        "ckpt_format": DIST if options.dialect == DIST else "torch",
-        "use_legacy_models": False,
-        "no_save_optim": True,  # so that nobody looks for them in a distributed checkpoint
-        "no_save_rng": True,
-    }  # fmt: skip
+    return write(TABLE, values_of(spec), conditions(spec.traits), "")

@@ -11,12 +11,12 @@ models/deepseek_v2/modeling_deepseek_v2.py: its norms of latents have an epsilon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import rules
-from formats.megatron.args import rope
+from formats.megatron.args.codecs import cannot, single
+from formats.model.codec import Context
 from formats.model.spec import ModelSpec
 
 RULES = rules("""
@@ -31,96 +31,25 @@ decoder.layers.{layer}.self_attention.linear_kv_up_proj.weight                  
 """)
 """The part of a layer that is MLA's own, in the names of Transformer Engine and of the local layers."""
 
-ARGS = {
-    "query_rank": "q_lora_rank",
-    "latent_rank": "kv_lora_rank",
-    "nope_dim": "qk_head_dim",
-    "rope_dim": "qk_pos_emb_head_dim",
-    "head_dim": "v_head_dim",
-}
-"""Setting: argument."""
-ONLY: Mapping[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (True,),
-    "qk_layernorm": (True,),
-    "position_embedding_type": ("rope",),
-    "rotary_percent": (1.0,),
-}
-"""What sets it apart."""
 EPSILON = 1e-6
 """That of the norms of latents in transformers, whatever the config says of the others."""
 STATES = ("linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
-MORE = (*ARGS.values(), "rope_type")
-"""Arguments with a rule of their own."""
 
 
-def here(args: Mapping[str, Any]) -> bool:
-    """Whether args are those of such a model."""
-    return args.get("multi_latent_attention") is True
+def _read_epsilon(spelled: Any, context: Context) -> Any:
+    if spelled != EPSILON:
+        only = f"layernorm_epsilon = {short(spelled)} is not supported with latents, only {EPSILON}"
+        raise UnsupportedError(f"{context.where}: {only}")
+    return spelled
 
 
-def found(args: Mapping[str, Any], epsilon: Any, where: str) -> dict[str, Any]:
-    """The settings that args say, but for the rope scaling.
-
-    Args:
-        args: those of the checkpoint.
-        epsilon: that of all norms.
-        where: what to call the file in an error.
-
-    Raises:
-        UnsupportedError: transformers has no such model.
-    """
-    if epsilon != EPSILON:
-        raise UnsupportedError(
-            f"{where}: layernorm_epsilon = {short(epsilon)} is not supported with latents, only {EPSILON}"
-        )
-    return {name: args.get(key) for name, key in ARGS.items()}
+def _write_epsilon(value: float, context: Context) -> float:
+    if value != EPSILON:
+        raise cannot(context, f"its norms have an epsilon of {value:g}, those of its latents {EPSILON:g}")
+    return value
 
 
-def scaling(args: Mapping[str, Any], base: ModelSpec | None, where: str) -> Mapping[str, Any] | None:
-    """The rope scaling that args say, as the config spells it where that means the same.
-
-    Raises:
-        SourceError: a number is missing.
-        UnsupportedError: transformers has no such scaling.
-    """
-    kind = args.get("rope_type") or "yarn"  # the default of MLATransformerConfig
-    if kind == "yarn" and args.get("rotary_scaling_factor") == 1:  # which is plain rope
-        return None
-    if kind == "yarn":
-        return rope.yarn_of(args, rope.LATENT, base, where)
-    if kind != "rope" or args.get("mscale_all_dim"):  # by which scores are scaled, even then
-        said = args.get("mscale_all_dim")
-        raise UnsupportedError(
-            f"{where}: rope_type = {short(kind)} with mscale_all_dim = {short(said)} is not supported"
-        )
-    return None
-
-
-def arguments(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of a model with latents.
-
-    Raises:
-        RefusedError: Megatron cannot compute it.
-    """
-    if spec.norm_epsilon != EPSILON:
-        raise RefusedError(
-            f"megatron-core cannot compute this {spec.family}: its norms have an epsilon of {spec.norm_epsilon:g}, "
-            f"those of its latents {EPSILON:g}"
-        )
-    plain = {"rope_type": "rope", "rotary_scaling_factor": 1.0, **rope.NO_SCALE}
-    names = rope.LATENT
-    yarn = rope.yarn(spec.rope_scaling, names, spec.max_positions) if spec.rope_scaling else plain
-    one_sided = not (spec.rope_scaling or {}).get("mscale") and (spec.rope_scaling or {}).get("mscale_all_dim")
-    if yarn is None or one_sided:
-        raise RefusedError(
-            f"megatron-core has no rope scaling with latents like this: {short(dict(spec.rope_scaling or {}))}",
-            "it knows YaRN with a factor above 1, original_max_position_embeddings, mscale and mscale_all_dim both or "
-            "neither, and no truncate, or attention_factor but YaRN's own",
-        )
-    if spec.rope_scaling:
-        yarn = {"rope_type": "yarn", **yarn}
-    only = {name: allowed[0] for name, allowed in ONLY.items()}
-    return only | {key: getattr(spec, name) for name, key in ARGS.items()} | yarn
+epsilon = single(_read_epsilon, _write_epsilon)
 
 
 def require_names(spec: ModelSpec, norm: str, tp: int) -> None:

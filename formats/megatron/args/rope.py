@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.model.spec import ModelSpec, real
+from formats.model.codec import Codec, Context, Spelled
+from formats.model.spec import real
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core fixes of the llama3 rope scaling."""
@@ -29,6 +30,8 @@ YARN = {
 """Parameter of transformers' YaRN: argument."""
 LATENT = {name: key.removeprefix("yarn_") for name, key in YARN.items() if name != "truncate"}
 """The same with multi-latent attention, which always truncates (transformer/multi_latent_attention.py)."""
+OR_NONE = ("beta_fast", "beta_slow")
+"""What transformers takes a 0 of for none."""
 DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """What both assume."""
 NO_SCALE = {"mscale": 1.0, "mscale_all_dim": 0.0}
@@ -40,44 +43,10 @@ ASSUMED = {"original_max_position_embeddings": 4096, **DEFAULTS, **NO_SCALE}
 INERT = {"linear": ("original_max_position_embeddings", "finetuned"), "llama3": ("finetuned",)}
 """Kind of scaling: what transformers 5.23.0 accepts beside it, and does not read."""
 
-ARGS = ("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", *YARN.values())
-
-
-def scaling(args: Mapping[str, Any], base: ModelSpec | None, where: str) -> Mapping[str, Any] | None:
-    """The rope scaling that args say, in transformers' terms.
-
-    Args:
-        args: those of the checkpoint.
-        base: the spec of the config that travels with it, whose spelling is taken where it means the same.
-        where: what to call the file in an error.
-
-    Raises:
-        SourceError: a number is missing.
-        UnsupportedError: transformers has no such scaling.
-    """
-    kind, linear = args.get("position_embedding_type"), args.get("rotary_seq_len_interpolation_factor")
-    if kind == "none":
-        raise UnsupportedError(f"{where}: nothing rotates")
-    if kind == "yarn":
-        if args.get("rotary_percent") not in (None, 1.0):  # which its class does not heed
-            said = short(args["rotary_percent"])
-            raise UnsupportedError(f"{where}: YaRN with rotary_percent = {said} is not supported")
-        return yarn_of(args, YARN, base, where)
-    if args.get("use_rope_scaling") and linear is not None:  # since 0.19 it is scaled by both
-        raise UnsupportedError(f"{where}: use_rope_scaling with rotary_seq_len_interpolation_factor is not supported")
-    if args.get("use_rope_scaling"):
-        factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
-        return _as_config({"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}, base)
-    if linear is not None:
-        factor = real(linear, "rotary_seq_len_interpolation_factor", where)
-        return _as_config({"rope_type": "linear", "factor": factor}, base)
-    return None
-
-
-def _as_config(found: Mapping[str, Any], base: ModelSpec | None) -> Mapping[str, Any]:
-    """A rope scaling, as the config spells it where that means the same."""
-    same = base and base.rope_scaling and plain(base.rope_scaling, base.max_positions) == found
-    return base.rope_scaling if base and base.rope_scaling and same else found
+NONE = {"use_rope_scaling": False, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None}
+"""No scaling."""
+DIRECT_KEYS = " ".join((*NONE, "position_embedding_type", *YARN.values()))
+LATENT_KEYS = " ".join(("rope_type", *LATENT.values()))
 
 
 def plain(scaling: Mapping[str, Any], positions: int | None) -> dict[str, Any]:
@@ -87,43 +56,27 @@ def plain(scaling: Mapping[str, Any], positions: int | None) -> dict[str, Any]:
     Where transformers is not told the original length, it is the number of positions (`standardize_rope_params`).
     """
     kind = str(scaling.get("rope_type"))
-    said = {name: value for name, value in scaling.items() if value is not None and name not in INERT.get(kind, ())}
+    params = {name: value for name, value in scaling.items() if value is not None and name not in INERT.get(kind, ())}
     if kind == "llama3" and positions is not None:
-        said.setdefault("original_max_position_embeddings", positions)
-    if kind == "llama3" and said.keys() == {"rope_type", "factor", *LLAMA3_SCALING}:
-        numbers = [said[name] for name in ("factor", *LLAMA3_SCALING)]
-        if all(type(one) in (int, float) and one > 0 for one in numbers):
-            times = said["low_freq_factor"] / LLAMA3_SCALING["low_freq_factor"]
-            if all(math.isclose(said[name], value * times) for name, value in LLAMA3_SCALING.items()):
-                said |= LLAMA3_SCALING
-    return said
-
-
-def yarn_of(args: Mapping[str, Any], names: Mapping[str, str], base: ModelSpec | None, where: str) -> Mapping[str, Any]:
-    """YaRN's parameters; what Megatron assumes of one that is None is in `_apply_yarn_config_from_args`."""
-    said: dict[str, Any] = {name: args.get(key) for name, key in names.items()}
-    said |= {name: value for name, value in ASSUMED.items() if said.get(name) is None}
-    for name in ("factor", "beta_fast", "beta_slow"):
-        said[name] = real(said[name], names[name], where)
-    scale = {name: said.pop(name) for name in NO_SCALE}
-    said |= {} if scale == NO_SCALE else scale
-    scaling = {"rope_type": "yarn", **said}
-    spelled = yarn(scaling, names, None)
-    if spelled is None or not (scale == NO_SCALE or all(scale.values())):
-        raise UnsupportedError(f"{where}: YaRN with {short(said)} has no counterpart in transformers")
-    same = base and base.rope_scaling and yarn(base.rope_scaling, names, base.max_positions) == spelled
-    return base.rope_scaling if base and base.rope_scaling and same else scaling
+        params.setdefault("original_max_position_embeddings", positions)
+    if kind == "llama3" and params.keys() == {"rope_type", "factor", *LLAMA3_SCALING}:
+        numbers = [params[name] for name in ("factor", *LLAMA3_SCALING)]
+        if all(type(number) in (int, float) and number > 0 for number in numbers):
+            times = params["low_freq_factor"] / LLAMA3_SCALING["low_freq_factor"]
+            if all(math.isclose(params[name], value * times) for name, value in LLAMA3_SCALING.items()):
+                params |= LLAMA3_SCALING
+    return params
 
 
 def _meant(scaling: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a YaRN, without those that say nothing: `finetuned`, and the attention_factor of its paper."""
-    said = {name: value for name, value in scaling.items() if value is not None and name != "finetuned"}
-    match said:
+    params = {name: value for name, value in scaling.items() if value is not None and name != "finetuned"}
+    match params:
         case {"factor": int() | float() as factor, "attention_factor": float() as scale}:
-            usual = factor > 1 and not all(said.get(name) for name in NO_SCALE)
+            usual = factor > 1 and not all(params.get(name) for name in NO_SCALE)
             if usual and math.isclose(scale, 0.1 * math.log(factor) + 1):
-                del said["attention_factor"]
-    return said
+                del params["attention_factor"]
+    return params
 
 
 def yarn(scaling: Mapping[str, Any], names: Mapping[str, str], positions: int | None) -> dict[str, Any] | None:
@@ -131,53 +84,117 @@ def yarn(scaling: Mapping[str, Any], names: Mapping[str, str], positions: int | 
 
     Without an original length it is `positions` (transformers 5.23.0, `standardize_rope_params`).
     """
-    said = {"original_max_position_embeddings": positions, **_meant(scaling)}
-    said = {
-        name: value for name, value in said.items() if value or name not in ("beta_fast", "beta_slow")
-    }  # 0: as none
-    if said.pop("rope_type") != "yarn" or not said.keys() <= YARN.keys():
+    params = {"original_max_position_embeddings": positions, **_meant(scaling)}
+    params = {name: value for name, value in params.items() if value or name not in OR_NONE}
+    if params.pop("rope_type") != "yarn" or not params.keys() <= YARN.keys():
         return None
-    scale = all(said.get(name) for name in NO_SCALE)
-    said = {**DEFAULTS, **said, **({} if scale else NO_SCALE)}
-    numbers = [said.get(name) for name in YARN if name != "truncate"]
-    if not all(type(one) in (int, float) for one in numbers) or said["factor"] <= 1:
-        return None
-    if type(said["original_max_position_embeddings"]) is not int or type(said["truncate"]) is not bool:
-        return None
-    if "truncate" not in names and not said["truncate"]:
-        return None
-    return {key: said[name] for name, key in names.items()}
+    scale = all(params.get(name) for name in NO_SCALE)
+    params = {**DEFAULTS, **params, **({} if scale else NO_SCALE)}
+    numbers = [params.get(name) for name in YARN if name != "truncate"]
+    known = all(type(number) in (int, float) for number in numbers) and params["factor"] > 1
+    known = known and type(params["original_max_position_embeddings"]) is int and type(params["truncate"]) is bool
+    written = "truncate" in names or params["truncate"]
+    return {key: params[name] for name, key in names.items()} if known and written else None
 
 
-def arguments(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of a model's rope scaling; those of a model without any say so.
+def _read_yarn(args: Mapping[str, Any], names: Mapping[str, str], where: str) -> Mapping[str, Any]:
+    """YaRN's parameters; what Megatron assumes of one that is None is in `_apply_yarn_config_from_args`."""
+    params: dict[str, Any] = {name: args.get(key) for name, key in names.items()}
+    params |= {name: value for name, value in ASSUMED.items() if params.get(name) is None}
+    for name in ("factor", "beta_fast", "beta_slow"):
+        params[name] = real(params[name], names[name], where)
+    scale = {name: params.pop(name) for name in NO_SCALE}
+    params |= {} if scale == NO_SCALE else scale
+    scaling = {"rope_type": "yarn", **params}
+    if yarn(scaling, names, None) is None or not (scale == NO_SCALE or all(scale.values())):
+        raise UnsupportedError(f"{where}: YaRN with {short(params)} has no counterpart in transformers")
+    return scaling
 
-    Raises:
-        RefusedError: Megatron has no such scaling.
-    """
-    none = {"use_rope_scaling": False, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None}
-    scaling = plain(spec.rope_scaling or {}, spec.max_positions)
-    factor, turned = scaling.get("factor"), yarn(scaling, YARN, spec.max_positions) if scaling else None
-    whole_heads = spec.rotary_fraction in (None, 1.0)  # its class turns all of a head
-    number = type(factor) in (int, float)
-    match scaling.pop("rope_type", None):
-        case None:
-            return none
-        case "llama3" if number and scaling == {"factor": factor, **LLAMA3_SCALING}:
-            return none | {"use_rope_scaling": True, "rope_scaling_factor": float(factor or 0)}
-        case "linear" if number and scaling.keys() == {"factor"} and factor == int(factor or 0):
-            return none | {"rotary_seq_len_interpolation_factor": int(factor or 0)}
-        case "yarn" if turned and whole_heads:
-            return none | {"position_embedding_type": "yarn", **turned}
-        case "dynamic" if scaling.keys() <= {"factor"}:
-            raise RefusedError(
-                "Megatron has no rope scaling dynamic",
-                f"--set rope_scaling=none computes the same up to {spec.max_positions} tokens",
+
+def direct(*_: str) -> Codec:
+    """The rope scaling of heads without latents."""
+
+    def read(_: Spelled, context: Context) -> Mapping[str, Any] | None:
+        args, where = context.file, context.where
+        kind, linear = args.get("position_embedding_type"), args.get("rotary_seq_len_interpolation_factor")
+        if kind == "none":
+            raise UnsupportedError(f"{where}: nothing rotates")
+        fraction, llama3 = args.get("rotary_percent"), args.get("use_rope_scaling")
+        if kind == "yarn" and fraction not in (None, 1.0):  # which its class does not heed
+            raise UnsupportedError(f"{where}: YaRN with rotary_percent = {short(fraction)} is not supported")
+        if kind == "yarn":
+            return _read_yarn(args, YARN, where)
+        if llama3 and linear is not None:  # since 0.19 it is scaled by both
+            raise UnsupportedError(
+                f"{where}: use_rope_scaling with rotary_seq_len_interpolation_factor is not supported"
             )
-        case kind:
-            foreign = _meant(scaling).keys() - YARN.keys() if kind == "yarn" else ()
-            raise RefusedError(
-                f"Megatron has no rope scaling {kind} with these settings: {', '.join(sorted(foreign) or scaling)}",
-                f"it knows llama3 with {LLAMA3_SCALING} or multiples of these three, linear with a whole factor, and "
-                "yarn of whole heads with a factor above 1 and no attention_factor but YaRN's own",
+        if llama3:
+            factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
+            return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
+        if linear is not None:
+            return {"rope_type": "linear", "factor": real(linear, "rotary_seq_len_interpolation_factor", where)}
+        return None
+
+    def write(value: Mapping[str, Any] | None, context: Context) -> Spelled:
+        positions = context.values["max_positions"]
+        scaling = plain(value or {}, positions)
+        factor, turned = scaling.get("factor"), yarn(scaling, YARN, positions) if scaling else None
+        whole_heads = context.values["rotary_fraction"] in (None, 1.0)  # its class turns all of a head
+        number = type(factor) in (int, float)
+        match scaling.pop("rope_type", None):
+            case None:
+                return NONE
+            case "llama3" if number and scaling == {"factor": factor, **LLAMA3_SCALING}:
+                return NONE | {"use_rope_scaling": True, "rope_scaling_factor": float(factor or 0)}
+            case "linear" if number and scaling.keys() == {"factor"} and factor == int(factor or 0):
+                return NONE | {"rotary_seq_len_interpolation_factor": int(factor or 0)}
+            case "yarn" if turned and whole_heads:
+                return NONE | {"position_embedding_type": "yarn", **turned}
+            case "dynamic" if scaling.keys() <= {"factor"}:
+                raise RefusedError(
+                    "Megatron has no rope scaling dynamic",
+                    f"--set rope_scaling=none computes the same up to {positions} tokens",
+                )
+            case kind:
+                foreign = _meant(scaling).keys() - YARN.keys() if kind == "yarn" else ()
+                raise RefusedError(
+                    f"Megatron has no rope scaling {kind} with these settings: {', '.join(sorted(foreign) or scaling)}",
+                    f"it knows llama3 with {LLAMA3_SCALING} or multiples of these three, linear with a whole factor, "
+                    "and yarn of whole heads with a factor above 1 and no attention_factor but YaRN's own",
+                )
+
+    return Codec(read, write)
+
+
+def latent(*_: str) -> Codec:
+    """The rope scaling of heads with latents: YaRN, whose factor of 1 is plain rope (MLATransformerConfig)."""
+
+    def read(_: Spelled, context: Context) -> Mapping[str, Any] | None:
+        args, where = context.file, context.where
+        kind, scale = args.get("rope_type") or "yarn", args.get("mscale_all_dim")
+        if kind == "yarn":
+            return None if args.get("rotary_scaling_factor") == 1 else _read_yarn(args, LATENT, where)
+        if kind != "rope" or scale:  # by which scores are scaled, even then
+            raise UnsupportedError(
+                f"{where}: rope_type = {short(kind)} with mscale_all_dim = {short(scale)} is not supported"
             )
+        return None
+
+    def write(value: Mapping[str, Any] | None, context: Context) -> Spelled:
+        if not value:
+            return {"rope_type": "rope", "rotary_scaling_factor": 1.0, **NO_SCALE}
+        turned = yarn(value, LATENT, context.values["max_positions"])
+        if turned is None or (value.get("mscale_all_dim") and not value.get("mscale")):
+            raise RefusedError(
+                f"megatron-core has no rope scaling with latents like this: {short(dict(value))}",
+                "it knows YaRN with a factor above 1, original_max_position_embeddings, mscale and mscale_all_dim both "
+                "or neither, and no truncate, or attention_factor but YaRN's own",
+            )
+        return {"rope_type": "yarn", **turned}
+
+    return Codec(read, write)
+
+
+def write_base(theta: Any, _: Context) -> Any:
+    """The base, a whole number as such; 10000 where positions are learned, which heeds none."""
+    return 10000 if theta is None else int(theta) if theta == int(theta) else theta

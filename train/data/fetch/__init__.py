@@ -1,1 +1,1 @@
-"""Public sets: recipes, sources, filters."""
+"""Public data sets: recipes, sources, filters."""

@@ -1,6 +1,6 @@
-"""From a source to one JSON line a record: filtered, made into turns, judged, counted, and published as a whole.
+"""From a source to one JSON line a record: filtered, made into turns, checked, counted, and published as a whole.
 
-The order is that of the source. What is dropped is counted under a reason; nothing is repaired.
+The order is that of the source. Dropped records are counted by reason; nothing is repaired.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ OUR_REASONS: Mapping[str, str] = {
     "columns": "the line of a table has more or fewer cells than its header",
 }
 CHOSEN = ("filter", "duplicate")
-"""Reasons that are the recipe's wish and no fault of the record."""
+"""Reasons that the recipe asks for; the record has no fault."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Made(NamedTuple):
-    """What is written of a record.
+    """An output record.
 
     Attributes:
-        line: as `json.dumps(…, ensure_ascii=False)` has it, and a line break.
+        line: from `json.dumps(…, ensure_ascii=False)`, with a line break.
         prompt: the first turn of the user; the whole text, if there are no turns.
     """
 
@@ -55,10 +55,10 @@ class Counts:
     """What became of the records.
 
     Attributes:
-        read: how many the source gave.
-        kept: how many of them are fit and wanted; a sample is drawn from these.
-        dropped: reason, and how many.
-        written: how many lines were written.
+        read: records of the source.
+        kept: records that were not dropped; a sample is drawn from these.
+        dropped: reason to number of records.
+        written: lines written.
         nbytes: their size.
     """
 
@@ -72,24 +72,24 @@ class Counts:
 def fetch(
     recipe: Recipe, source: Source, out: Path, force: bool, strict: bool, tell: Callable[[Counts], None]
 ) -> Counts:
-    """Write the records that a recipe wants.
+    """Write the records that a recipe selects.
 
     Args:
-        recipe: what is wanted.
-        source: where it comes from.
+        recipe: the recipe.
+        source: its opened source.
         out: the file to write; it appears when it is complete.
-        force: replace the file that is there.
+        force: replace an existing file.
         strict: stop at the first malformed record.
         tell: called after every record.
 
     Raises:
         SourceError: the source is damaged, a record is malformed and strict is set, or nothing is left.
         OutputError: the file exists, or there is no room for it.
-        UsageError: the file is what is read.
-        NetworkError: the Hub went away.
+        UsageError: the file is also the input.
+        NetworkError: the Hub cannot be reached any more.
     """
     if out.exists() and any(Path(name).exists() and out.samefile(name) for name, _ in source.parts):
-        raise UsageError(f"{out} is what is read")
+        raise UsageError(f"{out} is also the input")
     counts = Counts()
     lines = (record.line for record in made(recipe, source, counts, strict, tell))
     with published(out, force) as file:
@@ -105,7 +105,7 @@ def fetch(
 def made(
     recipe: Recipe, source: Source, counts: Counts, strict: bool = False, tell: Callable[[Counts], None] | None = None
 ) -> Iterator[Made]:
-    """The records that a recipe wants, in the order of the source. The arguments are those of `fetch`.
+    """The records that a recipe selects, in the order of the source. The arguments are those of `fetch`.
 
     Raises:
         SourceError: a record is malformed and strict is set.
@@ -143,7 +143,7 @@ def made(
 
 
 def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
-    """The function that makes what is written of a record, or raises Malformed."""
+    """The function that makes the output of a record, or raises Malformed."""
     roles = dict(recipe.roles)
     judge = reader(recipe.form, tuple({*roles.values(), *(role for role, _ in recipe.speakers)}))
 
@@ -153,9 +153,9 @@ def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
 
     def spoken(record: Mapping[str, Any]) -> tuple[dict[str, Any], Record]:
         turns = [
-            {"role": role, "content": one.fill(record)}
-            for role, one in recipe.speakers
-            if role != "system" or _said(one.fields, record)
+            {"role": role, "content": template.fill(record)}
+            for role, template in recipe.speakers
+            if role != "system" or _said(template.fields, record)
         ]
         return _written(turns, recipe.form)
 
@@ -167,12 +167,16 @@ def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
 
     def make(record: Mapping[str, Any]) -> Made:
         value, turns = shape(record)
-        found = judge(value)
-        if turns is not None and (list(found.roles), list(found.contents)) != (turns.roles, turns.contents):
-            raise Malformed("marker")  # read back, the text says something else
-        asked = found.contents[list(found.roles).index("user")] if "user" in found.roles else found.contents[0]
+        read_back = judge(value)
+        if turns is not None and (list(read_back.roles), list(read_back.contents)) != (turns.roles, turns.contents):
+            raise Malformed("marker")  # the text would read back as other turns
+        prompt = (
+            read_back.contents[list(read_back.roles).index("user")]
+            if "user" in read_back.roles
+            else read_back.contents[0]
+        )
         value.update({name: record[name] for name in recipe.keep if record.get(name) is not None})
-        return Made(_line(value), asked)
+        return Made(_line(value), prompt)
 
     return make
 
@@ -186,7 +190,7 @@ def summary(counts: Counts) -> str:
 
 
 def why(counts: Counts) -> list[str]:
-    """What the reasons mean under which records were dropped."""
+    """Explanations of the reasons for which records were dropped."""
     meanings = {**REASONS, **OUR_REASONS}
     return [f"{reason}: {meanings[reason]}" for reason in counts.dropped if reason not in CHOSEN]
 
@@ -195,7 +199,7 @@ def why(counts: Counts) -> list[str]:
 
 
 class _Unfit(Malformed):
-    """A record whose reader names a reason of ours."""
+    """A row that its reader could not read, with a reason of `REASONS` or `OUR_REASONS`."""
 
     def __init__(self, reason: str) -> None:
         Exception.__init__(self, {**REASONS, **OUR_REASONS}[reason])
@@ -203,14 +207,14 @@ class _Unfit(Malformed):
 
 
 def _one(row: Row, recipe: Recipe, make: Callable[[Mapping[str, Any]], Made]) -> Made | None:
-    """What is written of a record, None if it is not wanted."""
+    """The output of a record, None if a condition does not hold."""
     if isinstance(row, str):
         raise _Unfit(row)
-    return make(row) if all(one.holds(row) for one in recipe.where) else None
+    return make(row) if all(condition.holds(row) for condition in recipe.where) else None
 
 
 def _twice(record: Made, seen: set[bytes]) -> str:
-    """Whether a prompt was there before: `duplicate`. 16 bytes of hash stand for it, about 100 bytes in memory."""
+    """`duplicate` if the prompt was seen before. 16 bytes of hash are kept for each, about 100 bytes of memory."""
     digest = blake2b(record.prompt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     if digest in seen:
         return "duplicate"
@@ -219,57 +223,57 @@ def _twice(record: Made, seen: set[bytes]) -> str:
 
 
 def _said(fields: tuple[str, ...], record: Mapping[str, Any]) -> bool:
-    """Whether there is a system prompt: a record may have none, which is no fault."""
+    """Whether a record has a system prompt, which is optional."""
     values = [record.get(name) for name in fields]
     return not all(value is None or (isinstance(value, str) and not value.strip()) for value in values)
 
 
 def _turns(value: Any, keys: tuple[str, str], roles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Roles and contents of a field that holds turns, and what turns say of being trained."""
+    """Roles and contents of a field with turns, and the flags that say whether a turn is trained."""
     if value is None:
         raise Malformed("field")
     speaker, content = keys
     if isinstance(value, dict) and isinstance(value.get(speaker), list) and isinstance(value.get(content), list):
         columns = {name: value[name] for name in (*keys, *FLAGS) if isinstance(value.get(name), list)}
-        if len(set(map(len, columns.values()))) > 1:  # how the library gives a Sequence of dicts
+        if len(set(map(len, columns.values()))) > 1:  # `datasets` turns a Sequence of dicts into a dict of lists
             raise Malformed("type")
         value = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise Malformed("type")
     if not value:
         raise Malformed("empty")
-    found = []
+    records = []
     for turn in value:
-        who, said = turn.get(speaker), turn.get(content)
-        if who is None or said is None:
+        who, text = turn.get(speaker), turn.get(content)
+        if who is None or text is None:
             raise Malformed("keys" if {"from", "value"} <= turn.keys() and speaker == "role" else "field")
-        if not isinstance(who, str) or not isinstance(said, str):
+        if not isinstance(who, str) or not isinstance(text, str):
             raise Malformed("type")
         if who not in roles:
             raise Malformed("role")
         flags = {name: turn[name] for name in FLAGS if turn.get(name) is not None and name not in keys}
-        found.append({"role": roles[who], "content": said, **flags})
-    return found
+        records.append({"role": roles[who], "content": text, **flags})
+    return records
 
 
 def _written(turns: list[dict[str, Any]], form: str) -> tuple[dict[str, Any], Record]:
-    """Turns in the form of the output."""
+    """Turns in the output format."""
     record = Record([turn["role"] for turn in turns], [turn["content"] for turn in turns])
     if form == "conversations":
         return {"conversations": turns}, record
     if reader("conversations", ())({"conversations": turns}).left_out:
         raise Malformed("bins")
-    if any(MARKER.search(said) for said in record.contents):
+    if any(MARKER.search(text) for text in record.contents):
         raise Malformed("marker")
-    marked = (f"<<<|{role}|>>>{said}<<<|{role}|>>>" for role, said in zip(record.roles, record.contents, strict=True))
+    marked = (f"<<<|{role}|>>>{text}<<<|{role}|>>>" for role, text in zip(record.roles, record.contents, strict=True))
     return {"text": "".join(marked)}, record
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
-    """A record as a line; only fields that are kept as they are can be no JSON."""
+    """A record as a line; only fields of `keep` may be impossible in JSON."""
     try:
         return (json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode()
-    except (ValueError, RecursionError):  # not a number, half of a surrogate pair, or lists in lists in lists
+    except (ValueError, RecursionError):  # NaN, half of a surrogate pair, or too deep nesting
         raise Malformed("type") from None
 
 
@@ -282,7 +286,7 @@ def _plain(value: Any) -> Any:
 
 
 def _drawn(lines: Iterator[bytes], count: int, seed: int, folder: Path) -> Iterator[bytes]:
-    """A sample; its candidates lie in a file without a name, which a killed process leaves nothing of."""
+    """A sample; its candidates are in an unnamed temporary file, so a killed process leaves nothing."""
     with tempfile.TemporaryFile(dir=folder) as file:
         sample = Sample(count, seed, file)
         for line in lines:
@@ -292,7 +296,7 @@ def _drawn(lines: Iterator[bytes], count: int, seed: int, folder: Path) -> Itera
 
 @contextmanager
 def published(out: Path, force: bool) -> Iterator[IO[bytes]]:
-    """A file that appears when it is complete. Until then OUT.tmp is in its place, which only one process writes.
+    """A file that appears when it is complete. Until then it is OUT.tmp, which only one process writes.
 
     Raises:
         OutputError: the file exists, another process writes it, or there is no room.
@@ -311,13 +315,13 @@ def published(out: Path, force: bool) -> Iterator[IO[bytes]]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        raise OutputError(f"there is no room for {out}: {error.strerror}; nothing is written") from None
+        raise OutputError(f"there is no room for {out}: {error.strerror}; nothing was written") from None
     sync_folder(target.parent)
 
 
 @contextmanager
 def _locked(staged: Path, out: Path) -> Iterator[IO[bytes]]:
-    """An empty file that only this process writes, and that is gone after an error."""
+    """An empty file that is locked by this process, and deleted after an error."""
     handle = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with open(handle, "wb") as file:  # noqa: PTH123  # it is open
         lock(handle, staged)
@@ -332,19 +336,19 @@ def _locked(staged: Path, out: Path) -> Iterator[IO[bytes]]:
 
 
 def check_free(out: Path, force: bool) -> None:
-    """See that a file may be written.
+    """Check that a file may be written.
 
     Raises:
         OutputError: it exists.
-        UsageError: it is no file.
+        UsageError: it is not a file.
     """
     try:
         mode = out.stat().st_mode
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        raise UsageError(f"{out} lies in something that is no folder") from None
+        raise UsageError(f"{out} is in something that is not a folder") from None
     if not stat.S_ISREG(mode):
-        raise UsageError(f"{out} is no file: OUT has to be one", f"{out / 'NAME.jsonl'}")
+        raise UsageError(f"{out} is not a file: OUT has to be one", f"{out / 'NAME.jsonl'}")
     if not force:
         raise OutputError(f"{out} exists", "--force replaces it")

@@ -1,6 +1,6 @@
-"""Which records of a set are wanted, and what is made of their fields: a closed set of tests, and templates.
+"""Conditions that select records, and templates that make text of their fields.
 
-Nothing in a recipe is ever run: a test is a name of `TESTS`, a template is text with names of fields in braces.
+Nothing in a recipe is ever executed: a test is a key of `TESTS`, a template is text with names of fields in braces.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
 
 
-def _comparable(cell: Any, wanted: Any) -> Any:
-    """What a field holds, in the type of the recipe's value: text that is a number may be compared with a number.
+def _comparable(cell: Any, expected: Any) -> Any:
+    """The value of a field in the type of the recipe's value: text that is a number can be compared with a number.
 
     Raises:
         UsageError: the two can never be equal, which is a mistake in the recipe.
     """
     if isinstance(cell, date):  # datetime too
         cell = cell.isoformat()
-    if isinstance(wanted, bool) or isinstance(cell, bool):
-        fits = isinstance(cell, bool) and isinstance(wanted, bool)
-    elif isinstance(wanted, str):
+    if isinstance(expected, bool) or isinstance(cell, bool):
+        fits = isinstance(cell, bool) and isinstance(expected, bool)
+    elif isinstance(expected, str):
         fits = isinstance(cell, str)
     elif isinstance(cell, str):
         return float(cell) if NUMBER.fullmatch(cell.strip()) else None
@@ -36,34 +36,34 @@ def _comparable(cell: Any, wanted: Any) -> Any:
         fits = isinstance(cell, int | float)
     if not fits:
         raise UsageError(
-            f"it holds {short(cell)}, which can never be compared with {short(wanted)}",
+            f"it holds {short(cell)}, which can never be compared with {short(expected)}",
             "text has quotes in a recipe, numbers and true and false have none",
         )
     return cell
 
 
-def _is(cell: Any, wanted: Any) -> bool:
-    if cell is None or wanted is None:
-        return cell is wanted
-    return bool(_comparable(cell, wanted) == wanted)
+def _is(cell: Any, expected: Any) -> bool:
+    if cell is None or expected is None:
+        return cell is expected
+    return bool(_comparable(cell, expected) == expected)
 
 
-def _in(cell: Any, wanted: Any) -> bool:
-    return any(_is(cell, one) for one in wanted)
+def _in(cell: Any, expected: Any) -> bool:
+    return any(_is(cell, item) for item in expected)
 
 
-def _like(cell: Any, wanted: Any) -> bool:
-    return cell is not None and fnmatchcase(_comparable(cell, wanted), wanted)
+def _like(cell: Any, expected: Any) -> bool:
+    return cell is not None and fnmatchcase(_comparable(cell, expected), expected)
 
 
-def _min(cell: Any, wanted: Any) -> bool:
-    found = None if cell is None else _comparable(cell, wanted)
-    return found is not None and bool(found >= wanted)
+def _min(cell: Any, expected: Any) -> bool:
+    value = None if cell is None else _comparable(cell, expected)
+    return value is not None and bool(value >= expected)
 
 
-def _max(cell: Any, wanted: Any) -> bool:
-    found = None if cell is None else _comparable(cell, wanted)
-    return found is not None and bool(found <= wanted)
+def _max(cell: Any, expected: Any) -> bool:
+    value = None if cell is None else _comparable(cell, expected)
+    return value is not None and bool(value <= expected)
 
 
 TESTS: Mapping[str, tuple[Callable[[Any, Any], bool], bool, str]] = {
@@ -76,9 +76,10 @@ TESTS: Mapping[str, tuple[Callable[[Any, Any], bool], bool, str]] = {
     "min":      (_min, True, "bound"),
     "max":      (_max, True, "bound"),
 }  # fmt: skip
-"""Name: the test, what it has to answer, and what kind of value it takes. A pattern has *, ? and […], and sees case.
+"""Name: the test, its required result, and the kind of value it takes. A pattern has *, ? and […], and is
+case-sensitive.
 
-A field that is null is in no list, like nothing and within no bounds; so `not`, `not_in` and `not_like` hold for it.
+A null field fails `in`, `like`, `min` and `max`; so `not`, `not_in` and `not_like` hold for it.
 """
 
 
@@ -88,7 +89,7 @@ class Condition(NamedTuple):
     Attributes:
         field: its name.
         test: a key of `TESTS`.
-        value: what the field is compared with.
+        value: the value that the field is compared with.
     """
 
     field: str
@@ -112,7 +113,7 @@ class Template(NamedTuple):
     """Text with fields in it.
 
     Attributes:
-        texts: what stands before, between and after the fields.
+        texts: the text before, between and after the fields.
         fields: their names, one less than texts.
     """
 
@@ -123,7 +124,7 @@ class Template(NamedTuple):
         """The text for a record.
 
         Raises:
-            Malformed: a field is missing or null, or holds no text; or all of them are empty.
+            Malformed: a field is missing, null or not text; or all of them are empty.
         """
         filled, empty = [self.texts[0]], True
         for name, text in zip(self.fields, self.texts[1:], strict=True):

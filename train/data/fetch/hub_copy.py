@@ -1,7 +1,7 @@
-"""A copy of a set of the Hub, file by file at one commit, for machines without a way to the internet.
+"""A copy of a data set of the Hub, file by file at one commit, for machines without internet access.
 
 `datasets.load_dataset(FOLDER)` reads it as it reads the set itself, and so does `source: ./FOLDER` in a recipe.
-FOLDER/.vitruvian.json says which commit it is and whether all of it is there: a copy that was interrupted goes on.
+FOLDER/.vitruvian.json records the commit and whether the copy is complete: an interrupted copy resumes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ STEP = 1 << 22
 
 
 def copy_set(recipe: Recipe, folder: Path, quiet: bool = False) -> tuple[Recipe, str]:
-    """Copy the set that a recipe names, unless the folder holds it.
+    """Copy the set that a recipe names, unless the folder already has it.
 
     Returns:
         The recipe that reads the copy, and the commit that it is a copy of.
 
     Raises:
-        UsageError: the source is no set of the Hub.
-        OutputError: the folder holds something else.
+        UsageError: the source is not a set of the Hub.
+        OutputError: the folder has something else in it.
         NetworkError: the Hub cannot be reached.
-        VerificationError: what came is not what the Hub says it has.
+        VerificationError: a downloaded file does not have the hash that the Hub gives.
     """
     if recipe.local:
         raise UsageError(f"--cache copies a set of the Hub, and {recipe.source[0]} is local")
@@ -51,7 +51,7 @@ def copy_set(recipe: Recipe, folder: Path, quiet: bool = False) -> tuple[Recipe,
     facts = {"source": name, "wanted": recipe.revision, "commit": commit, "complete": False}
     write_file(folder / MARK, _text(facts))
     _download(name, commit, folder, quiet)
-    shutil.rmtree(folder / ".cache" / "huggingface", ignore_errors=True)  # what a download resumes with
+    shutil.rmtree(folder / ".cache" / "huggingface", ignore_errors=True)  # the state that a download resumes from
     write_file(folder / MARK, _text({**facts, "complete": True}))
     return local, commit
 
@@ -61,12 +61,12 @@ def _mark(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        held = json.loads(path.read_bytes())
+        mark = json.loads(path.read_bytes())
     except ValueError:
-        held = None
-    if not isinstance(held, dict) or not isinstance(held.get("commit"), str):
-        raise SourceError(f"{path} does not tell what the folder is a copy of", f"remove {folder}")
-    return held
+        mark = None
+    if not isinstance(mark, dict) or not isinstance(mark.get("commit"), str):
+        raise SourceError(f"{path} does not say what the folder is a copy of", f"remove {folder}")
+    return mark
 
 
 def _text(facts: dict[str, Any]) -> bytes:
@@ -74,27 +74,27 @@ def _text(facts: dict[str, Any]) -> bytes:
 
 
 def _download(name: str, commit: str, folder: Path, quiet: bool) -> None:
-    """Copy the files and compare each with what the Hub says of it: its size, and SHA-256 or git's hash."""
+    """Download the files and compare each with the SHA-256 or git hash that the Hub gives."""
     from huggingface_hub import HfApi, snapshot_download, utils
 
     if quiet or not sys.stderr.isatty():
-        utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, though its package does not say so
+        utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not exported
     with explained(name):
         snapshot_download(name, repo_type="dataset", revision=commit, local_dir=folder, library_name="vitruvian")
-        held = HfApi(library_name="vitruvian").dataset_info(name, revision=commit, files_metadata=True).siblings or []
-    for file in held:
+        files = HfApi(library_name="vitruvian").dataset_info(name, revision=commit, files_metadata=True).siblings or []
+    for file in files:
         path = folder / file.rfilename
         if not path.is_file():
-            raise VerificationError(f"{file.rfilename} of {name} has not come", f"remove {folder}")
+            raise VerificationError(f"{file.rfilename} of {name} was not downloaded", f"remove {folder}")
         expected = file.lfs.sha256 if file.lfs is not None else file.blob_id
         if _hash(path, git=file.lfs is None) != expected:
             raise VerificationError(
-                f"{path} has not the hash that the Hub says: {short(str(expected))}", f"remove {folder}"
+                f"{path} does not have the hash that the Hub gives: {short(str(expected))}", f"remove {folder}"
             )
 
 
 def _hash(path: Path, git: bool) -> str:
-    """SHA-256 of a file, or what git calls it."""
+    """SHA-256 of a file, or its git blob id."""
     digest = hashlib.sha1(usedforsecurity=False) if git else hashlib.sha256()
     if git:
         digest.update(b"blob %d\0" % path.stat().st_size)

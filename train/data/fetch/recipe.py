@@ -1,8 +1,8 @@
-"""Recipes: which set is taken, which records of it, and what is made of each. A recipe is a small YAML file.
+"""Recipes: which data set is read, which records of it, and what each becomes. A recipe is a small YAML file.
 
 about: Basque instructions of Aya             one line for `train fetch --list`
 source: CohereForAI/aya_dataset               a set of the Hub; or files: ./pairs.csv, data/*.jsonl; or ./folder
-config: default                               a subset of the set; several are read one after the other
+config: default                               a subset of the set; several are read in order
 splits: [train, test]
 where: {language_code: eus}                   conditions, all of which have to hold
 user: inputs                                  a field, or a template such as "{prompt}{input}"
@@ -28,26 +28,26 @@ SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe says.
+    """A recipe.
 
     Attributes:
         name: that of its file.
         about: one line.
         source: the set's name on the Hub, or files and folders.
-        config: subsets of the set, in the order in which they are read; empty for the usual one.
+        config: subsets of the set, in the order in which they are read; empty for the default one.
         splits: such as train; empty if there is only one.
         revision: branch, tag or commit on the Hub.
-        quotes: whether a field of a table may stand in quotes; None for .csv only.
-        where: what has to hold for a record.
+        quotes: whether a field of a table may be quoted; None for .csv only.
+        where: conditions that a record has to meet.
         speakers: role, and the text of its turn, in the order of the turns.
-        conversations: the field that holds turns.
-        turns: what `role` and `content` are called there.
-        roles: what the speakers there are called, and which role each is.
+        conversations: the field with the turns.
+        turns: the keys there for `role` and `content`.
+        roles: the names of speakers there, and the role of each.
         text: plain text, or text with markers.
         keep: fields that are copied.
         dedup: whether only the first record with the same prompt is kept.
-        sample: how many records are drawn; None for all.
-        seed: which of the possible samples.
+        sample: number of records to draw; None for all.
+        seed: of the sample.
         form: one of `FORMS`.
     """
 
@@ -72,38 +72,39 @@ class Recipe:
 
     @property
     def local(self) -> bool:
-        """Whether the source is files or folders, told by how it is written and never by what happens to exist."""
+        """Whether the source is files or folders; decided by its spelling, never by what exists."""
         return is_local(self.source[0])
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Every field that is read, in the order of the recipe."""
-        templates = [one for _, one in self.speakers] + ([self.text] if self.text else [])
-        names = [one.field for one in self.where] + [name for one in templates for name in one.fields]
+        templates = [template for _, template in self.speakers] + ([self.text] if self.text else [])
+        names = [condition.field for condition in self.where]
+        names += [name for template in templates for name in template.fields]
         return tuple(dict.fromkeys([*names, *([self.conversations] if self.conversations else []), *self.keep]))
 
 
 def is_local(source: str) -> bool:
-    """Whether a source is a path: it begins with one of . / ~ $, or its suffix is that of a format."""
+    """Whether a source is a path: it begins with one of . / ~ $, or has the suffix of a format."""
     return source.startswith((".", "/", "~", "$")) or source.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`: did you mean X?`, if anything is near."""
+    """`: did you mean X?`, if a known word is similar; else empty."""
     near = get_close_matches(word, list(known), 1, 0.5)
     return f": did you mean {near[0]}?" if near else ""
 
 
 def expanded(source: str) -> Path:
-    """A path with ~ and variables such as $WORK put in."""
+    """A path with ~ and variables such as $WORK expanded."""
     return Path(os.path.expandvars(source)).expanduser()
 
 
 def check_local(recipe: Recipe) -> None:
-    """What a source of files has no use for.
+    """Refuse keys that do not apply to the kind of source.
 
     Raises:
-        UsageError: it is there.
+        UsageError: there is one.
     """
     if not recipe.local:
         if recipe.quotes is not None:

@@ -25,9 +25,9 @@ TURN = {"role": "role", "content": "content"}
 
 
 def shipped() -> list[Recipe]:
-    """The recipes that come along, by name."""
+    """The included recipes, by name."""
     folder = resources.files(SHIPPED)
-    names = sorted(one.name for one in folder.iterdir() if one.name.endswith(".yml"))
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yml"))
     return [parse(folder.joinpath(name).read_bytes(), name.removesuffix(".yml"), name) for name in names]
 
 
@@ -35,7 +35,7 @@ def load(name: str) -> Recipe:
     """The recipe with a name, or in a file.
 
     Raises:
-        UsageError: there is none, or it says something that has no meaning.
+        UsageError: there is none, or it is invalid.
     """
     if re.fullmatch(r"[\w-]+", name):
         file = resources.files(SHIPPED).joinpath(f"{name}.yml")
@@ -43,40 +43,40 @@ def load(name: str) -> Recipe:
             return parse(file.read_bytes(), name, name)
     path = Path(name).expanduser()
     if not path.is_file():
-        known = [one.name for one in shipped()]
+        known = [recipe.name for recipe in shipped()]
         raise UsageError(f"{name} is neither a recipe nor a file{nearest(name, known)}", "train fetch --list")
     with path.open("rb") as opened:
         return parse(opened.read(LARGEST + 1), path.stem, str(path))
 
 
 def override(recipe: Recipe, source: str | None = None, splits: Iterable[str] = (), **changes: Any) -> Recipe:
-    """A recipe with what the command line says instead; what is None says nothing."""
-    named = {name: value for name, value in changes.items() if value is not None}
+    """A recipe with the options of the command line; None keeps the recipe's value."""
+    overrides = {name: value for name, value in changes.items() if value is not None}
     if source:
-        named["source"] = _sources(source, "source")
+        overrides["source"] = _sources(source, "source")
         if is_local(source):
-            named["revision"] = None
+            overrides["revision"] = None
         if is_local(source) and not is_folder(source):
-            named |= {"config": (), "splits": ()}
-    changed = replace(recipe, **(named | ({"splits": tuple(splits)} if splits else {})))
+            overrides |= {"config": (), "splits": ()}
+    changed = replace(recipe, **(overrides | ({"splits": tuple(splits)} if splits else {})))
     check_local(changed)
     return changed
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people expect it: `no` is Norwegian, a date is text, and no key is said twice."""
+    """YAML without surprises: `no` is text (Norwegian), a date is text, and no key may be given twice."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # as its parent has it
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # as in its parent class
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """A mapping, refused if two keys are equal."""
         names = set[str]()
-        for one, _ in node.value:
-            if isinstance(one, yaml.ScalarNode) and one.value in names:
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{short(one.value)} is there twice", one.start_mark
+                    None, None, f"{short(key.value)} is given twice", key.start_mark
                 )
-            names.add(one.value if isinstance(one, yaml.ScalarNode) else "")
+            names.add(key.value if isinstance(key, yaml.ScalarNode) else "")
         return super().construct_mapping(node, deep)
 
 
@@ -94,25 +94,25 @@ def parse(content: bytes, name: str, where: str) -> Recipe:
 
     Args:
         content: the file.
-        name: what the recipe is called.
-        where: what the file is called, for errors.
+        name: the name of the recipe.
+        where: the name of the file, for errors.
 
     Raises:
-        UsageError: it is no recipe, or says something that has no meaning.
+        UsageError: it is not a recipe, or is invalid.
     """
     if len(content) > LARGEST:
         raise UsageError(f"{where} is larger than {LARGEST} bytes: no recipe is")
     try:
-        held = yaml.load(content, _Loader)  # noqa: S506  # a SafeLoader
+        document = yaml.load(content, _Loader)  # noqa: S506  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where} is no recipe: {_line(error.problem)}{line}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"{where} is no recipe: {_line(str(error) or type(error).__name__)}") from None
-    if not isinstance(held, dict):
-        raise UsageError(f"{where} is no recipe: it holds {short(held)} and no keys", "train fetch --list")
+    if not isinstance(document, dict):
+        raise UsageError(f"{where} is no recipe: it holds {short(document)} and no keys", "train fetch --list")
     try:
-        return _recipe(held, name)
+        return _recipe(document, name)
     except VitruvianError as error:
         raise UsageError(f"{where}: {error}", error.hint) from None
 
@@ -121,23 +121,25 @@ def _line(text: str | None) -> str:
     return " ".join((text or "").split())[:200]
 
 
-def _recipe(held: Mapping[Any, Any], name: str) -> Recipe:
-    for key in held:
+def _recipe(content: Mapping[Any, Any], name: str) -> Recipe:
+    for key in content:
         if key not in KEYS:
             raise UsageError(f"{short(key)} is no key of a recipe{nearest(str(key), KEYS)}", "keys: " + ", ".join(KEYS))
-    if "source" not in held:
+    if "source" not in content:
         raise UsageError("it has no source", "source: org/name, or ./file.jsonl")
-    taken = {key: read(held[key], key) for key, read in _READERS.items() if key in held and (held[key] is not None)}
-    taken["form"] = taken.pop("as", "text" if "text" in held else "conversations")
-    speakers = tuple((role, taken.pop(role)) for role in ROLES if role in taken)
-    recipe = Recipe(name, speakers=speakers, **taken)
-    _check(recipe, held)
+    fields = {
+        key: read(content[key], key) for key, read in _READERS.items() if key in content and (content[key] is not None)
+    }
+    fields["form"] = fields.pop("as", "text" if "text" in content else "conversations")
+    speakers = tuple((role, fields.pop(role)) for role in ROLES if role in fields)
+    recipe = Recipe(name, speakers=speakers, **fields)
+    _check(recipe, content)
     return recipe
 
 
-def _check(recipe: Recipe, held: Mapping[str, Any]) -> None:
-    """What keys mean together."""
-    kinds = [kind for kind in ("conversations", "text") if held.get(kind) is not None] + (
+def _check(recipe: Recipe, content: Mapping[str, Any]) -> None:
+    """Check the keys against each other."""
+    kinds = [kind for kind in ("conversations", "text") if content.get(kind) is not None] + (
         ["user and assistant"] if recipe.speakers else []
     )
     roles = [role for role, _ in recipe.speakers]
@@ -151,13 +153,13 @@ def _check(recipe: Recipe, held: Mapping[str, Any]) -> None:
     if (recipe.text and recipe.form == "conversations") or (recipe.form == "text" and not recipe.text):
         raise UsageError(f"{kinds[0]} cannot be written as {recipe.form}", "as: text goes with text: FIELD")
     for key in ("turns", "roles"):
-        if key in held and not recipe.conversations:
+        if key in content and not recipe.conversations:
             raise UsageError(f"{key} belongs to conversations, which it lacks", "conversations: FIELD")
-    if "seed" in held and "sample" not in held:
+    if "seed" in content and "sample" not in content:
         raise UsageError("it has a seed and no sample", "sample: N")
     output = {"text"} if recipe.form != "conversations" else {"conversations", "messages"}
     if clash := output & set(recipe.keep):
-        raise UsageError(f"keep names {clash.pop()}, which is what is written")
+        raise UsageError(f"keep names {clash.pop()}, which is a field of the output")
     check_local(recipe)
 
 
@@ -175,12 +177,12 @@ def _texts(value: Any, key: str) -> tuple[str, ...]:
     listed = value if isinstance(value, list) else [value]
     if not listed:
         raise UsageError(f"{key} is an empty list")
-    return tuple(_text(one, key) for one in listed)
+    return tuple(_text(item, key) for item in listed)
 
 
 def _sources(value: Any, key: str) -> tuple[str, ...]:
     listed = _texts(value, key)
-    kinds = {is_local(one) for one in listed}
+    kinds = {is_local(item) for item in listed}
     if len(kinds) > 1 or (kinds == {False} and len(listed) > 1):
         raise UsageError(f"source names {' and '.join(listed)}", "one set of the Hub, or any number of files")
     if kinds == {False} and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", listed[0]):
@@ -216,51 +218,55 @@ def _one_of(*known: str) -> Callable[[Any, str], str]:
 def _mapping(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         raise UsageError(f"{key} is {short(value)} and has to be names with values")
-    return {_text(name, key): one for name, one in value.items()}
+    return {_text(name, key): item for name, item in value.items()}
 
 
 def _turns(value: Any, key: str) -> tuple[str, str]:
-    named = _mapping(value, key)
-    for name in named:
+    keys_given = _mapping(value, key)
+    for name in keys_given:
         if name not in TURN:
             raise UsageError(f"{key} names {short(name)}{nearest(name, TURN)}", "turns: {role: from, content: value}")
-    found = {**TURN, **{name: _text(one, f"{key} {name}") for name, one in named.items()}}
-    return found["role"], found["content"]
+    keys = {**TURN, **{name: _text(new_name, f"{key} {name}") for name, new_name in keys_given.items()}}
+    return keys["role"], keys["content"]
 
 
 def _roles(value: Any, key: str) -> tuple[tuple[str, str], ...]:
-    found = tuple((name, _text(role, f"{key} {name}")) for name, role in _mapping(value, key).items())
-    for _, role in found:
+    pairs = tuple((name, _text(role, f"{key} {name}")) for name, role in _mapping(value, key).items())
+    for _, role in pairs:
         if not re.fullmatch(r"[\w-]+", role):
             raise UsageError(f"{key} makes {short(role)} of a speaker, which is no role", "roles: {human: user}")
-    return found
+    return pairs
 
 
 def _where(value: Any, key: str) -> tuple[Condition, ...]:
-    found = []
-    for field, said in _mapping(value, key).items():
-        tests = said if isinstance(said, dict) else {"in" if isinstance(said, list) else "is": said}
+    conditions = []
+    for field, value_of_field in _mapping(value, key).items():
+        tests = (
+            value_of_field
+            if isinstance(value_of_field, dict)
+            else {"in" if isinstance(value_of_field, list) else "is": value_of_field}
+        )
         if not tests:
             raise UsageError(f"where {field} says nothing", f"where: {{{field}: VALUE}}")
-        for test, wanted in tests.items():
+        for test, expected in tests.items():
             if test not in TESTS:
                 near = nearest(str(test), TESTS)
                 raise UsageError(f"where {field}: {short(test)} is no condition{near}", f"one of: {', '.join(TESTS)}")
-            _check_value(field, test, wanted)
-            found.append(Condition(field, test, wanted))
-    return tuple(found)
+            _check_value(field, test, expected)
+            conditions.append(Condition(field, test, expected))
+    return tuple(conditions)
 
 
-def _check_value(field: str, test: str, wanted: Any) -> None:
-    scalar = isinstance(wanted, str | int | float | bool)
+def _check_value(field: str, test: str, expected: Any) -> None:
+    scalar = isinstance(expected, str | int | float | bool)
     fits = {
-        "value": scalar or wanted is None,
-        "list": isinstance(wanted, list) and all(isinstance(one, str | int | float | bool) for one in wanted),
-        "pattern": isinstance(wanted, str),
-        "bound": scalar and not isinstance(wanted, bool),
+        "value": scalar or expected is None,
+        "list": isinstance(expected, list) and all(isinstance(item, str | int | float | bool) for item in expected),
+        "pattern": isinstance(expected, str),
+        "bound": scalar and not isinstance(expected, bool),
     }
     if not fits[TESTS[test][2]]:
-        raise UsageError(f"where {field}: {test} cannot be {short(wanted)}: it takes a {TESTS[test][2]}")
+        raise UsageError(f"where {field}: {test} cannot be {short(expected)}: it takes a {TESTS[test][2]}")
 
 
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {

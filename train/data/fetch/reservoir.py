@@ -4,9 +4,9 @@ Record number n of the stream (counted from 0, after everything that drops recor
 
     BLAKE2b-64("SEED:n"), its 8 bytes read as a big-endian number
 
-and a sample of N is the N records of lowest priority, in the order of the stream. No generator of random numbers is
-involved, so the sample is the same on every machine, in every version and in any other program that does as much;
-and a sample of 1000 is a part of the sample of 2000 with the same seed.
+and a sample of N is the N records of lowest priority, in the order of the stream. There is no random number generator,
+so the sample is the same on every machine, in every version and in any other program that does the same; and a sample
+of 1000 is a subset of the sample of 2000 with the same seed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hashlib import blake2b
 from typing import IO
 
 SPARE = 4096
-"""How many candidates more than twice the sample are held before the worst are forgotten."""
+"""Candidates beyond twice the sample that are kept before the worst are dropped."""
 
 
 class Sample:
-    """Draws lines: candidates lie in a file, and 24 bytes of memory are kept for each, at most 2 N + SPARE.
+    """Draws lines: candidates are in a file, with 24 bytes of memory for each, at most 2 N + SPARE.
 
     Attributes:
-        number: how many lines were offered.
+        number: lines offered so far.
     """
 
     def __init__(self, count: int, seed: int, file: IO[bytes]) -> None:
@@ -33,7 +33,7 @@ class Sample:
         self.priorities, self.starts, self.sizes = array("Q"), array("Q"), array("Q")
 
     def offer(self, line: bytes) -> None:
-        """Take the next line of the stream."""
+        """Offer the next line of the stream."""
         digest = blake2b(b"%d:%d" % (self.seed, self.number), digest_size=8).digest()
         priority = int.from_bytes(digest, "big")
         self.number += 1
@@ -55,7 +55,7 @@ class Sample:
             yield self.file.read(nbytes)
 
     def _forget(self) -> None:
-        """Keep the best; of equal priorities the earlier."""
+        """Keep the best candidates; of equal priorities the earlier."""
         if len(self.priorities) <= self.count:
             return
         import numpy as np

@@ -1,7 +1,7 @@
-"""Where records come from: a set of the Hub, a folder as the library `datasets` reads it, or files.
+"""Sources of records: a data set of the Hub, a folder as the library `datasets` reads it, or files.
 
-Nothing is kept of what is read: sets of the Hub are streamed, at one commit, and of Parquet files only the columns that
-the recipe names are asked for.
+Nothing is cached: sets of the Hub are streamed, at one commit, and of Parquet files only the columns that the recipe
+names are requested.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
 LIBRARIES = ("httpx2", "httpx", "requests", "urllib3", "hf_xet", "aiohttp")
-"""What the Hub is spoken to through; an error of theirs is trouble with the network."""
+"""Libraries that connect to the Hub; their errors are network errors."""
 LATER = (408, 409, 425, 429)
 INSTALL = "pip install '.[data]'"
 LOGIN = "hf auth login   # or set HF_TOKEN; some sets also ask you to accept terms on their page"
 
 
 Part = tuple[str, Callable[[], Iterator[Row]]]
-"""The name of what is read, and a function that begins to read it."""
+"""The name of a part, and a function that starts to read it."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a recipe reads.
+    """An opened source.
 
     Attributes:
         name: as the recipe names it.
         revision: the commit on the Hub, None for local data.
-        parts: what is read one after the other, such as a split.
+        parts: what is read in order, such as splits.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Source:
 
 
 def open_source(recipe: Recipe, quiet: bool = False) -> Source:
-    """Find what a recipe names. Of the Hub nothing is read yet but what the set is made of.
+    """Open the source of a recipe. Of a set of the Hub only its description is read yet.
 
     Raises:
-        UsageError: set, subset, split, column or file do not exist, or the Hub wants another token.
+        UsageError: set, subset, split, column or file do not exist, or the Hub requires another token.
         NetworkError: the Hub cannot be reached.
         UnsupportedError: the library is not installed.
         SourceError: the data is damaged.
@@ -73,7 +73,7 @@ def open_source(recipe: Recipe, quiet: bool = False) -> Source:
 
 
 def commit_of(name: str, revision: str | None) -> str:
-    """The commit that a revision of a set is now.
+    """The current commit of a revision of a set.
 
     Raises:
         UsageError: there is no such set or revision.
@@ -107,22 +107,22 @@ def _folder(recipe: Recipe, folder: Path, quiet: bool) -> Source:
 
 
 def _splits(recipe: Recipe, path: str, name: str, config: str | None, commit: str | None) -> list[Part]:
-    """The splits of one subset of a set, each checked for the recipe's fields."""
+    """The splits of one subset of a set; each has to have the recipe's fields."""
     import datasets
 
     with explained(name):
         builder = datasets.load_dataset_builder(path, config, revision=commit)
         _exact(builder)
-        known = [str(one) for one in builder.config.data_files or ()]
-    found: list[Part] = []
+        known = [str(split) for split in builder.config.data_files or ()]
+    parts: list[Part] = []
     for split in _wanted(recipe, known, f"{name} {config}" if config else name):
         with explained(name):
             features = builder.as_streaming_dataset(split=split).features
         label = f"{split} of {name} {config}" if config else f"{split} of {name}"
         if features is not None:
             require(recipe.fields, list(features), label)
-        found.append((label, partial(_streamed, builder, split, name, recipe.fields)))
-    return found
+        parts.append((label, partial(_streamed, builder, split, name, recipe.fields)))
+    return parts
 
 
 def _wanted(recipe: Recipe, known: list[str], place: str) -> tuple[str, ...]:
@@ -144,14 +144,14 @@ def _wanted(recipe: Recipe, known: list[str], place: str) -> tuple[str, ...]:
 
 
 def _exact(builder: DatasetBuilder) -> None:
-    """Keep the library from guessing what a cell means (5.2.0: packaged_modules, CsvConfig and JsonConfig)."""
+    """Keep the library from guessing types of cells (5.2.0: packaged_modules, CsvConfig and JsonConfig)."""
     for name, value in (("keep_default_na", False), ("parse_agent_traces", False)):
         if hasattr(builder.config, name):
             setattr(builder.config, name, value)
 
 
 def _streamed(builder: DatasetBuilder, split: str, name: str, fields: tuple[str, ...]) -> Iterator[Row]:
-    """The records of a split. Parquet is read here, column by column; whatever else it is, the library reads it."""
+    """The records of a split. Parquet is read here, column by column; all other formats by the library."""
     from datasets.packaged_modules.parquet.parquet import Parquet
     from datasets.utils.file_utils import xopen
 
@@ -160,17 +160,19 @@ def _streamed(builder: DatasetBuilder, split: str, name: str, fields: tuple[str,
             yield from builder.as_streaming_dataset(split=split)
             return
         for address in builder.config.data_files[split]:
-            with xopen(address, "rb") as file:  # asks again when the line is cut
+            with xopen(address, "rb") as file:  # reconnects if the connection is lost
                 yield from parquet_rows(file, fields, f"{split} of {name}")
 
 
 def _saved(recipe: Recipe, folder: Path) -> tuple[Part, ...]:
-    """What save_to_disk of the library left."""
+    """A folder that the library's `save_to_disk` wrote."""
     import datasets
 
     with explained(str(folder)):
-        held = datasets.load_from_disk(str(folder))
-    sets: Mapping[str, Any] = held if isinstance(held, datasets.DatasetDict) else {str(held.split or "train"): held}
+        loaded = datasets.load_from_disk(str(folder))
+    sets: Mapping[str, Any] = (
+        loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
+    )
     parts: list[Part] = []
     for split in _wanted(recipe, list(sets), str(folder)):
         require(recipe.fields, sets[split].column_names, f"{split} of {folder}")
@@ -182,7 +184,7 @@ def _saved(recipe: Recipe, folder: Path) -> tuple[Part, ...]:
 
 
 def _library(name: str, quiet: bool = False) -> None:
-    """See that a library is there, and that it only says what matters.
+    """Check that a library is installed, and reduce its output.
 
     Raises:
         UnsupportedError: it is not installed.
@@ -193,8 +195,8 @@ def _library(name: str, quiet: bool = False) -> None:
         raise UnsupportedError(f"this needs the library {name}: {error}", INSTALL) from None
     if name != "datasets":
         return
-    module.config.TORCH_AVAILABLE = False  # it would import torch: seconds, in which a signal ends in C++
-    if hasattr(module.config, "HF_DATASETS_TRUST_REMOTE_CODE"):  # before 4.0 a set could hold code
+    module.config.TORCH_AVAILABLE = False  # importing torch takes seconds, and a signal meanwhile would end in C++
+    if hasattr(module.config, "HF_DATASETS_TRUST_REMOTE_CODE"):  # before 4.0 a set could contain code
         module.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     if quiet or not sys.stderr.isatty():
         module.disable_progress_bars()
@@ -206,48 +208,48 @@ def _library(name: str, quiet: bool = False) -> None:
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn what the libraries raise into one sentence: nothing of ours runs inside."""
+    """Turn exceptions of the libraries into one sentence: none of our own code runs inside."""
     try:
         yield
     except (VitruvianError, GeneratorExit):
         raise
-    except Exception as error:  # whatever a library may raise
+    except Exception as error:  # any exception of a library
         raise _meaning(error, name) from error
 
 
 def _meaning(error: BaseException, name: str) -> VitruvianError:
-    """What an error, or one that caused it, means for the user."""
+    """The error for the user, from an exception of a library or one that caused it."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     chain: BaseException | None = error
     while chain is not None:
-        said = _line(str(chain)) or type(chain).__name__
+        text = _line(str(chain)) or type(chain).__name__
         if isinstance(chain, OfflineModeIsEnabled):
             return UsageError(f"HF_HUB_OFFLINE is set, so {name} cannot be asked for", "unset HF_HUB_OFFLINE")
         if isinstance(chain, HfHubHTTPError) and chain.response is not None:
-            return _refusal(chain.response.status_code, _line(str(chain.server_message or "") or said), name)
+            return _refusal(chain.response.status_code, _line(str(chain.server_message or "") or text), name)
         if type(chain).__module__.partition(".")[0] in LIBRARIES or isinstance(chain, ConnectionError | TimeoutError):
-            return NetworkError(f"{name} cannot be reached: {said}", "the same command, later")
+            return NetworkError(f"{name} cannot be reached: {text}", "the same command, later")
         chain = chain.__cause__
-    said = _line(str(error)) or type(error).__name__
-    if type(error).__name__ in ("DatasetNotFoundError", "DataFilesNotFoundError") or "BuilderConfig" in said:
-        return UsageError(f"{name}: {said}", LOGIN if "Hub" in said else "")
-    if "scripts are no longer supported" in said:
-        return UnsupportedError(f"{name} is a program that makes a set, and no program of others is run here")
+    text = _line(str(error)) or type(error).__name__
+    if type(error).__name__ in ("DatasetNotFoundError", "DataFilesNotFoundError") or "BuilderConfig" in text:
+        return UsageError(f"{name}: {text}", LOGIN if "Hub" in text else "")
+    if "scripts are no longer supported" in text:
+        return UnsupportedError(f"{name} is a script that makes a data set, and scripts of others are not run here")
     if isinstance(error, OSError) and error.errno is not None:
         return SourceError(f"{error.filename or name}: {error.strerror}")
-    return SourceError(f"{name} cannot be read: {type(error).__name__}: {said}")
+    return SourceError(f"{name} cannot be read: {type(error).__name__}: {text}")
 
 
-def _refusal(status: int, said: str, name: str) -> VitruvianError:
-    """What an answer of the Hub means: exit 8 where asking again may help, 2 where something has to change first."""
+def _refusal(status: int, text: str, name: str) -> VitruvianError:
+    """The error for an HTTP status of the Hub: exit code 8 if a retry may help, 2 if something has to change first."""
     if status >= 500 or status in LATER:
-        return NetworkError(f"the Hub is not able to serve {name} now ({status}: {said})", "the same command, later")
+        return NetworkError(f"the Hub is not able to serve {name} now ({status}: {text})", "the same command, later")
     if status in (401, 403):
-        return UsageError(f"the Hub does not give {name} to this token ({status}: {said})", LOGIN)
-    return UsageError(f"{name} or its revision does not exist for this token ({status}: {said})", LOGIN)
+        return UsageError(f"the Hub does not give {name} to this token ({status}: {text})", LOGIN)
+    return UsageError(f"{name} or its revision does not exist for this token ({status}: {text})", LOGIN)
 
 
 def _line(text: str) -> str:
-    """One line of bounded length, of each address the host alone: the rest may be signed."""
+    """One line of bounded length; addresses are cut to the host, because the rest may contain a signature."""
     return " ".join(re.sub(r"(https?://[^/\s'\")]+)[^\s'\")]*", r"\1", text).split())[:300]

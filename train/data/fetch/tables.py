@@ -1,7 +1,7 @@
-"""Local files of records, read exactly: every cell of a table is text, and nothing is guessed from how it looks.
+"""Local files of records, read exactly: every cell of a table is text, and types are never guessed.
 
-The library `datasets` guesses the types of columns (5.2.0, packaged_modules/csv and json): in its hands the word NA
-becomes null, 007 becomes 7 and a date another text. It reads what is on the Hub, where types were fixed before.
+The library `datasets` guesses the types of columns (5.2.0, packaged_modules/csv and json): the word NA becomes null,
+007 becomes 7, and a date becomes another text. It is used for sets on the Hub only, whose types are already fixed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from train.data.fetch.recipe import SUFFIXES, Recipe, expanded, nearest
 from train.data.tokens.input_ranges import unreadable
 
 Row = Mapping[str, Any] | str
-"""A record, or the name of the reason why there is none: a key of `REASONS` in records or in fetch."""
+"""A record, or the reason why there is none: a key of `REASONS` in records or of `OUR_REASONS` in fetch."""
 LONGEST = 64 << 20
 BATCH = 256
 BOM = b"\xef\xbb\xbf"
@@ -32,25 +32,25 @@ def files_of(recipe: Recipe) -> list[Path]:
     Raises:
         UsageError: there is no such file.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for source in recipe.source:
         path = expanded(source)
-        matches = [Path(one) for one in sorted(glob(str(path)))] if has_magic(str(path)) else [path]  # noqa: PTH207
-        missing = [one for one in matches if not one.is_file()]
+        matches = [Path(match) for match in sorted(glob(str(path)))] if has_magic(str(path)) else [path]  # noqa: PTH207
+        missing = [match for match in matches if not match.is_file()]
         if missing or not matches:
             raise UsageError(f"there is no file {missing[0] if missing else path}", "train fetch RECIPE --source FILE")
-        found += matches
-    for path in found:
+        paths += matches
+    for path in paths:
         if not path.name.lower().removesuffix(".gz").endswith(SUFFIXES):
             raise UsageError(f"{path} has none of the suffixes {' '.join(SUFFIXES)}")
-    return found
+    return paths
 
 
 def require(fields: Sequence[str], known: Sequence[str], place: object) -> None:
-    """See that columns are there.
+    """Check that columns exist.
 
     Raises:
-        UsageError: one is not.
+        UsageError: one does not.
     """
     for name in fields:
         if name not in known:
@@ -64,9 +64,9 @@ def rows(path: Path, quotes: bool | None, fields: Sequence[str]) -> Iterator[Row
     """The records of a file.
 
     Args:
-        path: the file; its suffix says what it is, and .gz may follow.
-        quotes: whether a field of a table may stand in quotes; None for .csv only.
-        fields: the columns that are wanted; a table has to have them, a line of JSON need not.
+        path: the file; its suffix determines the format, and .gz may follow.
+        quotes: whether a field of a table may be quoted; None for .csv only.
+        fields: the columns to read; a table has to have them, a line of JSON need not.
 
     Raises:
         SourceError: the file is damaged.
@@ -95,7 +95,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _table(path: Path, separator: str, quotes: bool, fields: Sequence[str]) -> Iterator[Row]:
-    """A table with a header. Without quotes (.tsv, as registered with IANA) a quote is a character like any other."""
+    """A table with a header. Without `quotes` (.tsv, as registered with IANA) a quote is an ordinary character."""
     csv.field_size_limit(LONGEST)
     with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         table = csv.reader(
@@ -125,7 +125,7 @@ def _check_header(path: Path, header: Sequence[str]) -> None:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """One array of objects, which is read whole; or lines."""
+    """One array of objects, which is read as a whole; or JSON lines."""
     with _opened(path) as file:
         start = file.read(4096).removeprefix(BOM).lstrip()
     if not start.startswith(b"["):
@@ -135,10 +135,10 @@ def _json(path: Path) -> Iterator[Row]:
 
     with _opened(path) as file:
         try:
-            held = orjson.loads(file.read().removeprefix(BOM))
+            content = orjson.loads(file.read().removeprefix(BOM))
         except orjson.JSONDecodeError as error:
-            raise SourceError(f"{path} is no JSON: {error}") from None
-    for value in held:
+            raise SourceError(f"{path} is not JSON: {error}") from None
+    for value in content:
         yield value if isinstance(value, dict) else "object"
 
 
@@ -159,7 +159,7 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _bounded(file: IO[bytes]) -> Iterator[bytes | None]:
-    """The lines of a file, None for one that is too long to be held."""
+    """The lines of a file, None for a line longer than `LONGEST`."""
     first = True
     while line := file.readline(LONGEST + 1):
         whole = len(line) <= LONGEST
@@ -177,15 +177,15 @@ def _parquet(path: Path, fields: Sequence[str]) -> Iterator[Row]:
 
 
 def parquet_rows(file: IO[bytes], fields: Sequence[str], place: str) -> Iterator[Row]:
-    """The records of a Parquet file, of which a row group's chunk of one column is read at a time.
+    """The records of a Parquet file, one column chunk of a row group at a time.
 
-    The scanner of Arrow's datasets, which `datasets` streams with, reads ahead of a slow consumer: for a file of 400 MB
-    it came to hold 900 MB (pyarrow 26.0.1, any of its options).
+    The scanner of Arrow's datasets, which `datasets` streams with, reads ahead of a slow consumer: it used 900 MB of
+    memory for a file of 400 MB (pyarrow 26.0.1, with any of its options).
 
     Args:
-        file: the file, which may be a remote one.
+        file: the file, which may be remote.
         fields: the columns.
-        place: what to call it in errors.
+        place: its name in errors.
 
     Raises:
         SourceError: the file is damaged.
@@ -195,9 +195,9 @@ def parquet_rows(file: IO[bytes], fields: Sequence[str], place: str) -> Iterator
     from pyarrow.parquet import ParquetFile
 
     try:
-        with ParquetFile(file, pre_buffer=False) as held:
-            require(fields, held.schema_arrow.names, place)
-            for batch in held.iter_batches(BATCH, columns=list(fields), use_threads=False):
+        with ParquetFile(file, pre_buffer=False) as parquet:
+            require(fields, parquet.schema_arrow.names, place)
+            for batch in parquet.iter_batches(BATCH, columns=list(fields), use_threads=False):
                 yield from batch.to_pylist()
     except pa.ArrowException as error:
-        raise SourceError(f"{place} is no sound Parquet file: {str(error).splitlines()[0][:200]}") from None
+        raise SourceError(f"{place} is damaged or not a Parquet file: {str(error).splitlines()[0][:200]}") from None

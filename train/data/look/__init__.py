@@ -1,1 +1,1 @@
-"""What is wrong with records, how long documents are, what a person sees of them."""
+"""Looking at data: faults of records, lengths of documents, documents as text."""

@@ -1,4 +1,4 @@
-"""How long documents are, from the index alone."""
+"""Lengths of documents, from the index only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from converters.common.atomic import named
 from train.data.tokens.indexed import Indexed, chunks
 
 MOST = 1 << 20
-"""Longer documents are counted as if they had so many tokens, for quantiles and bars only."""
+"""Longer documents count as this long in quantiles and bars only."""
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -24,13 +24,13 @@ class Counts:
     """Lengths of documents.
 
     Attributes:
-        documents: how many there are.
+        documents: number of documents.
         tokens: of all of them.
-        shortest: tokens.
-        longest: tokens.
+        shortest: tokens of the shortest document.
+        longest: tokens of the longest document.
         quantiles: share to tokens.
-        bars: (from, to, documents) in powers of two; the last one, from 2^20 on, has all that are longer.
-        over: documents longer than a limit, and their tokens.
+        bars: (from, to, documents) in powers of two; the last one, from 2^20 on, has all longer documents.
+        over: number of documents longer than a limit, and their tokens.
     """
 
     documents: int
@@ -61,12 +61,18 @@ def count(indexed: Indexed, limit: int | None = None) -> Counts:
             long = sizes[sizes > limit]
             over, over_tokens = over + len(long), over_tokens + int(long.sum(dtype=np.int64))
     number = len(indexed)
-    held = np.flatnonzero(histogram)
+    lengths = np.flatnonzero(histogram)
     below = np.cumsum(histogram)
     quantiles = {f"{share:g}": int(np.searchsorted(below, max(1, np.ceil(share * number)))) for share in SHARES}
     bars = list(_bars(below, longest))
     return Counts(
-        number, tokens, int(held[0]) if number else 0, longest, quantiles if number else {}, bars, (over, over_tokens)
+        number,
+        tokens,
+        int(lengths[0]) if number else 0,
+        longest,
+        quantiles if number else {},
+        bars,
+        (over, over_tokens),
     )
 
 
@@ -81,8 +87,8 @@ def _bars(below: NDArray[Any], longest: int) -> Iterator[tuple[int, int, int]]:
 
 
 def write_counts(indexed: Indexed, out: Path) -> None:
-    """One number a line, in the order of the documents: all of them or no file."""
-    if out.is_symlink() or (out.exists() and not out.is_file()):  # /dev/stdout is not to be replaced
+    """One number a line, in the order of the documents; the file is complete or absent."""
+    if out.is_symlink() or (out.exists() and not out.is_file()):  # /dev/stdout must not be replaced
         _write(indexed, out)
         return
     staged = out.with_name(out.name + ".tmp")

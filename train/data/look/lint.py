@@ -1,4 +1,4 @@
-"""What is wrong with training data before it is tokenized: every finding with its file and line."""
+"""Faults of training data before it is tokenized: every finding with its file and line."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from train.data.tokens.workers import Job, encoder, job_reader
 
 NOTES = {
     "token": "contents that spell a control token; they stay text",
-    "twice": "records that stand there twice",
+    "twice": "records that occur twice",
     "altered": "records of which the chat template leaves out or changes a message",
-    "left out": "records with a reply that they leave out of the training",
+    "left out": "records that exclude a reply from the training",
 }
-"""Findings that drop nothing."""
+"""Findings for which no record is dropped."""
 OVER = "documents longer than a row"
 SHOWN = 5
-"""Places that are told for each finding."""
+"""Places that are listed for each finding."""
 
 
 @dataclass
 class Findings:
-    """What was found.
+    """The findings.
 
     Attributes:
-        records: how many there are, malformed ones included.
-        unread: why files could not be read.
+        records: number of records, including malformed ones.
+        unread: errors of files that could not be read.
         form: the format of all files, decided by the first record as `train tokenize` does.
-        counts: finding to how often.
-        places: finding to the first places, `FILE:LINE`.
+        counts: finding to number.
+        places: finding to its first places, `FILE:LINE`.
     """
 
     records: int = 0
@@ -62,17 +62,17 @@ def lint(
     job: Job | None = None,
     longest: int | None = None,
 ) -> Findings:
-    """Read files and tell what tokenization would drop, and what else is strange.
+    """Read files and report what tokenization would drop, and other oddities.
 
     Args:
         paths: the files.
         form: one of `shapes.FORMS`, or auto.
         key: the field that holds text.
-        job: how `train tokenize` would encode them; each record is encoded, for some are dropped only then. None
-            checks the records alone.
-        longest: tokens of the longest document that fits a row; counted with a job only.
+        job: how `train tokenize` would encode them; each record is encoded, because some are dropped only then. None
+            checks the records only.
+        longest: tokens of the longest document that fits a row; used with a job only.
     """
-    found = Findings(form="" if job is None else job.form)
+    findings = Findings(form="" if job is None else job.form)
     seen: set[int] = set()
     read: Reader | None = None if job is None else job_reader(job)
     encode = None if job is None else encoder(job)
@@ -80,24 +80,24 @@ def lint(
         try:
             parts = ranges([path])
         except SourceError as error:
-            found.unread.append(error)
+            findings.unread.append(error)
             continue
         for number, value in _numbered(parts, key):
             place = f"{path}:{number + 1}"
-            found.records += 1
+            findings.records += 1
             try:
                 if isinstance(value, Malformed):
                     raise value
                 if read is None:
-                    found.form = form_of(value, key) if form == "auto" else form
-                    read = reader(found.form, ROLES, key, auto=form == "auto")
+                    findings.form = form_of(value, key) if form == "auto" else form
+                    read = reader(findings.form, ROLES, key, auto=form == "auto")
                 record = read(value)
             except Malformed as error:
-                found.note(error.reason, place + (f", {error.detail}" if error.detail else ""))
+                findings.note(error.reason, place + (f", {error.detail}" if error.detail else ""))
                 continue
             for note in _notes(record, seen, encode, longest):
-                found.note(note, place)
-    return found
+                findings.note(note, place)
+    return findings
 
 
 def _numbered(parts: Ranges, key: str) -> Iterator[tuple[int, Any]]:

@@ -1,4 +1,4 @@
-"""Documents as a person reads them: text, pieces and ids, with what is trained apart from what is not."""
+"""Documents for people: text, pieces and ids, with trained tokens marked."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ TRAINED, MASKED = {"fg": "green", "bold": True}, {"fg": "bright_black"}
 def lines_of(
     documents: Documents, number: int, vocabulary: Vocabulary | None, loss: str, compat: str | None, colour: bool
 ) -> Iterator[str]:
-    """One document, a few lines.
+    """One document in a few lines.
 
     Args:
         documents: the token files.
         number: of the document.
-        vocabulary: the tokenizer; without it ids are shown only.
-        loss: see `masks.label_mask`.
-        compat: whose mask is shown instead of ours, neox or megatron-llm.
-        colour: trained tokens in green; else they stand between » and «.
+        vocabulary: the tokenizer; without it only ids are shown.
+        loss: see `loss_masks.label_mask`.
+        compat: show the mask of neox or megatron-llm instead of ours.
+        colour: trained tokens in green; else they are between » and «.
     """
     tokens, _, _ = documents.span(number, number + 1)
     mask = documents.trained(number, number + 1, loss)
     other = None if compat is None else _other(documents, number, compat)
     shown = mask if other is None else other
-    told = f"{int(shown.sum())} trained"
+    summary = f"{int(shown.sum())} trained"
     if documents.silent and loss != "all":
-        wanted = "--loss all" if vocabulary is not None else "--control-tokens, or --tokenizer"
-        shown, told = np.zeros_like(mask), f"of which nothing tells which are trained: {wanted}"
-    yield f"document {number}, {len(tokens)} tokens, {told}"
+        hint = "--loss all" if vocabulary is not None else "--control-tokens, or --tokenizer"
+        shown, summary = np.zeros_like(mask), f"it is not known which of them are trained: {hint}"
+    yield f"document {number}, {len(tokens)} tokens, {summary}"
     if vocabulary is not None:
         _require(tokens, vocabulary, documents)
         yield "  text    " + _runs(shown, colour, lambda low, high: vocabulary.decode(tokens[low:high].tolist()))
@@ -65,12 +65,12 @@ def _other(documents: Documents, number: int, compat: str) -> Mask:
             f"{documents.indexed.prefix} has no control tokens for user and assistant",
             "name them: --control-tokens user=7,assistant=8",
         )
-    found: Mask = fork_mask(tokens[None, :], [user, user], [assistant])[0]
-    return found
+    mask: Mask = fork_mask(tokens[None, :], [user, user], [assistant])[0]
+    return mask
 
 
 def _runs(mask: Mask, colour: bool, text: Any) -> str:
-    """Text of consecutive tokens that are trained, or not."""
+    """Text of runs of consecutive tokens that are trained, or not."""
     parts, low = [], 0
     for trained, group in groupby(mask.tolist()):
         high = low + len(list(group))
@@ -85,7 +85,7 @@ def _runs(mask: Mask, colour: bool, text: Any) -> str:
 
 def _require(tokens: NDArray[Any], vocabulary: Vocabulary, documents: Documents) -> None:
     if documents.roles is not None:
-        return  # their special tokens may lie behind the last piece of the tokenizer
+        return  # their special tokens may be beyond the last piece of the tokenizer
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary.size:
         raise RefusedError(
             f"{documents.indexed.prefix} has the token {int(tokens.max())}, {vocabulary.path} has {vocabulary.size}: "
@@ -94,4 +94,4 @@ def _require(tokens: NDArray[Any], vocabulary: Vocabulary, documents: Documents)
 
 
 def _listed(places: Sequence[int] | NDArray[Any]) -> str:
-    return ", ".join(str(int(one)) for one in places[:10]) + (", …" if len(places) > 10 else "")
+    return ", ".join(str(int(place)) for place in places[:10]) + (", …" if len(places) > 10 else "")

@@ -1,11 +1,11 @@
-"""`k_bin_packed` of the users' GPT-NeoX, number for number: for runs of theirs that go on here, and for comparison.
+"""`k_bin_packed` of tilde-nlp's GPT-NeoX, with identical indices: to resume its runs here, and for comparison.
 
 Documents in random order go into the fullest of at most 16 open bins that has room; the fullest bin is closed when a
 17th is needed. It takes all documents, whatever the split says.
 
-Facts: tilde-nlp/llm-gpt-neox 374a5c6 megatron/data/gpt2_dataset.py, `_build_index_mappings`: bins of no tokens begin no
-sample, and the last sample is never trained (`__len__` is one less). At the end it would merge bins that have room for
-each other; no two have, else the second would not have been opened.
+Facts: tilde-nlp/llm-gpt-neox 374a5c6 megatron/data/gpt2_dataset.py, `_build_index_mappings`: bins without tokens begin
+no sample, and the last sample is never trained (`__len__` is one less). At the end it would merge bins that fit
+together; there are none, else the second would not have been opened.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ OPEN = 16
 
 
 class Indices(NamedTuple):
-    """What GPT-NeoX keeps in three `.npy` files.
+    """The three `.npy` files of GPT-NeoX.
 
     Attributes:
         documents: `doc_idx`, int64; the last is a copy of the first.
-        samples: `sample_idx`: where each sample begins in `documents`, one behind the last, and zeros, int64[s + 1, 2].
-        shuffle: `shuffle_idx`: the sample that is trained at each step, int64[s].
+        samples: `sample_idx`: first document of each sample, and the end; zeros in column 1, int64[s + 1, 2].
+        shuffle: `shuffle_idx`: the order in which samples are trained, int64[s].
     """
 
     documents: NDArray[np.int64]
@@ -41,7 +41,7 @@ class _Bins:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used: list[int] = []
-        self.held: list[list[int]] = []
+        self.contents: list[list[int]] = []
         self.documents: list[int] = []
         self.samples: list[int] = []
 
@@ -54,24 +54,24 @@ class _Bins:
                 best, most = place, used
         if best >= 0:
             self.used[best] += length
-            self.held[best].append(document)
+            self.contents[best].append(document)
             return
         if len(self.used) == OPEN:
             fullest = self.used.index(max(self.used))
-            self._close([(self.used.pop(fullest), self.held.pop(fullest))])
+            self._close([(self.used.pop(fullest), self.contents.pop(fullest))])
         self.used.append(length)
-        self.held.append([document])
+        self.contents.append([document])
 
     def close_all(self) -> None:
-        """Close what is open, the fullest first."""
-        self._close(sorted(zip(self.used, self.held, strict=True), key=lambda one: one[0], reverse=True))
-        self.used, self.held = [], []
+        """Close all open bins, the fullest first."""
+        self._close(sorted(zip(self.used, self.contents, strict=True), key=lambda bin_: bin_[0], reverse=True))
+        self.used, self.contents = [], []
 
     def _close(self, bins: list[tuple[int, list[int]]]) -> None:
-        for used, held in bins:
+        for used, documents in bins:
             if used:
                 self.samples.append(len(self.documents))
-            self.documents += held
+            self.documents += documents
 
 
 def k_bin_indices(lengths: Lengths, seq_length: int, seed: int, samples: int | None = None) -> Indices:
@@ -81,25 +81,25 @@ def k_bin_indices(lengths: Lengths, seq_length: int, seed: int, samples: int | N
         lengths: tokens of all documents of the file; those longer than seq_length + 1 are skipped.
         seq_length: the training's sequence length; a row has one token more.
         seed: the training's seed.
-        samples: `num_samples`, how many are needed at least; None takes each document once.
+        samples: `num_samples`, the minimum number of samples; None takes each document once.
 
     Raises:
         RefusedError: no document fits a row.
     """
     if not lengths[lengths <= seq_length + 1].any():
         raise RefusedError(f"none of {len(lengths)} documents fits a row of {seq_length + 1} tokens")
-    random = np.random.RandomState(seed)  # the old generator: its sequence is part of the format
+    random = np.random.RandomState(seed)  # the legacy generator: its sequence is part of the format
     order = np.arange(len(lengths), dtype=np.int32)
     sizes, bins = lengths.tolist(), _Bins(seq_length + 1)
     random.shuffle(order)
-    wanted = len(lengths) if samples is None else samples
-    while len(bins.samples) < wanted:
+    needed = len(lengths) if samples is None else samples
+    while len(bins.samples) < needed:
         for document in order.tolist():
-            if len(bins.samples) >= wanted:
+            if len(bins.samples) >= needed:
                 break
             if sizes[document] <= bins.capacity:
                 bins.put(document, sizes[document])
-        if samples is None or len(bins.samples) >= wanted:
+        if samples is None or len(bins.samples) >= needed:
             break
         bins.close_all()
         random.shuffle(order)
@@ -113,9 +113,9 @@ def k_bin_indices(lengths: Lengths, seq_length: int, seed: int, samples: int | N
 
 def k_bin(lengths: Lengths, capacity: int, seed: int, samples: int | None = None) -> Rows:
     """The rows of `k_bin_indices`, in the order in which GPT-NeoX trains them."""
-    found = k_bin_indices(lengths, capacity - 1, seed, samples)
-    firsts, stops = found.samples[:-1, 0][found.shuffle], found.samples[1:, 0][found.shuffle]
+    indices = k_bin_indices(lengths, capacity - 1, seed, samples)
+    firsts, stops = indices.samples[:-1, 0][indices.shuffle], indices.samples[1:, 0][indices.shuffle]
     counts = stops - firsts
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     place = np.arange(offsets[-1]) + np.repeat(firsts - offsets[:-1], counts)
-    return Rows(found.documents[place].astype(np.int32), offsets)
+    return Rows(indices.documents[place].astype(np.int32), offsets)

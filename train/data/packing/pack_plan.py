@@ -1,13 +1,13 @@
-"""A pack plan: which documents share a row. A training makes its own, or maps one that was made before.
+"""A pack plan: which documents share a row. A training run makes its own, or maps one of `train pack`.
 
 A plan on disk is a folder:
 
     plan.json        where its token files are, their hashes, algorithm, capacity, seed, splits, counts
     documents.npy    int32[p]: document of each piece, in the order of the rows
     rows.npy         int64[r + 1]: first piece of each row
-    pieces.npy       int32[p, 2]: first token and tokens of each piece; only where documents are cut
+    pieces.npy       int32[p, 2]: first token and number of tokens of each piece; only where documents are cut
 
-The tokens themselves stay where they are. A plan knows the files that it was made from, and is refused for any others.
+The tokens themselves stay where they are. A plan records hashes of its token files, and is refused for any others.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ ALGORITHMS: Mapping[str, Callable[[Lengths, int, int], Rows]] = {
 }
 SPLITS = ("train", "validation", "test")
 RECORD = ("made_from", "algorithm", "capacity", "seed", "splits", "counts")
-"""Attributes that stand in `plan.json`."""
+"""Attributes that are saved in `plan.json`."""
 FILES = {"plan.json", "documents.npy", "rows.npy", "pieces.npy"}
-"""All that a plan's folder may hold."""
+"""All files that a plan's folder may have."""
 LONGEST = 2**31 - 2
-"""The longest sequence: a row has a token more, and lengths are int32."""
+"""The longest sequence: a row has one token more, and lengths are int32."""
 SAMPLED = 256
-"""Places at which the content of a large file is hashed, 4 KiB each."""
+"""Number of samples of 4 KiB that are hashed of a large file."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Plan:
         prefix: the files.
         made_from: hashes of the token files.
         algorithm: a key of `ALGORITHMS`.
-        capacity: tokens of a row: the sequence length and one, because the last is a label only.
+        capacity: tokens of a row: the sequence length and one more, which is only a label.
         seed: of the packer.
-        splits: name to first row and the row behind the last.
+        splits: name to the half-open range of its rows.
         counts: documents, rows, tokens, fill, and what was left out.
         documents: document of each piece.
         rows: first piece of each row.
-        pieces: first token and tokens of each piece; None if all documents are whole.
+        pieces: first token and number of tokens of each piece; None if all documents are whole.
     """
 
     prefix: Path
@@ -82,7 +82,7 @@ class Plan:
         return len(self.rows) - 1
 
     def row(self, number: int, sizes: NDArray[Any]) -> list[tuple[int, int, int]]:
-        """The pieces of a row: document, first token in it, and how many.
+        """The pieces of a row: document, first token in it, and number of tokens.
 
         Args:
             number: of the row.
@@ -96,7 +96,7 @@ class Plan:
         return [(document, low, many) for document, (low, many) in zip(documents, cuts, strict=True)]
 
     def part(self, name: str, sizes: NDArray[Any]) -> Plan:
-        """The rows of a split alone.
+        """A plan with the rows of one split only.
 
         Args:
             name: of the split.
@@ -107,13 +107,13 @@ class Plan:
         """
         if name not in self.splits:
             raise RefusedError(
-                f"the plan of {self.prefix} has the splits {', '.join(self.splits)}, none is called {name}",
+                f"the plan of {self.prefix} has the splits {', '.join(self.splits)}, none is named {name}",
                 "a validation set has the name of its split: --data.validation '{validation: P.pack}'",
             )
         begin, stop = self.splits[name]
         rows = self.rows[begin : stop + 1]
-        taken = slice(int(rows[0]), int(rows[-1]))
-        kept = _tokens(self.documents[taken], None if self.pieces is None else self.pieces[taken], sizes)
+        pieces = slice(int(rows[0]), int(rows[-1]))
+        kept = _tokens(self.documents[pieces], None if self.pieces is None else self.pieces[pieces], sizes)
         return replace(self, rows=rows, counts={**self.counts, **_filling(kept, stop - begin, self.capacity)})
 
 
@@ -126,9 +126,9 @@ def _filling(tokens: int, rows: int, capacity: int) -> dict[str, Any]:
 
 
 def document_sizes(indexed: Indexed) -> NDArray[np.int32]:
-    """Tokens of each document, where a sequence is a document.
+    """Tokens of each document; each sequence has to be a document.
 
-    The merge of GPT-NeoX, and Megatron-LLM, leave the list of documents empty, or that of the first file.
+    Merges of GPT-NeoX, and Megatron-LLM, leave the list of documents empty, or keep that of the first file.
 
     Raises:
         UnsupportedError: documents have several sequences.
@@ -136,7 +136,7 @@ def document_sizes(indexed: Indexed) -> NDArray[np.int32]:
     marks = indexed.documents
     if len(marks) > 1 and len(marks) != len(indexed) + 1 and int(marks[-1]) == len(indexed):
         raise UnsupportedError(
-            f"{indexed.prefix} has {len(indexed)} sequences in {len(marks) - 1} documents, sentences of each by itself",
+            f"{indexed.prefix} has {len(indexed)} sequences in {len(marks) - 1} documents: it was split into sentences",
             "tokenize without splitting sentences",
         )
     return np.array(indexed.sizes)
@@ -156,21 +156,21 @@ def make_plan(
     Args:
         indexed: the file.
         algorithm: a key of `ALGORITHMS`.
-        seq_length: tokens that a training step sees of a row; the row has one more, the last label.
+        seq_length: input tokens of a row; the row has one more token, the last label.
         seed: of the packer.
-        overlong: what becomes of documents that are longer than a row: drop, error or truncate.
+        overlong: how documents longer than a row are treated: drop, error or truncate.
         split: shares of train, validation and test, which are consecutive documents.
 
     Raises:
-        RefusedError: a document is too long and that is an error, or nothing is left.
-        UsageError: the algorithm cannot do what is asked.
+        RefusedError: a document is too long with `error`, or nothing is left.
+        UsageError: the algorithm does not support the arguments.
     """
     if seq_length > LONGEST:
         raise UsageError(f"a sequence has up to {LONGEST} tokens, not {seq_length}", "--seq-length 8192")
     sizes, capacity = document_sizes(indexed), seq_length + 1
     if algorithm == "k_bin" and len([share for share in split if share]) > 1:
         raise UsageError(
-            "k_bin packs all documents whatever the split says, so that validation data would be trained",
+            "k_bin packs all documents whatever the split, so validation data would be trained",
             "pack with bfd, or tokenize validation data into a file of its own",
         )
     long, empty = sizes > capacity, sizes == 0
@@ -190,9 +190,9 @@ def make_plan(
         chosen = (np.flatnonzero(usable[low:high]) + low).astype(np.int32)
         if not len(chosen):
             continue
-        found = ALGORITHMS[algorithm](fitting[chosen], capacity, seed)
-        parts.append(found._replace(documents=chosen[found.documents]))
-        splits[name] = (begin, begin + len(found.offsets) - 1)
+        packed = ALGORITHMS[algorithm](fitting[chosen], capacity, seed)
+        parts.append(packed._replace(documents=chosen[packed.documents]))
+        splits[name] = (begin, begin + len(packed.offsets) - 1)
         begin = splits[name][1]
     if not parts:
         raise RefusedError(f"none of {len(sizes)} documents of {indexed.prefix} fits a row of {capacity} tokens")
@@ -215,7 +215,7 @@ def make_plan(
 
 
 def _joined(parts: Sequence[Rows]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The rows of several splits behind each other."""
+    """The rows of several splits, concatenated."""
     documents = np.concatenate([part.documents for part in parts])
     ends = np.cumsum([0, *(len(part.documents) for part in parts)])
     rows = [part.offsets[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
@@ -223,11 +223,10 @@ def _joined(parts: Sequence[Rows]) -> tuple[NDArray[np.int32], NDArray[np.int64]
 
 
 def _bounds(number: int, split: Sequence[float]) -> list[tuple[int, int]]:
-    """First document of each split and the one behind its last, as Megatron and GPT-NeoX cut them.
+    """The half-open range of documents of each split, as Megatron and GPT-NeoX cut them.
 
-    What rounding gave too much or too little moves all ends but the first one (`get_train_valid_test_split_`). There
-    that may move an end below zero, or give a share of zero a document: here splits never overlap, and such a share
-    has none.
+    The rounding error is subtracted from all ends but the first (`get_train_valid_test_split_`). There that may move an
+    end below zero, or give a share of zero a document; here splits never overlap, and such a share is empty.
     """
     total = sum(split)
     if not 0 < total < math.inf or min(split) < 0 or len(split) > len(SPLITS):
@@ -242,10 +241,10 @@ def _bounds(number: int, split: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def hashes(prefix: Path) -> dict[str, str]:
-    """BLAKE3 of the index, and of samples of what is too large to be read as a whole."""
+    """BLAKE3 of the index, and of samples of the files that are too large to be hashed as a whole."""
     index = blake3(max_threads=blake3.AUTO).update_mmap(idx_path(prefix)).hexdigest()
-    found = {"idx": index, "bin": _sampled(bin_path(prefix))}
-    return found | ({"mask": _sampled(mask_path(prefix))} if mask_path(prefix).is_file() else {})
+    digests = {"idx": index, "bin": _sampled(bin_path(prefix))}
+    return digests | ({"mask": _sampled(mask_path(prefix))} if mask_path(prefix).is_file() else {})
 
 
 def _sampled(path: Path) -> str:
@@ -259,13 +258,13 @@ def _sampled(path: Path) -> str:
 
 
 def write_plan(plan: Plan, out: Path, force: bool = False) -> None:
-    """Write a plan, in one step.
+    """Write a plan atomically.
 
     Raises:
-        OutputError: there is something else.
+        OutputError: the folder exists and is not to be replaced, or is not a plan.
     """
     if out.name in ("", ".."):
-        raise UsageError(f"{out} is no name for the folder of a plan", "--out PLAN")
+        raise UsageError(f"{out} cannot be the folder of a plan", "--out PLAN")
     staging = out.with_name(out.name + ".partial")
     if out.is_symlink() or out.exists():
         if not (out / "plan.json").is_file():
@@ -295,19 +294,19 @@ def write_plan(plan: Plan, out: Path, force: bool = False) -> None:
 
 
 def _require_own(folder: Path) -> None:
-    """A folder that is to be deleted holds a plan and nothing else."""
+    """Check that a folder to be deleted has a plan and nothing else."""
     if folder.is_symlink() or not folder.is_dir():
-        raise OutputError(f"{folder} exists and is no folder", "remove it, or choose another --out")
+        raise OutputError(f"{folder} exists and is not a folder", "remove it, or choose another --out")
     other = sorted({path.name for path in folder.iterdir()} - FILES - {"plan.json.tmp"})
     if other:
         raise OutputError(
-            f"{folder} holds {len(other)} files that are no part of a plan, such as {short(other[0])}",
+            f"{folder} holds {len(other)} files that are not part of a plan, such as {short(other[0])}",
             "move them away, or choose another --out",
         )
 
 
 def _save(path: Path, array: NDArray[Any]) -> None:
-    """`np.save`, whose errors do not tell which file or what is wrong."""
+    """As `np.save`, but errors name the file and the reason."""
     array = np.ascontiguousarray(array)
     with named(path), synced(path) as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
@@ -323,7 +322,7 @@ def open_plan(path: Path) -> Plan:
     """Map a plan.
 
     Raises:
-        SourceError: it is no plan, or damaged, or its token files are not where they were.
+        SourceError: it is not a plan, or damaged, or its token files are not where they were.
         RefusedError: the token files are not those that it was made from.
     """
     try:
@@ -336,13 +335,13 @@ def open_plan(path: Path) -> Plan:
         prefix = Path(os.path.normpath(path.resolve() / record.pop("prefix")))
         plan = Plan(prefix, **record, **arrays)
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise SourceError(f"{path} is no pack plan: {short(str(error))}", "make one with train pack") from None
+        raise SourceError(f"{path} is not a pack plan: {short(str(error))}", "make one with train pack") from None
     if len(plan.rows) != plan.counts["rows"] + 1 or int(plan.rows[-1]) != len(plan.documents):
         raise SourceError(f"{path} is damaged: {len(plan.rows) - 1} rows of {plan.counts['rows']}")
     if not idx_path(prefix).is_file():
         raise SourceError(f"{path} was made from {prefix}, which is not there", "move both together, or pack again")
-    found = hashes(prefix)
-    changed = sorted(name for name in {*found, *plan.made_from} if found.get(name) != plan.made_from.get(name))
+    digests = hashes(prefix)
+    changed = sorted(name for name in {*digests, *plan.made_from} if digests.get(name) != plan.made_from.get(name))
     if changed:
         raise RefusedError(
             f"{path} was made from other files than {prefix}: .{', .'.join(changed)} differ", "pack again: train pack"

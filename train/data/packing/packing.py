@@ -1,8 +1,8 @@
-"""Packing: which documents share a row. Functions of lengths and a seed, without a look at any token.
+"""Packing: which documents share a row. Functions of lengths and a seed; tokens are not read.
 
 `best_fit` is best-fit decreasing, computed over the histogram of lengths: documents of equal length are exchangeable,
-so whole runs of equal rows are filled at a time. The work depends on how many different lengths there are, not on how
-many documents. The others exist to go on with, or to compare with, what other programs do.
+so whole runs of equal rows are filled at a time. The cost depends on the number of different lengths, not on the number
+of documents. The other algorithms exist to resume, or to compare with, runs of other programs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def best_fit(lengths: Lengths, capacity: int, seed: int) -> Rows:
     order = order[np.argsort(shuffled, kind="stable")[::-1]]
     firsts, rows, copies, slots, number = _place(np.bincount(shuffled, minlength=1), capacity)
     # Document d of the descending order belongs to the last placement that begins at or before it. A placement puts
-    # `copies` documents into each of some consecutive rows, behind `slot` documents that are there already.
+    # `copies` documents into each of some consecutive rows, after the `slot` documents that they already have.
     counts = np.diff(firsts, append=len(order))
     inside = np.arange(len(order), dtype=np.int32) - np.repeat(firsts, counts)
     each = np.repeat(copies, counts)
@@ -68,14 +68,14 @@ Placements = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDAr
 
 
 def _place(histogram: NDArray[np.intp], capacity: int) -> Placements:
-    """Fill rows, a run of equal ones at a time.
+    """Fill rows, a run of equal rows at a time.
 
-    A row that takes a document is again the fullest one with room for another of that length, as long as there is
-    room at all: it takes them all at once.
+    A row that takes a document is then again the fullest one with room for another of that length, as long as there is
+    room, so it takes all of them at once.
 
     Returns:
         For each placement: the first document in descending order, the first row, the documents that each row gets,
-        and those that it has already. And the number of rows.
+        and those that it already has. And the number of rows.
     """
     firsts: list[int] = []
     rows: list[int] = []
@@ -90,11 +90,11 @@ def _place(histogram: NDArray[np.intp], capacity: int) -> Placements:
             place = bisect_left(free, length)
             if place < len(free):
                 space = free[place]
-                row, many, held = runs[space].pop()
+                row, many, placed = runs[space].pop()
                 if not runs[space]:
                     del runs[space], free[place]
             else:
-                space, row, held = capacity, opened, 0
+                space, row, placed = capacity, opened, 0
                 many = -(-left // (capacity // length))
                 opened += many
             each = space // length
@@ -106,14 +106,14 @@ def _place(histogram: NDArray[np.intp], capacity: int) -> Placements:
                 firsts.append(done)
                 rows.append(first)
                 copies.append(taken)
-                slots.append(held)
+                slots.append(placed)
                 done += number * taken
                 left -= number * taken
-                _keep(free, runs, space - taken * length, (first, number, held + taken))
+                _keep(free, runs, space - taken * length, (first, number, placed + taken))
             used = full + (over > 0)
             if used < many:
-                _keep(free, runs, space, (row + used, many - used, held))
-    return (*(np.array(one, np.int32) for one in (firsts, rows, copies, slots)), opened)  # type: ignore[return-value]
+                _keep(free, runs, space, (row + used, many - used, placed))
+    return (*(np.array(column, np.int32) for column in (firsts, rows, copies, slots)), opened)  # type: ignore[return-value]
 
 
 def _keep(free: list[int], runs: dict[int, list[tuple[int, int, int]]], space: int, run: tuple[int, int, int]) -> None:
@@ -135,12 +135,12 @@ def next_fit(lengths: Lengths, capacity: int, seed: int) -> Rows:
 
 
 def longest_first(lengths: Lengths, capacity: int) -> Rows:
-    """The longest first, of equal ones the first; a new row whenever one does not fit (`pack_docs` of Megatron-LLM).
+    """The longest first, ties in file order; a new row whenever a document does not fit (`pack_docs` of Megatron-LLM).
 
-    There is a token between two documents of a row. A document that is longer than a row is cut, and has it for itself.
+    A separator token is between two documents of a row. A document longer than a row is cut, and is alone in its row.
 
-    Source: xingyaoww/Megatron-LLM 1b07577, tools/preprocess_instruct_data.py: the first of a row needs room for a
-    separator as well, so that one that fills it to the last token is written there by the branch that cuts.
+    Source: xingyaoww/Megatron-LLM 1b07577, tools/preprocess_instruct_data.py: the first document of a row needs room
+    for a separator too, so that a document of exactly a row is written there by the branch that cuts.
     """
     order = np.argsort(-lengths, kind="stable").astype(np.int32)
     taken = np.minimum(lengths[order], capacity)
@@ -148,7 +148,7 @@ def longest_first(lengths: Lengths, capacity: int) -> Rows:
 
 
 def _filled(lengths: Lengths, capacity: int) -> NDArray[np.int64]:
-    """The first document of each row, and their number, if each row takes in turn what has room, int64[r + 1]."""
+    """First document of each row, and the number of documents, if rows are filled in order (next fit), int64[r + 1]."""
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     following = (np.searchsorted(ends, ends[:-1] + capacity, "right") - 1).tolist()
     offsets = [0]
@@ -158,9 +158,9 @@ def _filled(lengths: Lengths, capacity: int) -> NDArray[np.int64]:
 
 
 def concatenated(lengths: Lengths, capacity: int, seed: int) -> Rows:
-    """Documents in random order, one behind the other, cut wherever a row is full (`packed` of GPT-NeoX).
+    """Documents in random order, concatenated and cut wherever a row is full (`packed` of GPT-NeoX).
 
-    The last token of a row is also the first of the next one: as a label here, as an input there.
+    The last token of a row is also the first of the next one: it is a label in the first and an input in the second.
     """
     order = np.random.default_rng(seed).permutation(len(lengths)).astype(np.int32)
     ends = np.cumsum(lengths[order], dtype=np.int64)

@@ -3,16 +3,16 @@
 Both have an index, and the same sizes. Roles are 0 for the system, 1 for the user, 2 for the assistant; rows of several
 conversations have the token <s> between two of them, with the role 1000.
 
-The bytes are those of the users' own tool, also of the indexes: each has the one mark 0 for documents, because that
-tool ends none. The training that reads them counts sizes and never looks at marks (`InstructionDataset`); to programs
-that do, these files hold no document, as theirs do.
+The bytes are those of Megatron-LLM's own tool, also of the indexes: each has only the document mark 0, because that
+tool never ends a document. The training that reads them uses sizes and never marks (`InstructionDataset`); to programs
+that use marks, these files have no document, as the tool's own files.
 
-On purpose different:
-* A content that spells a special token stays text; there it becomes the token, and a content can open a turn.
-* A malformed record is dropped and counted; there it ends the run, behind a short pair of files that looks whole. A
+Intended differences:
+* A content that spells a special token stays text; there it becomes the token, so a content could open a turn.
+* A malformed record is dropped and counted; there it aborts the run and leaves short files that look complete. A
   conversation without turns is malformed; there it becomes a <s> at the end of a row. A record needs no id.
-* There is no `P.jsonl`, which has nothing that the bins lack; there it may empty the input, if P is the input's name.
-* `P-text.json` tells which tokenizer made the files, and what was dropped.
+* `P.jsonl` is not written: the bins contain everything in it, and there it overwrites the input if P is its name.
+* `P-text.json` records which tokenizer made the files, and what was dropped.
 
 Facts: xingyaoww/Megatron-LLM 1b07577, tools/preprocess_instruct_data.py (`DatasetWriter`, `pack_docs`), megatron/data/
 instruction_dataset.py (`Role`), megatron/tokenizer/tokenizer.py (`_SentencePieceTokenizer._initalize`).
@@ -38,11 +38,11 @@ from train.data.tokens.tokenize import Request, put_in_place, staged, write_fact
 from train.data.tokens.tokenizers import SentencePiece
 
 NEW = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
-"""Tokens that a vocabulary gets at its end, before those that the user names; unless `--no-new-tokens`."""
+"""Tokens that are added after the vocabulary, before those that the user names; not with `--no-new-tokens`."""
 ROLE = np.dtype("<u2")
 PACK_SEP = 1000
 MARKS = np.zeros(1, np.int64)
-"""What the indexes have for documents."""
+"""The document marks of both indexes."""
 
 
 @dataclass(frozen=True)
@@ -61,47 +61,49 @@ class Packing:
 
 
 def special_tokens(vocabulary: SentencePiece, extra: Sequence[str], new: bool) -> dict[str, int]:
-    """The special tokens that a vocabulary is used with; those that it lacks come behind its last piece.
+    """The special tokens of a vocabulary; those that it lacks get ids after its last piece.
 
     Args:
         vocabulary: the tokenizer, opened with `extra` and `NEW` as control tokens.
         extra: tokens that the user names.
-        new: whether `NEW` are added too, and what the model has not of padding, begin and end.
+        new: whether to add `NEW` too, and those of <PAD>, <BOS> and <EOS> that the model lacks.
 
     Returns:
-        Name to id, in the order of their addition.
+        Name to id, in the order in which they are added.
 
     Raises:
-        UsageError: a turn could not be told from text.
+        UsageError: a text could contain a token that marks turns.
     """
     missing = [token for token in CHATML if token not in extra]
     if missing:
         raise UsageError(
-            f"--vocab-extra-ids-list {','.join(extra)} lacks {' and '.join(missing)}, between which each turn stands",
+            f"--vocab-extra-ids-list {','.join(extra)} lacks {' and '.join(missing)}, which enclose each turn",
             f"--vocab-extra-ids-list '{','.join([*missing, *extra])}'",
         )
-    model, size, found = vocabulary.model, vocabulary.size, dict[str, int]()
-    named = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
-    own = [model.id_to_piece(number) if number >= 0 else name for name, number in named.items()]
-    for token, wanted in (*((token, new) for token in (*NEW, *own)), *((token, True) for token in extra)):
-        held = model.piece_to_id(token)
-        if model.id_to_piece(held) == token:
-            if not (model.is_control(held) or model.is_unused(held)):
-                raise UsageError(f"{token} is an ordinary piece of {vocabulary.path}, id {held}: text could become it")
-            found[token] = held
-        elif wanted and token not in found:
-            found[token] = size
+    model, size, ids = vocabulary.model, vocabulary.size, dict[str, int]()
+    edge_tokens = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
+    own = [model.id_to_piece(number) if number >= 0 else name for name, number in edge_tokens.items()]
+    for token, add in (*((token, new) for token in (*NEW, *own)), *((token, True) for token in extra)):
+        piece_id = model.piece_to_id(token)
+        if model.id_to_piece(piece_id) == token:
+            if not (model.is_control(piece_id) or model.is_unused(piece_id)):
+                raise UsageError(
+                    f"{token} is an ordinary piece of {vocabulary.path}, id {piece_id}: text could become it"
+                )
+            ids[token] = piece_id
+        elif add and token not in ids:
+            ids[token] = size
             size += 1
-    return found
+    return ids
 
 
 def full_size(vocabulary: SentencePiece, special: Mapping[str, int]) -> int:
-    """How many tokens a vocabulary has, its special tokens included."""
+    """Number of tokens of a vocabulary, including its special tokens."""
     return max(vocabulary.size, 1 + max(special.values()))
 
 
 def separator(vocabulary: SentencePiece, special: Mapping[str, int]) -> tuple[int, str]:
-    """The token between conversations of a row, and its name: what begins a text.
+    """The token between conversations of a row, and its name: the BOS token.
 
     Raises:
         UsageError: there is none.
@@ -110,8 +112,8 @@ def separator(vocabulary: SentencePiece, special: Mapping[str, int]) -> tuple[in
     name = vocabulary.model.id_to_piece(number) if number >= 0 else "<BOS>"
     if name not in special:
         raise UsageError(
-            f"{vocabulary.path} has no token that begins a text, which stands between packed conversations",
-            "leave out --no-new-tokens or --do-packing",
+            f"{vocabulary.path} has no BOS token to put between packed conversations",
+            "remove --no-new-tokens or --do-packing",
         )
     return special[name], name
 
@@ -120,17 +122,17 @@ def write_role_bins(request: Request, packing: Packing | None = None) -> Facts:
     """Make role bins.
 
     Args:
-        request: what is asked for; the prefix is P, and the job has special tokens.
-        packing: how rows are made, None for one conversation in each.
+        request: the input and output; the prefix is P, and the job has special tokens.
+        packing: how rows are packed, None for one conversation a row.
 
     Returns:
-        What is known of them; `counts` has documents, tokens, rows, what was cut, and dropped records by reason.
+        Their sidecar; `counts` has documents, tokens, rows, what was cut, and dropped records by reason.
 
     Raises:
-        OutputError: an output is there, or cannot be written.
+        OutputError: an output exists, or cannot be written.
         RefusedError: too many records are malformed.
         SourceError: no conversation is left.
-        Interrupted: a signal came; the same call goes on.
+        Interrupted: a signal came; the same call resumes.
     """
     prefix, staging = request.prefix, request.staging
     text, role = (prefix.with_name(f"{prefix.name}-{kind}") for kind in ("text", "role"))
@@ -158,26 +160,26 @@ def write_role_bins(request: Request, packing: Packing | None = None) -> Facts:
 
 
 def _cut(sizes: Sizes, length: int) -> dict[str, int]:
-    """How many conversations are longer than a row, and how many tokens that loses."""
+    """Number of conversations longer than a row, and number of tokens that are cut off."""
     over = sizes[sizes > length]
     return {"cut": len(over), "cut_tokens": int((over - length).sum(dtype=np.int64))}
 
 
 def _row_sizes(rows: Rows) -> Sizes:
-    """Tokens of each row: of its conversations, and what stands between them."""
+    """Tokens of each row: of its conversations, and the separators between them."""
     assert rows.lengths is not None
-    found: Sizes = (np.add.reduceat(rows.lengths, rows.offsets[:-1]) + np.diff(rows.offsets) - 1).astype(np.int32)
-    return found
+    sizes: Sizes = (np.add.reduceat(rows.lengths, rows.offsets[:-1]) + np.diff(rows.offsets) - 1).astype(np.int32)
+    return sizes
 
 
 def _rows(source: Path, mark: bytes, sizes: Sizes, rows: Rows) -> Iterator[bytes]:
     """The bytes of each row of a stream.
 
     Args:
-        source: the stream, a conversation after the other.
-        mark: what stands between two of a row; as long as every number of the stream.
-        sizes: numbers of each conversation, int32[d].
-        rows: which conversations make a row.
+        source: the stream, conversations concatenated.
+        mark: the separator between two conversations of a row; as wide as a number of the stream.
+        sizes: length of each conversation, int32[d].
+        rows: which conversations share a row.
     """
     assert rows.lengths is not None
     width = len(mark)
@@ -193,10 +195,10 @@ def _rows(source: Path, mark: bytes, sizes: Sizes, rows: Rows) -> Iterator[bytes
 
 
 def _write(path: Path, pieces: Iterator[bytes], stopped: Callable[[], bool], progress: Progress) -> None:
-    """Write pieces and force them to disk."""
+    """Write pieces and fsync the file."""
     with synced(path) as file:
         for piece in pieces:
             if stopped():
-                raise Interrupted("stopped while conversations were packed", "run the same command again to go on")
+                raise Interrupted("stopped while conversations were packed", "run the same command again to resume")
             file.write(piece)
             progress.advance(len(piece))

@@ -1,4 +1,4 @@
-"""Every document gets a last token, or another one: `eod_FILE.bin` and `.idx` beside FILE.
+"""Append a token to every document, or replace its last one: writes `eod_FILE.bin` and `.idx` beside FILE.
 
 Facts: tilde-nlp/llm-gpt-neox at 374a5c6, append_eod_bin.py, which makes the same bytes one document at a time.
 """
@@ -30,17 +30,17 @@ Tokens = NDArray[Any]
 
 @dataclass(frozen=True)
 class Work:
-    """Token files whose documents are to end in a token.
+    """Token files whose documents will end in a token.
 
     Attributes:
-        found: the files.
+        indexed: the files.
         marks: first sequence of each document, None where each sequence is one.
         eod: the token.
-        appended: whether it comes behind the last token of a document, or in its place.
-        facts: what is known about the files.
+        appended: whether it is appended after the last token of a document, or replaces it.
+        facts: the sidecar of the files.
     """
 
-    found: Indexed
+    indexed: Indexed
     marks: NDArray[np.int64] | None
     eod: int
     appended: bool
@@ -48,33 +48,33 @@ class Work:
 
     @property
     def documents(self) -> int:
-        """How many there are."""
-        return len(self.found) if self.marks is None else len(self.marks) - 1
+        """Number of documents."""
+        return len(self.indexed) if self.marks is None else len(self.marks) - 1
 
     @property
     def masked(self) -> bool:
         """Whether there is a loss mask."""
-        return mask_path(self.found.prefix).exists()
+        return mask_path(self.indexed.prefix).exists()
 
     @property
     def tokens(self) -> int:
-        """How many there are to be."""
-        return self.found.total + (self.documents if self.appended else 0)
+        """Number of tokens of the output."""
+        return self.indexed.total + (self.documents if self.appended else 0)
 
     @property
     def out(self) -> Path:
-        """The prefix that is to be made."""
-        return self.found.prefix.with_name(COPY + self.found.prefix.name)
+        """The prefix of the output."""
+        return self.indexed.prefix.with_name(COPY + self.indexed.prefix.name)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that are to be made."""
-        width = self.found.dtype.itemsize + self.masked
-        return self.tokens * width + 34 + 12 * len(self.found) + 8 * (self.documents + 1)
+        """Bytes of the output files."""
+        width = self.indexed.dtype.itemsize + self.masked
+        return self.tokens * width + 34 + 12 * len(self.indexed) + 8 * (self.documents + 1)
 
 
 def plan_append(path: Path, eod: int, mode: str) -> Work:
-    """Open the files and see whether the token can be one of theirs.
+    """Open the files and check that the token fits their vocabulary and dtype.
 
     Args:
         path: FILE.bin.
@@ -85,25 +85,27 @@ def plan_append(path: Path, eod: int, mode: str) -> Work:
         SourceError: the files are damaged.
         RefusedError: the token cannot be written.
     """
-    found = open_indexed(path)
-    kind, facts, marks = np.iinfo(found.dtype), read_facts(found.prefix), files.marks_of(found)
+    indexed = open_indexed(path)
+    kind, facts, marks = np.iinfo(indexed.dtype), read_facts(indexed.prefix), files.marks_of(indexed)
     most = kind.max if facts is None else min(kind.max, facts.vocabulary - 1)
     if not 0 <= eod <= most:
-        raise RefusedError(f"{eod} is no token of {bin_path(found.prefix)} ({found.dtype}): they run from 0 to {most}")
-    mask = mask_path(found.prefix)
-    if mask.exists() and mask.stat().st_size != found.total:
-        raise SourceError(f"{mask} has {mask.stat().st_size:,} bytes for {found.total:,} tokens")
+        raise RefusedError(
+            f"{eod} is not a token of {bin_path(indexed.prefix)} ({indexed.dtype}): they run from 0 to {most}"
+        )
+    mask = mask_path(indexed.prefix)
+    if mask.exists() and mask.stat().st_size != indexed.total:
+        raise SourceError(f"{mask} has {mask.stat().st_size:,} bytes for {indexed.total:,} tokens")
     follow = chunks(marks[1:]) if marks is not None else ()
     if marks is not None and any((part == marks[low : low + len(part)]).any() for low, part in follow):
-        raise SourceError(f"{idx_path(found.prefix)} has documents without a sequence")
-    return Work(found, marks, eod, mode == "append", facts)
+        raise SourceError(f"{idx_path(indexed.prefix)} has documents without a sequence")
+    return Work(indexed, marks, eod, mode == "append", facts)
 
 
 def check_out(work: Work, force: bool) -> None:
-    """The output is not there.
+    """Check that the output does not exist.
 
     Raises:
-        OutputError: it is.
+        OutputError: it exists.
     """
     for path in files.members(work.out):
         if path.exists() and not force:
@@ -115,56 +117,58 @@ def write_append(work: Work, *, doubled: bool, quiet: bool) -> None:
 
     Raises:
         OutputError: there is no room.
-        RefusedError: documents end in the token already, or have no token to replace.
+        RefusedError: documents already end in the token, or have no token to replace.
         Interrupted: a signal came.
     """
     files.check_space(work.out.parent, work.nbytes)
     kinds = [bin_path, mask_path] if work.masked else [bin_path]
-    with stoppable() as stop, files.fresh(work.out) as made, Progress("writing", work.nbytes, quiet) as progress:
+    with stoppable() as stop, files.fresh(work.out) as staged, Progress("writing", work.nbytes, quiet) as progress:
         with ExitStack() as stack:
-            readers = [stack.enter_context(kind(work.found.prefix).open("rb")) for kind in kinds]
-            writers = [stack.enter_context(synced(kind(made))) for kind in kinds]
+            readers = [stack.enter_context(kind(work.indexed.prefix).open("rb")) for kind in kinds]
+            writers = [stack.enter_context(synced(kind(staged))) for kind in kinds]
             for block in _blocks(work):
                 if stop():
                     raise files.stop_here()
                 progress.advance(_write_block(work, block, readers, writers, doubled))
-        write_index(idx_path(made), work.found.dtype, _Longer(work) if work.appended else work.found.sizes, work.marks)
+        write_index(
+            idx_path(staged), work.indexed.dtype, _Longer(work) if work.appended else work.indexed.sizes, work.marks
+        )
         counts = {"documents": work.documents, "tokens": work.tokens}
-        files.write_facts(made, work.facts and replace(work.facts, eod=work.eod, counts=counts))
-        open_indexed(made)
+        files.write_facts(staged, work.facts and replace(work.facts, eod=work.eod, counts=counts))
+        open_indexed(staged)
 
 
 def _write_block(
     work: Work, block: _Block, readers: Sequence[BinaryIO], writers: Sequence[BinaryIO], doubled: bool
 ) -> int:
-    """Write the tokens of a block, and their mask: the model learns to end. Returns how many bytes that made."""
+    """Write the tokens of a block, and their mask, where the new token is trained. Returns the number of bytes."""
     written = 0
     for reader, writer, value in zip(readers, writers, (work.eod, REPLY | LAST_REPLY), strict=False):
-        dtype = work.found.dtype if reader is readers[0] else np.dtype("u1")
-        held: Tokens = np.frombuffer(reader.read(block.length * dtype.itemsize), dtype)
-        if len(held) < block.length:
+        dtype = work.indexed.dtype if reader is readers[0] else np.dtype("u1")
+        array: Tokens = np.frombuffer(reader.read(block.length * dtype.itemsize), dtype)
+        if len(array) < block.length:
             raise SourceError(f"{reader.name} ends before token {block.begin + block.length}")
         last = block.ends[block.full] - 1
         if reader is readers[0]:
-            _check(work, block, held[last], doubled)
+            _check(work, block, array[last], doubled)
         if work.appended:
-            held = np.insert(held, block.ends, value)
+            array = np.insert(array, block.ends, value)
         else:
-            held = held.copy()
-            held[last] = value
+            array = array.copy()
+            array[last] = value
         at = (block.begin + (block.before if work.appended else 0)) * dtype.itemsize
-        write_from(writer.fileno(), held.view(np.uint8).data, at)
-        written += held.nbytes
+        write_from(writer.fileno(), array.view(np.uint8).data, at)
+        written += array.nbytes
     return written
 
 
 def _check(work: Work, block: _Block, last: Tokens, doubled: bool) -> None:
-    """No document ends in the token already, and each has one to replace."""
-    path, upto = bin_path(work.found.prefix), block.before + len(block.ends)
+    """Check that no document already ends in the token (append), or that each has a token to replace."""
+    path, upto = bin_path(work.indexed.prefix), block.before + len(block.ends)
     ended, empty = int((last == work.eod).sum()), len(block.ends) - len(last)
     if work.appended and ended and not doubled:
         raise RefusedError(
-            f"{ended:,} of the documents {block.before:,} to {upto - 1:,} of {path} end in {work.eod} already",
+            f"{ended:,} of the documents {block.before:,} to {upto - 1:,} of {path} already end in {work.eod}",
             "replace leaves those as they are; --doubled appends a second one",
         )
     if not work.appended and empty:
@@ -178,7 +182,7 @@ class _Longer:
     """The sizes of all sequences; the last one of each document has one token more."""
 
     def __init__(self, work: Work) -> None:
-        self.sizes, self.marks = work.found.sizes, work.marks
+        self.sizes, self.marks = work.indexed.sizes, work.marks
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -189,8 +193,8 @@ class _Longer:
         if self.marks is None:
             sizes += 1
             return sizes
-        first, behind = bisect_right(self.marks, low), bisect_right(self.marks, high)
-        sizes[np.asarray(self.marks[first:behind]) - 1 - low] += 1
+        first, stop = bisect_right(self.marks, low), bisect_right(self.marks, high)
+        sizes[np.asarray(self.marks[first:stop]) - 1 - low] += 1
         return sizes
 
 
@@ -199,10 +203,10 @@ class _Block(NamedTuple):
 
     Attributes:
         begin: first token.
-        length: tokens.
-        ends: of each document, counted from `begin`.
+        length: number of tokens.
+        ends: end of each document, counted from `begin`.
         full: whether the document has a token.
-        before: documents that end before.
+        before: number of documents that end before the block.
     """
 
     begin: int
@@ -213,35 +217,35 @@ class _Block(NamedTuple):
 
 
 def _blocks(work: Work) -> Iterator[_Block]:
-    """All tokens and all ends of documents, once."""
-    total, begin, document, start = work.found.total, 0, 0, 0
+    """All tokens and all document ends, each in exactly one block."""
+    total, begin, document, start = work.indexed.total, 0, 0, 0
     while begin < total or document < work.documents:
         end = min(total, begin + CHUNK)
-        behind = _ended(work, end)
-        if behind > document + CHUNK:  # many have no token
-            behind = document + CHUNK
-            end = int(_starts(work, behind, behind + 1)[0])
-        ends = _starts(work, document + 1, behind + 1)
+        stop = _ended(work, end)
+        if stop > document + CHUNK:  # many empty documents
+            stop = document + CHUNK
+            end = int(_starts(work, stop, stop + 1)[0])
+        ends = _starts(work, document + 1, stop + 1)
         full = np.diff(ends, prepend=start) > 0
         yield _Block(begin, end - begin, ends - begin, full, document)
         start = int(ends[-1]) if len(ends) else start
-        begin, document = end, behind
+        begin, document = end, stop
 
 
 def _ended(work: Work, token: int) -> int:
-    """How many documents end at a token or before it."""
-    found = work.found
-    if token == found.total:
+    """Number of documents that end at or before a token."""
+    indexed = work.indexed
+    if token == indexed.total:
         return work.documents
-    sequences = bisect_right(found.pointers, token * found.dtype.itemsize) - 1
+    sequences = bisect_right(indexed.pointers, token * indexed.dtype.itemsize) - 1
     return sequences if work.marks is None else bisect_right(work.marks, sequences) - 1
 
 
 def _starts(work: Work, low: int, high: int) -> NDArray[np.int64]:
-    """First token of some documents; the one behind the last begins where the tokens end."""
-    found = work.found
+    """First token of some documents; for the number after the last document, the number of tokens."""
+    indexed = work.indexed
     numbers = np.arange(low, high) if work.marks is None else np.asarray(work.marks[low:high])
-    inside = numbers[numbers < len(found)]
-    starts = np.full(len(numbers), found.total, np.int64)
-    starts[: len(inside)] = found.pointers[inside] // found.dtype.itemsize
+    inside = numbers[numbers < len(indexed)]
+    starts = np.full(len(numbers), indexed.total, np.int64)
+    starts[: len(inside)] = indexed.pointers[inside] // indexed.dtype.itemsize
     return starts

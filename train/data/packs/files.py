@@ -1,4 +1,4 @@
-"""Token files on their way to disk: bytes copied by the kernel, files that appear whole or not at all, long columns."""
+"""Writing token files: bytes copied by the kernel, files that appear complete or not at all, long columns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from train.data.tokens.indexed import Column, Indexed, bin_path, chunks, idx_pat
 from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
 
 STEP = 64 << 20
-"""Bytes that the kernel is asked to copy at a time; between two of them a signal is heeded."""
+"""Bytes that the kernel copies at a time; signals are handled between two copies."""
 BUFFER = 4 << 20
 """Bytes that pass through memory at a time, where the kernel does not copy."""
 NOT_HERE = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
-"""What `copy_file_range` answers where it does not work: two file systems, old kernels, containers."""
+"""Errors of `copy_file_range` where it is not supported: across file systems, old kernels, containers."""
 
 Advance = Callable[[int], None]
 Stop = Callable[[], bool]
@@ -40,12 +40,12 @@ Result = TypeVar("Result")
 
 
 def stop_here() -> Interrupted:
-    """What is raised where `stop` was true."""
+    """The error to raise where `stop` is true."""
     return Interrupted("stopped by a signal", "run the same command again")
 
 
 def copy_range(source: Path, begin: int, count: int, target: Path, advance: Advance, stop: Stop) -> None:
-    """Make a file of a byte range of another one, and force it to disk. Memory does not depend on the range.
+    """Copy a byte range of a file to a new file, and fsync it. Memory does not depend on the range.
 
     Raises:
         SourceError: the source ends before the range does.
@@ -83,12 +83,12 @@ def _in_memory(reader: int, writer: int, begin: int, count: int, at: int) -> int
 
 
 def in_threads(tasks: Sequence[Callable[[Stop], Result]], jobs: int, stop: Stop) -> list[Result]:
-    """Run tasks, so many at a time. An error in one ends the others.
+    """Run tasks in parallel. An error in one stops the others.
 
     Args:
-        tasks: each is given a function to ask whether it is to stop.
-        jobs: how many at a time.
-        stop: whether all are to stop.
+        tasks: each gets a function that says whether it has to stop.
+        jobs: number of threads.
+        stop: whether all have to stop.
     """
     failed = threading.Event()
     with ThreadPoolExecutor(jobs) as pool:
@@ -103,19 +103,19 @@ def in_threads(tasks: Sequence[Callable[[Stop], Result]], jobs: int, stop: Stop)
     return [future.result() for future in futures]
 
 
-# --- whole or not at all ---------------------------------------------------------------------------------------------
+# --- complete or absent ----------------------------------------------------------------------------------------------
 
 
 def members(prefix: Path) -> tuple[Path, ...]:
-    """All files that a prefix may have, the index last: where it is, the others are whole."""
+    """All files that a prefix may have, the index last: if it exists, the others are complete."""
     return bin_path(prefix), mask_path(prefix), facts_path(prefix), idx_path(prefix)
 
 
 @contextmanager
 def fresh(prefix: Path) -> Iterator[Path]:
-    """A prefix in a folder of its own, whose files become those of `prefix` when all of them are on disk.
+    """A prefix in a staging folder, whose files are renamed to those of `prefix` when all of them are on disk.
 
-    An error leaves nothing behind, a `kill -9` the folder `PREFIX.partial`, which the next attempt empties.
+    An error leaves no files; a `kill -9` leaves the folder `PREFIX.partial`, which the next attempt deletes.
     """
     staging = prefix.with_name(prefix.name + ".partial")
     shutil.rmtree(staging, ignore_errors=True)
@@ -125,9 +125,9 @@ def fresh(prefix: Path) -> Iterator[Path]:
             yield staging / prefix.name
             sync_folder(staging)
             idx_path(prefix).unlink(missing_ok=True)
-            for made, place in zip(members(staging / prefix.name), members(prefix), strict=True):
-                if made.exists():
-                    made.replace(place)
+            for staged, place in zip(members(staging / prefix.name), members(prefix), strict=True):
+                if staged.exists():
+                    staged.replace(place)
                 else:
                     place.unlink(missing_ok=True)
             sync_folder(prefix.parent)
@@ -136,16 +136,16 @@ def fresh(prefix: Path) -> Iterator[Path]:
 
 
 def write_facts(prefix: Path, facts: Facts | None) -> None:
-    """Write what is known about token files, if anything is."""
+    """Write the sidecar of token files, if there is one."""
     if facts is not None:
         write_file(facts_path(prefix), facts_text(facts).encode())
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """There is room for so many bytes.
+    """Check that the disk has room for so many bytes.
 
     Raises:
-        OutputError: there is not.
+        OutputError: it has not.
     """
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
@@ -157,7 +157,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 class Joined:
-    """Columns of numbers one after the other, each with a number added to it, read a piece at a time."""
+    """Concatenated columns of numbers, each with an offset added, read a piece at a time."""
 
     def __init__(self, parts: Sequence[tuple[Column, int]], dtype: str) -> None:
         self.parts, self.dtype = parts, dtype
@@ -168,25 +168,25 @@ class Joined:
 
     def __getitem__(self, where: slice) -> NDArray[Any]:
         low, high, _ = where.indices(len(self))
-        found = [np.empty(0, self.dtype)]
+        pieces = [np.empty(0, self.dtype)]
         number = bisect_right(self.starts, low) - 1
         while low < high:
             (part, plus), start = self.parts[number], self.starts[number]
             piece = part[low - start : min(high - start, len(part))]
-            found.append(np.asarray(piece, self.dtype) + np.array(plus, self.dtype))
+            pieces.append(np.asarray(piece, self.dtype) + np.array(plus, self.dtype))
             low, number = low + len(piece), number + 1
-        return np.concatenate(found)
+        return np.concatenate(pieces)
 
 
-def marks_of(found: Indexed) -> NDArray[np.int64] | None:
-    """First sequence of each document, and the number of sequences behind it; None where each sequence is a document.
+def marks_of(indexed: Indexed) -> NDArray[np.int64] | None:
+    """First sequence of each document, and the number of sequences at the end; None where each sequence is a document.
 
-    A merge of GPT-NeoX forgets the documents of its parts: marks that do not end where the sequences do are no marks.
+    A merge of GPT-NeoX loses the documents of its parts: marks that do not end at the last sequence are ignored.
     """
-    marks = found.documents
-    if found.whole or not len(marks) or marks[0] != 0 or marks[-1] != len(found):
+    marks = indexed.documents
+    if indexed.whole or not len(marks) or marks[0] != 0 or marks[-1] != len(indexed):
         return None
     sound = ((part[1:] >= part[:-1]).all() and part[0] >= marks[max(0, low - 1)] for low, part in chunks(marks))
     if not all(sound):
-        raise SourceError(f"{idx_path(found.prefix)} has documents that end before they begin")
+        raise SourceError(f"{idx_path(indexed.prefix)} has documents that end before they begin")
     return marks

@@ -1,4 +1,4 @@
-"""The two files that tell what to slice: the slices json (how much of each data set) and the state (where each begins).
+"""The two inputs of slicing: the slices json (how much of each data set) and the state file (where each begins).
 
 Facts: tilde-nlp/llm-gpt-neox at 374a5c6, misc/slices_final.json, misc/create_0_state_file.py, data_packs_make.py.
 """
@@ -19,13 +19,13 @@ from train.data.packs.phases import Pool, pool
 from train.data.tokens.indexed import bin_path, idx_path
 
 POOLS = {"U1": ("U1",), "N": ("N", "U2"), "U3": ("U3",), "E": ("Ext",)}
-"""Pool, and the phases of the slices json that it is the sum of."""
+"""Pool: the phases of the slices json whose sum it is."""
 LARGEST = 16 << 20
-"""Bytes of a file; real ones have less than a tenth."""
+"""Maximum bytes of a file; real ones have less than a tenth."""
 DEEPEST = 100
-"""Lists in lists of a state file: real ones have three. Libraries of yaml recurse in C, until the stack overflows."""
+"""Maximum nesting of a state file: real ones have three levels. YAML libraries recurse in C and overflow the stack."""
 MOST = 2**53
-"""Tokens of a data set in a phase: up to here a float is exact."""
+"""Maximum tokens of a data set in a phase: up to here a float is exact."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class State:
 
     Attributes:
         datapath: its `.bin`.
-        idxs: first document that was not yet used, after each slice; the last one counts.
+        idxs: first unused document after each slice; the last one counts.
     """
 
     datapath: str
@@ -45,12 +45,12 @@ def read_slices(path: Path) -> tuple[tuple[str, ...], dict[str, Pool]]:
     """The names of the data sets, and the pools.
 
     Raises:
-        SourceError: the file is not there, or is no slices json.
+        SourceError: the file is not there, or is not a slices json.
     """
     try:
         content = json.loads(_content(path))
         names = _names(content["names"])
-        wanted = {phase: _totals(content, phase, len(names)) for phases in POOLS.values() for phase in phases}
+        totals_of_phase = {phase: _totals(content, phase, len(names)) for phases in POOLS.values() for phase in phases}
     except (KeyError, TypeError) as error:
         lacking = f"has no {error}" if isinstance(error, KeyError) else f"is wrong: {error}"
         raise SourceError(
@@ -59,9 +59,11 @@ def read_slices(path: Path) -> tuple[tuple[str, ...], dict[str, Pool]]:
     except ValueError as error:
         raise SourceError(f"{path}: {error}") from None
     except RecursionError:
-        raise SourceError(f"{path} is no slices json: it is nested too deep") from None
+        raise SourceError(f"{path} is not a slices json: it is nested too deep") from None
     pools = {
-        name: pool([sum(parts, Fraction(0)) for parts in zip(*(wanted[phase] for phase in phases), strict=True)])
+        name: pool(
+            [sum(parts, Fraction(0)) for parts in zip(*(totals_of_phase[phase] for phase in phases), strict=True)]
+        )
         for name, phases in POOLS.items()
     }
     return names, pools
@@ -80,10 +82,10 @@ def _content(path: Path) -> bytes:
 
 def _names(names: Any) -> tuple[str, ...]:
     if not isinstance(names, list) or not names:
-        raise ValueError('"names" is no list of data sets')
+        raise ValueError('"names" is not a list of data sets')
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable() or "/" in name:
-            raise ValueError(f"{short(name)} is no name of a file")
+            raise ValueError(f"{short(name)} is not a file name")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{', '.join(twice)} are named twice")
@@ -108,20 +110,20 @@ def first_state(folder: Path) -> dict[str, State]:
         SourceError: there are none, or some have no index.
     """
     try:
-        found = sorted(path.name[: -len(".bin")] for path in folder.iterdir() if path.name.endswith(".bin"))
+        names = sorted(path.name[: -len(".bin")] for path in folder.iterdir() if path.name.endswith(".bin"))
     except OSError as error:
         raise SourceError(f"{folder}: {error.strerror}") from None
-    if not found:
+    if not names:
         raise SourceError(f"{folder} holds no .bin")
-    lost = [name for name in found if not idx_path(folder / name).is_file()]
+    lost = [name for name in names if not idx_path(folder / name).is_file()]
     if lost:
-        raise SourceError(f"{len(lost)} of {len(found)} .bin of {folder} have no .idx: {', '.join(lost)}")
-    return {name: State(str(bin_path(folder.absolute() / name))) for name in found}
+        raise SourceError(f"{len(lost)} of {len(names)} .bin of {folder} have no .idx: {', '.join(lost)}")
+    return {name: State(str(bin_path(folder.absolute() / name))) for name in names}
 
 
 def state_text(state: Mapping[str, State]) -> bytes:
-    """The content of a state file, as the users' own script writes it."""
-    content = {name: {"datapath": one.datapath, "idxs": list(one.idxs)} for name, one in state.items()}
+    """The content of a state file, as tilde-nlp's script writes it."""
+    content = {name: {"datapath": entry.datapath, "idxs": list(entry.idxs)} for name, entry in state.items()}
     return str(yaml.dump(content, default_flow_style=False)).encode()
 
 
@@ -129,23 +131,23 @@ def read_state(path: Path) -> dict[str, State]:
     """The states of a state file.
 
     Raises:
-        SourceError: the file is not there, or is no state file.
+        SourceError: the file is not there, or is not a state file.
     """
     try:
         text, loader = _content(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         _require_flat(text, loader)
         content = yaml.load(text, loader)  # noqa: S506  # both loaders are safe
-        return {name: _state(name, one) for name, one in content.items()}
+        return {name: _state(name, entry) for name, entry in content.items()}
     except (yaml.YAMLError, AttributeError, ValueError, TypeError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise SourceError(
-            f"{path} is no state file: {short(reason, 200)}",
+            f"{path} is not a state file: {short(reason, 200)}",
             "`train packs state` writes one for a folder of .bin files",
         ) from None
 
 
 def _require_flat(text: bytes, loader: Any) -> None:
-    """Lists are not in lists in lists and so on: events come one by one, whatever is in what."""
+    """Refuse deep nesting before loading: parser events come one by one, without recursion."""
     depth = 0
     for event in yaml.parse(text, loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -154,16 +156,16 @@ def _require_flat(text: bytes, loader: Any) -> None:
 
 
 def _state(name: Any, content: Any) -> State:
-    if not isinstance(name, str):  # yaml takes no: and 1: for other things than names
-        raise ValueError(f"{short(name)} is no name, write it in quotes")
+    if not isinstance(name, str):  # YAML reads no: and 1: as a boolean and a number
+        raise ValueError(f"{short(name)} is not text, write it in quotes")
     content = content if isinstance(content, dict) else {}
     path, idxs = content.get("datapath"), content.get("idxs")
-    sound = isinstance(idxs, list) and idxs and all(type(one) is int and one >= 0 for one in idxs)
+    sound = isinstance(idxs, list) and idxs and all(type(number) is int and number >= 0 for number in idxs)
     if not isinstance(path, str) or Path(path).name in ("", "..") or not sound or idxs != sorted(idxs):
         raise ValueError(f"{name} needs a datapath and idxs, document numbers that never fall, at least one")
     return State(path, tuple(idxs))
 
 
 def dump(content: Any) -> bytes:
-    """A small yaml file in the order of its content, as the users' own script writes it."""
+    """A small YAML file in the order of its content, as tilde-nlp's script writes it."""
     return str(yaml.dump(content, sort_keys=False)).encode()

@@ -1,7 +1,7 @@
-"""Token files of a folder become one, in the order of their names, as GPT-NeoX merges them.
+"""Merge the token files of a folder into one, in the order of their names, as GPT-NeoX merges them.
 
-Unlike there (tools/datasets/merge_datasets_mmap.py, whose builder forgets the documents of its parts) the index of what
-is made has all documents. Each part is hashed while it is copied, and what was written is read back and compared.
+Unlike there (tools/datasets/merge_datasets_mmap.py, whose builder loses the documents of its parts) the merged index
+has all documents. Each part is hashed while it is copied, and the output is read back and compared.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from train.data.tokens.indexed import Column, Indexed, bin_path, idx_path, open_
 from train.data.tokens.sidecar import Facts, common_facts, facts_path, mask_path
 
 Keep = Callable[[memoryview, int], None]
-"""What is done with a piece of a file, and the byte of it where it begins."""
+"""Called with a piece of a file and the byte where it begins."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """What is to be merged.
+    """A planned merge.
 
     Attributes:
-        folder: where the parts lie.
+        folder: the folder of the parts.
         parts: in the order of their names.
-        documents: how many each has.
-        facts: what is known about all of them.
+        documents: number of documents of each part.
+        facts: the common sidecar of all parts, if they have one.
         masked: whether they have a loss mask.
-        notes: what the user may want to know.
+        notes: notes for the user.
     """
 
     folder: Path
@@ -57,18 +57,18 @@ class Merge:
 
     @property
     def tokens(self) -> int:
-        """How many there are in all."""
+        """Number of tokens of all parts."""
         return sum(part.total for part in self.parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that are to be made."""
+        """Bytes of the output files."""
         width = self.parts[0].dtype.itemsize + self.masked
         return self.tokens * width + 34 + 12 * sum(map(len, self.parts)) + 8 * (sum(self.documents) + 1)
 
     @property
     def prefix(self) -> str:
-        """Name of what is to be made: that of the folder."""
+        """Name of the output: that of the folder."""
         return name_of(self.folder)
 
 
@@ -82,7 +82,7 @@ def plan_merge(folder: Path) -> Merge:
 
     Raises:
         SourceError: there are none, one of a pair or a slice of the pack is missing.
-        RefusedError: they cannot be one file.
+        RefusedError: they cannot be merged.
     """
     names = parts_of(folder)
     notes = list(_check_slices(folder, names))
@@ -92,17 +92,21 @@ def plan_merge(folder: Path) -> Merge:
     documents = tuple(len(part) if marks is None else len(marks) - 1 for part, marks in zip(parts, every, strict=True))
     forgot = [part.prefix.name for part, marks in zip(parts, every, strict=True) if marks is None and not part.whole]
     if forgot:
-        notes.append(f"{len(forgot)} indexes do not tell all documents, each sequence is one: {', '.join(forgot)}")
+        notes.append(
+            f"{len(forgot)} indexes do not list all documents, each sequence is taken as one: {', '.join(forgot)}"
+        )
     for part in parts:
         mask = mask_path(part.prefix)
         if mask.exists() and mask.stat().st_size != part.total:
             raise SourceError(f"{mask} has {mask.stat().st_size:,} bytes for {part.total:,} tokens")
     facts = common_facts(
-        [part.prefix for part in parts], {"documents": sum(documents), "tokens": sum(one.total for one in parts)}
+        [part.prefix for part in parts], {"documents": sum(documents), "tokens": sum(part.total for part in parts)}
     )
-    told = sum(facts_path(part.prefix).exists() for part in parts)
-    if 0 < told < len(parts):
-        notes.append(f"{told} of {len(parts)} parts tell how they were tokenized, so the result does not")
+    with_facts = sum(facts_path(part.prefix).exists() for part in parts)
+    if 0 < with_facts < len(parts):
+        notes.append(
+            f"{with_facts} of {len(parts)} parts have a sidecar that says how they were tokenized, the result has none"
+        )
     masked = mask_path(parts[0].prefix).exists()
     return Merge(folder, parts, documents, facts, masked, tuple(notes))
 
@@ -112,21 +116,21 @@ def parts_of(folder: Path) -> list[str]:
 
     Raises:
         SourceError: there are none, or one of a pair is missing.
-        RefusedError: some are there twice.
+        RefusedError: some are copies of others.
     """
     try:
-        held = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         raise SourceError(f"{folder}: {error.strerror}") from None
-    unfinished = [name for name in held if name.endswith(".partial")]
+    unfinished = [name for name in names if name.endswith(".partial")]
     if unfinished:
-        raise SourceError(f"{folder / unfinished[0]} is not finished", "run again what was writing it")
-    tokens, indexes = ({name[:-4] for name in held if name.endswith(end)} for end in (".bin", ".idx"))
+        raise SourceError(f"{folder / unfinished[0]} is not finished", "run the command that writes it again")
+    tokens, indexes = ({name[:-4] for name in names if name.endswith(end)} for end in (".bin", ".idx"))
     alone = [f"{name}.bin" for name in sorted(tokens - indexes)] + [f"{name}.idx" for name in sorted(indexes - tokens)]
     if alone:
         raise SourceError(f"{len(alone)} files of {folder} lack the other one of their pair: {', '.join(alone)}")
     if not tokens:
-        raise SourceError(f"{folder} holds no .bin and .idx")
+        raise SourceError(f"{folder} has no .bin and .idx")
     copies = sorted(name for name in tokens if name.startswith(COPY) and name.removeprefix(COPY) in tokens)
     if copies:
         raise RefusedError(
@@ -137,25 +141,25 @@ def parts_of(folder: Path) -> list[str]:
 
 
 def _check_slices(folder: Path, names: Sequence[str]) -> list[str]:
-    """The slices that a slicing put into its pack are there."""
+    """Check that all slices of a pack are there, if `train packs slice` made it. Returns notes."""
     record = read_record(folder.resolve().parent)
-    wanted = files_of(record).get(name_of(folder)) if record else None
-    if wanted is None:
+    expected = files_of(record).get(name_of(folder)) if record else None
+    if expected is None:
         return []
-    missing, more = sorted(set(wanted) - set(names)), sorted(set(names) - set(wanted))
+    missing, more = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
     if missing:
         raise SourceError(
-            f"{folder} lacks {len(missing)} of {len(wanted)} slices: {', '.join(missing)}",
+            f"{folder} lacks {len(missing)} of {len(expected)} slices: {', '.join(missing)}",
             "the slicing is not finished: run `train packs slice` again",
         )
-    return [f"{len(more)} files are no slices of this pack and are merged too: {', '.join(more)}"] if more else []
+    return [f"{len(more)} files are not slices of this pack and are merged too: {', '.join(more)}"] if more else []
 
 
 def check_out(merge: Merge, out: Path, force: bool) -> None:
-    """The output is apart from the parts, and not there.
+    """Check that the output is not in the folder of the parts, and does not exist.
 
     Raises:
-        OutputError: it is not.
+        OutputError: it is, or it exists.
     """
     if out.resolve() == merge.folder.resolve():
         raise OutputError(f"{out} is the folder of the parts", "the next merge would take the result for one of them")
@@ -165,13 +169,13 @@ def check_out(merge: Merge, out: Path, force: bool) -> None:
 
 
 def write_merge(merge: Merge, out: Path, *, jobs: int, verify: bool, quiet: bool) -> Path:
-    """Write `OUT/XX.bin`, `.idx`, `.merge.log`, and mask and facts where the parts have them.
+    """Write `OUT/XX.bin`, `.idx`, `.merge.log`, and mask and sidecar where the parts have them.
 
     Returns:
         The prefix.
 
     Raises:
-        VerificationError: what was written does not read back as it was read.
+        VerificationError: the output does not read back as it was written.
         Interrupted: a signal came.
     """
     began, prefix = time.monotonic(), out / merge.prefix
@@ -179,18 +183,22 @@ def write_merge(merge: Merge, out: Path, *, jobs: int, verify: bool, quiet: bool
     files.check_space(out, merge.nbytes)
     kinds = [bin_path, mask_path] if merge.masked else [bin_path]
     total = merge.tokens * (merge.parts[0].dtype.itemsize + merge.masked)
-    with stoppable() as stop, files.fresh(prefix) as made, Progress("merging", total * (1 + verify), quiet) as progress:
+    with (
+        stoppable() as stop,
+        files.fresh(prefix) as staged,
+        Progress("merging", total * (1 + verify), quiet) as progress,
+    ):
         sums = []
         for kind in kinds:
             pieces = _pieces([kind(part.prefix) for part in merge.parts])
-            sums.append(_copy(pieces, kind(made), jobs, progress.advance, stop))
+            sums.append(_copy(pieces, kind(staged), jobs, progress.advance, stop))
             if verify:
-                _verify(pieces, kind(made), sums[-1], jobs, progress.advance, stop)
+                _verify(pieces, kind(staged), sums[-1], jobs, progress.advance, stop)
         marks = [files.marks_of(part) for part in merge.parts]
         sizes = Joined([(part.sizes, 0) for part in merge.parts], "<i4")
-        write_index(idx_path(made), merge.parts[0].dtype, sizes, _documents(merge.parts, marks))
-        files.write_facts(made, merge.facts)
-        open_indexed(made)
+        write_index(idx_path(staged), merge.parts[0].dtype, sizes, _documents(merge.parts, marks))
+        files.write_facts(staged, merge.facts)
+        open_indexed(staged)
         seconds = time.monotonic() - began
         write_file(out / f"{merge.prefix}.merge.log", _log(merge, prefix, sums, verify, seconds))
     return prefix
@@ -200,7 +208,7 @@ def write_merge(merge: Merge, out: Path, *, jobs: int, verify: bool, quiet: bool
 
 
 class _Piece(NamedTuple):
-    """A part, and where it comes to lie."""
+    """A part, and its byte range in the output."""
 
     path: Path
     begin: int
@@ -213,7 +221,7 @@ def _pieces(paths: Sequence[Path]) -> list[_Piece]:
 
 
 def _copy(pieces: Sequence[_Piece], target: Path, jobs: int, advance: Advance, stop: Stop) -> list[str]:
-    """Write all parts into one file, force it to disk, and return the BLAKE3 of each part."""
+    """Write all parts into one file, fsync it, and return the BLAKE3 of each part."""
 
     def copy(piece: _Piece, halt: Stop) -> str:
         with piece.path.open("rb", buffering=0) as reader:
@@ -228,7 +236,7 @@ def _copy(pieces: Sequence[_Piece], target: Path, jobs: int, advance: Advance, s
         os.ftruncate(writer, sum(piece.length for piece in pieces))
         sums = files.in_threads([partial(copy, piece) for piece in pieces], jobs, stop)
         os.fsync(writer)
-        if hasattr(os, "posix_fadvise"):  # it is to be read back from the disk, not from memory
+        if hasattr(os, "posix_fadvise"):  # so that it is read back from the disk, not from the page cache
             os.posix_fadvise(writer, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(writer)
@@ -238,16 +246,16 @@ def _copy(pieces: Sequence[_Piece], target: Path, jobs: int, advance: Advance, s
 def _verify(
     pieces: Sequence[_Piece], target: Path, sums: Sequence[str], jobs: int, advance: Advance, stop: Stop
 ) -> None:
-    """Read the file back, where each part lies in it.
+    """Read each part back from the output.
 
     Raises:
-        VerificationError: a part is not what it was when it was copied.
+        VerificationError: a part differs from what was copied.
     """
     with target.open("rb", buffering=0) as reader:
         again = partial(_again, reader.fileno(), target, advance)
         work = [partial(again, piece) for piece in pieces]
-        found = files.in_threads(work, jobs, stop)
-    wrong = [piece.path for piece, one, two in zip(pieces, found, sums, strict=True) if one != two]
+        read_back = files.in_threads(work, jobs, stop)
+    wrong = [piece.path for piece, actual, expected in zip(pieces, read_back, sums, strict=True) if actual != expected]
     if wrong:
         raise VerificationError(
             f"{len(wrong)} of {len(pieces)} parts do not read back from {target} as they were written, such as "
@@ -261,8 +269,8 @@ def _again(reader: int, target: Path, advance: Advance, piece: _Piece, halt: Sto
 
 
 def _hash(reader: int, path: Path, begin: int, count: int, halt: Stop, advance: Advance, keep: Keep) -> str:
-    """The BLAKE3 of a byte range, whose pieces are shown to `keep` on the way."""
-    found, buffer, done = blake3(), bytearray(min(files.BUFFER, count)), 0
+    """The BLAKE3 of a byte range; `keep` is called with each piece."""
+    digest, buffer, done = blake3(), bytearray(min(files.BUFFER, count)), 0
     while done < count:
         if halt():
             raise files.stop_here()
@@ -270,11 +278,11 @@ def _hash(reader: int, path: Path, begin: int, count: int, halt: Stop, advance: 
         if not got:
             raise SourceError(f"{path} ends at byte {begin + done}, {begin + count} were expected")
         part = memoryview(buffer)[:got]
-        found.update(part)
+        digest.update(part)
         keep(part, done)
         done += got
         advance(got)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 # --- the index and the log -------------------------------------------------------------------------------------------
@@ -296,25 +304,25 @@ class _Each:
 
 def _documents(parts: Sequence[Indexed], marks: Sequence[NDArray[np.int64] | None]) -> Joined | None:
     """First sequence of each document of all parts; None if each sequence is one."""
-    if all(found is None for found in marks):
+    if all(part_marks is None for part_marks in marks):
         return None
     columns: list[tuple[Column, int]] = []
     before = 0
-    for part, found in zip(parts, marks, strict=True):
-        columns.append((_Each(len(part)) if found is None else found[:-1], before))
+    for part, part_marks in zip(parts, marks, strict=True):
+        columns.append((_Each(len(part)) if part_marks is None else part_marks[:-1], before))
         before += len(part)
     return Joined([*columns, (_Each(1), before)], "<i8")
 
 
 def part_rows(merge: Merge) -> list[tuple[str, ...]]:
-    """A line for each part, and one for all: name, documents, tokens."""
+    """A row for each part, and one for the sum: name, documents, tokens."""
     parts = zip(merge.parts, merge.documents, strict=True)
-    rows = [(one.prefix.name, f"{count:,}", f"{one.total:,}") for one, count in parts]
+    rows = [(part.prefix.name, f"{count:,}", f"{part.total:,}") for part, count in parts]
     return [("part", "documents", "tokens"), *rows, ("all", f"{sum(merge.documents):,}", f"{merge.tokens:,}")]
 
 
 def _log(merge: Merge, prefix: Path, sums: Sequence[Sequence[str]], verify: bool, seconds: float) -> bytes:
-    """What was made of what."""
+    """The merge log: the output, and its parts with hashes."""
     heads = ["BLAKE3 of .bin", "BLAKE3 of .mask"]
     digests = [tuple(heads[: len(sums)]), *zip(*sums, strict=True), ("",) * len(sums)]
     rows = [(*row, *more) for row, more in zip(part_rows(merge), digests, strict=True)]

@@ -1,10 +1,10 @@
 """The arithmetic of phases and packs: exact, and without files.
 
 A pre-training runs through the phases of `ORDER`. Its tokens come from four pools: U1 (the warm-up is its beginning), N
-(which is U2 too), U3 (the cool-down is its end) and E. Facts: tilde-nlp/llm-gpt-neox at 374a5c6, data_packs_make.py,
+(which includes U2), U3 (the cool-down is its end) and E. Facts: tilde-nlp/llm-gpt-neox at 374a5c6, data_packs_make.py,
 which computes in floats. Here the tokens of a pool are rounded once, to the nearest integer of their exact sum; those
-of its data sets are rounded down, and the largest remainders get the tokens that are left. From there on all numbers
-are integers, and all sums are equal by construction.
+of its data sets are rounded down, and the largest remainders get the remaining tokens. From there on all numbers are
+integers, and all sums are equal by construction.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from math import floor
 from formats.errors import RefusedError, UsageError
 
 ORDER = {"warmup": "U1", "U1": "U1", "N": "N", "U3": "U3", "U3_cd": "U3", "E": "E"}
-"""Phase, and the pool that it draws on."""
+"""Phase: the pool that its tokens come from."""
 FOLDERS = {"U3_cd": "U3_{}_cd"}
-"""How a pack of a phase is called, where that is not PHASE_NUMBER."""
+"""Names of packs of a phase, where they are not PHASE_NUMBER."""
 
 MANY = 10_000
-"""Packs of a phase."""
+"""Maximum packs of a phase."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What cuts the pools into packs.
+    """How the pools are cut into packs.
 
     Attributes:
         tokens_per_iter: tokens of a step of the training.
@@ -48,26 +48,26 @@ class Pool:
     """The tokens that some phases share.
 
     Attributes:
-        wanted: tokens of each data set, as the file has them.
+        requested: tokens of each data set, as the file has them.
         total: tokens of all, rounded.
         totals: tokens of each, rounded; their sum is `total`.
     """
 
-    wanted: tuple[Fraction, ...]
+    requested: tuple[Fraction, ...]
     total: int
     totals: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack that is to be made.
+    """A planned pack.
 
     Attributes:
-        number: its place in the training; the warm-up is 0.
+        number: its position in the training; the warm-up is 0.
         phase: one of `ORDER`.
-        tokens: how many it is to hold.
-        targets: how many of each data set; their sum is `tokens`.
-        named: how many of each data set the names of its files tell: the target before any rounding, cut off.
+        tokens: target number of tokens.
+        targets: tokens of each data set; their sum is `tokens`.
+        named: tokens of each data set in the names of its files: the exact target, truncated.
     """
 
     number: int
@@ -78,7 +78,7 @@ class Pack:
 
     @property
     def name(self) -> str:
-        """Its folder."""
+        """Name of its folder."""
         return FOLDERS.get(self.phase, self.phase + "_{}").format(self.number)
 
     def steps(self, schedule: Schedule) -> int:
@@ -87,10 +87,10 @@ class Pack:
 
 
 def largest_remainders(shares: Sequence[Fraction], total: int) -> tuple[int, ...]:
-    """Integers near the shares of a total, none below zero; the shares add up to about that total.
+    """Non-negative integers near the shares, which add up to a total; the shares add up to about that total.
 
-    Each share is rounded down, to zero if it is below. What is then missing goes to the largest remainders, the first
-    of equal ones; what is too much is taken from the smallest.
+    Each share is rounded down, to zero if it is negative. Missing units go to the largest remainders, ties in order;
+    excess units are taken from the smallest remainders.
     """
     rounded = [max(0, floor(share)) for share in shares]
     missing = total - sum(rounded)
@@ -104,10 +104,10 @@ def largest_remainders(shares: Sequence[Fraction], total: int) -> tuple[int, ...
     return tuple(rounded)
 
 
-def pool(wanted: Sequence[Fraction]) -> Pool:
-    """Round what a phase wants of each data set."""
-    total = floor(sum(wanted, Fraction(0)) + Fraction(1, 2))
-    return Pool(tuple(wanted), total, largest_remainders(wanted, total))
+def pool(requested: Sequence[Fraction]) -> Pool:
+    """Round the tokens that a pool takes of each data set."""
+    total = floor(sum(requested, Fraction(0)) + Fraction(1, 2))
+    return Pool(tuple(requested), total, largest_remainders(requested, total))
 
 
 def packs(pools: dict[str, Pool], schedule: Schedule) -> tuple[Pack, ...]:
@@ -115,16 +115,16 @@ def packs(pools: dict[str, Pool], schedule: Schedule) -> tuple[Pack, ...]:
 
     Args:
         pools: those of `ORDER`, by name, with the same data sets in the same order.
-        schedule: what cuts them.
+        schedule: how they are cut.
 
     Raises:
         RefusedError: the warm-up or the cool-down does not fit.
     """
-    found: list[Pack] = []
+    pack_list: list[Pack] = []
     for phase, tokens in _phases(pools, schedule).items():
-        number = 0 if phase == "warmup" else 1 + sum(pack.phase != "warmup" for pack in found)
-        found += [Pack(number + i, phase, part) for i, part in enumerate(cut(tokens, schedule.most))]
-    return tuple(_with_targets(found, pools))
+        number = 0 if phase == "warmup" else 1 + sum(pack.phase != "warmup" for pack in pack_list)
+        pack_list += [Pack(number + i, phase, part) for i, part in enumerate(cut(tokens, schedule.most))]
+    return tuple(_with_targets(pack_list, pools))
 
 
 def _phases(pools: dict[str, Pool], schedule: Schedule) -> dict[str, int]:
@@ -133,7 +133,7 @@ def _phases(pools: dict[str, Pool], schedule: Schedule) -> dict[str, int]:
     warmup = schedule.tokens_per_iter * schedule.warmup_iters
     down = train * schedule.cool_down // 100 + 1 if schedule.cool_down and train else 0
     first, last = pools["U1"].total, pools["U3"].total
-    if not any(one.total for one in pools.values()):
+    if not any(source_pool.total for source_pool in pools.values()):
         raise RefusedError("the slices json asks for no tokens at all")
     steps = f"{schedule.warmup_iters:,} steps of {schedule.tokens_per_iter:,} tokens"
     if warmup > schedule.most:
@@ -157,7 +157,7 @@ def _phases(pools: dict[str, Pool], schedule: Schedule) -> dict[str, int]:
 
 
 def cut(tokens: int, most: int) -> list[int]:
-    """A phase in packs: full ones, then one with what is left, if anything is.
+    """The sizes of a phase's packs: full ones, then one with the rest, if there is any.
 
     Raises:
         UsageError: there are too many.
@@ -171,58 +171,65 @@ def cut(tokens: int, most: int) -> list[int]:
     return [most] * full + ([rest] if rest else [])
 
 
-def _with_targets(found: Sequence[Pack], pools: dict[str, Pool]) -> list[Pack]:
-    """The packs with what each takes of each data set."""
-    taken = {name: (0, (0,) * len(one.totals)) for name, one in pools.items()}
-    last = {pack.phase: pack.number for pack in found}
+def _with_targets(pack_list: Sequence[Pack], pools: dict[str, Pool]) -> list[Pack]:
+    """The packs, with the tokens that each takes of each data set."""
+    taken_of = {name: (0, (0,) * len(source_pool.totals)) for name, source_pool in pools.items()}
+    last = {pack.phase: pack.number for pack in pack_list}
     done = []
-    for pack in found:
+    for pack in pack_list:
         source = ORDER[pack.phase]
-        one, (before, given) = pools[source], taken[source]
-        targets = take(one, before + pack.tokens, given, pack.tokens)
-        taken[source] = before + pack.tokens, tuple(map(sum, zip(given, targets, strict=True)))
+        source_pool, (before, given_before) = pools[source], taken_of[source]
+        targets = take(source_pool, before + pack.tokens, given_before, pack.tokens)
+        taken_of[source] = before + pack.tokens, tuple(map(sum, zip(given_before, targets, strict=True)))
         whole = pack.phase not in ("warmup", "U3_cd") and last[pack.phase] == pack.number
-        named = names_of(one, pack.tokens, whole)
+        named = names_of(source_pool, pack.tokens, whole)
         done.append(Pack(pack.number, pack.phase, pack.tokens, targets, named))
     return done
 
 
-def take(one: Pool, upto: int, given: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """What a pack takes of each data set, so that each has had its share of the pool up to there.
+def take(source_pool: Pool, upto: int, given_before: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """The tokens that a pack takes of each data set, so that each has given its share of the pool up to there.
 
-    Shares count from the beginning of the pool: what was rounded in one pack is made good in the next, and the last one
-    takes all that is left.
+    Shares count from the beginning of the pool, so the rounding of one pack is corrected in the next, and the last pack
+    takes everything that is left.
     """
-    shares = [Fraction(total * upto, one.total) - had for total, had in zip(one.totals, given, strict=True)]
+    shares = [
+        Fraction(total * upto, source_pool.total) - share_before
+        for total, share_before in zip(source_pool.totals, given_before, strict=True)
+    ]
     return largest_remainders(shares, tokens)
 
 
-def names_of(one: Pool, tokens: int, last: bool) -> tuple[int, ...]:
-    """The targets that names tell: of a pool and a pack that are not rounded, each cut off.
+def names_of(source_pool: Pool, tokens: int, last: bool) -> tuple[int, ...]:
+    """The targets in file names: computed from the unrounded pool and pack, each truncated.
 
     Only the last pack of a phase has a fraction of a token, that of the pool.
     """
-    exact = sum(one.wanted, Fraction(0))
-    size = tokens + (exact - one.total if last else 0)
-    return tuple(floor(size * share / exact) for share in one.wanted)
+    exact = sum(source_pool.requested, Fraction(0))
+    size = tokens + (exact - source_pool.total if last else 0)
+    return tuple(floor(size * share / exact) for share in source_pool.requested)
 
 
-def ends(found: Sequence[Pack], schedule: Schedule) -> list[int]:
+def ends(pack_list: Sequence[Pack], schedule: Schedule) -> list[int]:
     """The step at which each pack is used up."""
-    return list(accumulate(pack.steps(schedule) for pack in found))
+    return list(accumulate(pack.steps(schedule) for pack in pack_list))
 
 
-def sums(found: Sequence[Pack], pools: dict[str, Pool]) -> dict[str, int]:
-    """The tokens of all packs of each pool, counted once more: by packs, and by data sets.
+def sums(pack_list: Sequence[Pack], pools: dict[str, Pool]) -> dict[str, int]:
+    """The tokens of all packs of each pool, recounted by packs and by data sets.
 
     Raises:
-        RuntimeError: they are not those of the pool.
+        RuntimeError: they differ from those of the pool.
     """
     counted = {}
-    for name, one in pools.items():
-        own = [pack for pack in found if ORDER[pack.phase] == name]
-        sets = tuple(sum(pack.targets[i] for pack in own) for i in range(len(one.totals)))
+    for name, source_pool in pools.items():
+        own = [pack for pack in pack_list if ORDER[pack.phase] == name]
+        sets = tuple(sum(pack.targets[i] for pack in own) for i in range(len(source_pool.totals)))
         counted[name] = sum(pack.tokens for pack in own)
-        if counted[name] != one.total or sets != one.totals or any(sum(p.targets) != p.tokens for p in own):
+        if (
+            counted[name] != source_pool.total
+            or sets != source_pool.totals
+            or any(sum(p.targets) != p.tokens for p in own)
+        ):
             raise RuntimeError(f"the packs of {name} have {counted[name]} tokens, {sum(sets)} by data sets")
     return counted

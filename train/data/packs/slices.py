@@ -1,7 +1,7 @@
-"""Where each data set is cut: at the first document that begins at or behind what it has to give up to there.
+"""Where each data set is cut: at the first document that begins at or after the cumulative target.
 
-The document that crosses a target belongs to the slice before it. Targets count from where the state says that the data
-set begins, over all packs: a slice that got too much leaves the next one as much less. Slices of a data set have no
+The document that crosses a target belongs to the slice before it. Targets are cumulative over all packs, from where the
+state file says that the data set begins: a slice that is too long shortens the next one. Slices of a data set have no
 gaps between them and do not overlap.
 """
 
@@ -24,7 +24,7 @@ from train.data.tokens.indexed import Indexed, bin_path, open_indexed, prefix_of
 from train.data.tokens.sidecar import common_facts, mask_path
 
 LONGEST = 255 - len(".partial")
-"""Bytes of the longest name of a file that can be written."""
+"""Maximum bytes of a file name, with room for `.partial`."""
 
 
 @dataclass(frozen=True)
@@ -33,42 +33,42 @@ class Source:
 
     Attributes:
         name: its name in the slices json.
-        found: the files.
+        indexed: the files.
         marks: first sequence of each document, None where each sequence is one.
-        begin: first document that is still to be used.
+        begin: first unused document.
         masked: whether it has a loss mask.
     """
 
     name: str
-    found: Indexed
+    indexed: Indexed
     marks: NDArray[np.int64] | None
     begin: int
     masked: bool
 
     @property
     def documents(self) -> int:
-        """How many it has."""
-        return len(self.found) if self.marks is None else len(self.marks) - 1
+        """Number of documents."""
+        return len(self.indexed) if self.marks is None else len(self.marks) - 1
 
     def sequence(self, document: int) -> int:
-        """First sequence of a document; the number of sequences behind the last one."""
+        """First sequence of a document; the number of sequences for the document after the last one."""
         return document if self.marks is None else int(self.marks[document])
 
     def token(self, sequence: int) -> int:
-        """First token of a sequence; the number of tokens behind the last one."""
-        if sequence == len(self.found):
-            return self.found.total
-        return int(self.found.pointers[sequence]) // self.found.dtype.itemsize
+        """First token of a sequence; the number of tokens for the sequence after the last one."""
+        if sequence == len(self.indexed):
+            return self.indexed.total
+        return int(self.indexed.pointers[sequence]) // self.indexed.dtype.itemsize
 
     def document_at(self, token: int) -> int:
-        """The first document that begins at a token or behind it."""
-        sequence = bisect_left(self.found.pointers, token * self.found.dtype.itemsize)
+        """The first document that begins at or after a token."""
+        sequence = bisect_left(self.indexed.pointers, token * self.indexed.dtype.itemsize)
         return sequence if self.marks is None else bisect_left(self.marks, sequence)
 
     @property
     def available(self) -> int:
-        """Tokens that are still to be used."""
-        return self.found.total - self.token(self.sequence(self.begin))
+        """Number of unused tokens."""
+        return self.indexed.total - self.token(self.sequence(self.begin))
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Slice:
         pack: the folder of its pack.
         stem: the name of its files.
         source: its data set.
-        documents: first, and the one behind the last; also `sequences` and `tokens`.
+        documents: half-open range; so are `sequences` and `tokens`.
     """
 
     pack: str
@@ -91,28 +91,28 @@ class Slice:
 
     @property
     def count(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return self.tokens[1] - self.tokens[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its files, but for what is known about them."""
+        """Bytes of its files, without the sidecar."""
         marks = self.documents[1] - self.documents[0] + 1
-        width = self.source.found.dtype.itemsize + self.source.masked
+        width = self.source.indexed.dtype.itemsize + self.source.masked
         return self.count * width + 34 + 12 * (self.sequences[1] - self.sequences[0]) + 8 * marks
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is to be written.
+    """Everything that will be written.
 
     Attributes:
         names: the data sets, in the order of the slices json.
         packs: in the order of the training.
         slices: by pack, then in the order of the data sets.
         sources: the data sets that give tokens.
-        ends: first document that is not used, after each pack, by data set.
-        notes: what the user may want to know.
+        ends: first unused document after each pack, by data set.
+        notes: notes for the user.
     """
 
     names: tuple[str, ...]
@@ -124,7 +124,7 @@ class Plan:
 
     def of(self, pack: Pack) -> list[Slice]:
         """The slices of a pack."""
-        return [one for one in self.slices if one.pack == pack.name]
+        return [part for part in self.slices if part.pack == pack.name]
 
 
 def make_plan(
@@ -136,10 +136,10 @@ def make_plan(
         RefusedError: data sets are unknown, their files are not there, or they have too few tokens: all of them are
             listed; or their tokens cannot be in one file.
     """
-    needed = {name: sum(one.totals[i] for one in pools.values()) for i, name in enumerate(names)}
+    needed = {name: sum(pool.totals[i] for pool in pools.values()) for i, name in enumerate(names)}
     sources = _open(needed, state)
     _check_enough(needed, sources)
-    check_alike([one.found for one in sources.values()])
+    check_alike([source.indexed for source in sources.values()])
     slices: dict[tuple[int, int], Slice] = {}
     ends = {}
     for i, name in enumerate(names):
@@ -150,21 +150,21 @@ def make_plan(
         for k, (pack, low, high) in enumerate(zip(packs, cuts, cuts[1:], strict=False)):
             if high > low:
                 slices[k, i] = _slice(pack, sources[name], low, high, pack.named[i])
-    found = tuple(slices[key] for key in sorted(slices))
-    _check_names(found)
-    return Plan(tuple(names), tuple(packs), found, sources, ends, _notes(names, packs, slices, state))
+    ordered = tuple(slices[key] for key in sorted(slices))
+    _check_names(ordered)
+    return Plan(tuple(names), tuple(packs), ordered, sources, ends, _notes(names, packs, slices, state))
 
 
 def _open(needed: Mapping[str, int], state: Mapping[str, State]) -> dict[str, Source]:
     """The data sets that have to give tokens."""
-    found, problems = {}, []
+    sources, problems = {}, []
     for name, tokens in needed.items():
         if not tokens:
             continue
         try:
             if name not in state:
                 raise UsageError("is not in the state file")
-            found[name] = _source(name, state[name])
+            sources[name] = _source(name, state[name])
         except VitruvianError as error:
             problems.append(f"{name} ({tokens:,} tokens): {error}")
     if problems:
@@ -173,26 +173,26 @@ def _open(needed: Mapping[str, int], state: Mapping[str, State]) -> dict[str, So
             + "\n  ".join(problems),
             "a data set is left out by giving it 0 tokens in every phase of the slices json",
         )
-    return found
+    return sources
 
 
 def _source(name: str, state: State) -> Source:
-    found = open_indexed(Path(state.datapath))
-    marks, mask = marks_of(found), mask_path(found.prefix)
-    if mask.exists() and mask.stat().st_size != found.total:
-        raise SourceError(f"{mask} has {mask.stat().st_size:,} bytes for {found.total:,} tokens")
-    source = Source(name, found, marks, state.idxs[-1], mask.exists())
+    indexed = open_indexed(Path(state.datapath))
+    marks, mask = marks_of(indexed), mask_path(indexed.prefix)
+    if mask.exists() and mask.stat().st_size != indexed.total:
+        raise SourceError(f"{mask} has {mask.stat().st_size:,} bytes for {indexed.total:,} tokens")
+    source = Source(name, indexed, marks, state.idxs[-1], mask.exists())
     if source.begin > source.documents:
         raise SourceError(
-            f"its state begins at document {source.begin:,}, {bin_path(found.prefix)} has {source.documents:,}"
+            f"its state begins at document {source.begin:,}, {bin_path(indexed.prefix)} has {source.documents:,}"
         )
     return source
 
 
 def _check_enough(needed: Mapping[str, int], sources: Mapping[str, Source]) -> None:
-    short = {name: one.available for name, one in sources.items() if one.available < needed[name]}
+    short = {name: source.available for name, source in sources.items() if source.available < needed[name]}
     if short:
-        lines = (f"{name}: {needed[name]:,} needed, {held:,} available" for name, held in short.items())
+        lines = (f"{name}: {needed[name]:,} needed, {available:,} available" for name, available in short.items())
         raise RefusedError(
             f"{len(short)} data sets have fewer tokens than the slices json asks for, nothing was written:\n  "
             + "\n  ".join(lines),
@@ -200,34 +200,34 @@ def _check_enough(needed: Mapping[str, int], sources: Mapping[str, Source]) -> N
         )
 
 
-def check_alike(found: Sequence[Indexed]) -> None:
-    """Token files that are to become one: of one type, made in one way, all with a loss mask or none.
+def check_alike(files: Sequence[Indexed]) -> None:
+    """Check that token files can become one: same dtype, same tokenizer, and all or none with a loss mask.
 
     Raises:
-        RefusedError: they are not alike.
+        RefusedError: they differ.
     """
-    if not found:
+    if not files:
         return
-    first = found[0]
-    other = next((one for one in found if one.dtype != first.dtype), None)
+    first = files[0]
+    other = next((file for file in files if file.dtype != first.dtype), None)
     if other is not None:
         raise RefusedError(
             f"{bin_path(first.prefix)} has tokens of the type {first.dtype}, {bin_path(other.prefix)} of {other.dtype}",
             "tokenize one of them again, with the tokenizer and the vocabulary of the other",
         )
-    with_mask = [mask_path(one.prefix).exists() for one in found]
+    with_mask = [mask_path(file.prefix).exists() for file in files]
     if any(with_mask) and not all(with_mask):
-        lacking = [one.prefix for one, has in zip(found, with_mask, strict=True) if not has]
+        lacking = [file.prefix for file, has in zip(files, with_mask, strict=True) if not has]
         raise RefusedError(
-            f"{sum(with_mask)} of {len(found)} token files have a loss mask, {len(lacking)} have none, "
+            f"{sum(with_mask)} of {len(files)} token files have a loss mask, {len(lacking)} have none, "
             f"such as {lacking[0]}",
             "tokenize all of them with a chat template, or none",
         )
-    common_facts([one.prefix for one in found], {})
+    common_facts([file.prefix for file in files], {})
 
 
 def _cuts(source: Source, targets: Sequence[int]) -> list[int]:
-    """First document of each slice, and the one behind the last."""
+    """First document of each slice, and the end of the last one."""
     base = source.token(source.sequence(source.begin))
     cuts = [source.begin]
     for upto in accumulate(targets):
@@ -243,15 +243,17 @@ def _slice(pack: Pack, source: Source, low: int, high: int, named: int) -> Slice
 
 
 def _check_names(slices: Sequence[Slice]) -> None:
-    long = [one.stem for one in slices if len(f"{one.stem}.mask".encode()) > LONGEST]
+    long = [part.stem for part in slices if len(f"{part.stem}.mask".encode()) > LONGEST]
     if long:
-        raise RefusedError(f"{len(long)} slices have names that no file can have, such as {long[0]}", "rename them")
+        raise RefusedError(
+            f"{len(long)} slices have names that are too long for a file, such as {long[0]}", "rename them"
+        )
 
 
 def _notes(
     names: Sequence[str], packs: Sequence[Pack], slices: Mapping[tuple[int, int], Slice], state: Mapping[str, State]
 ) -> tuple[str, ...]:
-    """What is not an error and may still surprise."""
+    """Notes on what is not an error, but may be unexpected."""
     idle: dict[tuple[str, ...], list[str]] = {}
     ahead: dict[tuple[str, ...], list[str]] = {}
     for k, pack in enumerate(packs):

@@ -1,9 +1,9 @@
-"""The slices of a plan are written: what is there already stays, what is missing is made, nothing is half there.
+"""Write the slices of a plan: existing slices stay, missing ones are written, each complete or absent.
 
-OUT holds a folder for each pack, `packs.json` (what all this was made of, and how), and for each data set a folder
-`states/NAME`: `tokens.yaml` (what each slice was to have), `slices.yaml` (the phase of each) and `state.0.yaml`, as the
-users' script writes them. At the end comes `state.N.yaml`, there and in OUT, with which a further slicing begins: N is
-the number of slices that were ever made.
+OUT has a folder for each pack, `packs.json` (inputs, arguments and all slices), and for each data set a folder
+`states/NAME`: `tokens.yaml` (the target of each slice), `slices.yaml` (the phase of each) and `state.0.yaml`, as
+tilde-nlp's script writes them. `state.N.yaml` is written at the end, there and in OUT; the next slicing starts from it.
+N is the number of slices made so far.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ OPTIONS = {
 def write(
     plan: Plan, schedule: Schedule, state: Mapping[str, State], out: Path, *, jobs: int, force: bool, quiet: bool
 ) -> int:
-    """Write all slices that are not there. Memory does not depend on their sizes.
+    """Write all missing slices. Memory does not depend on their sizes.
 
     Returns:
-        How many were already there.
+        The number of slices that were already there.
 
     Raises:
-        OutputError: OUT holds packs of other inputs or arguments, another process writes them, or there is no room.
+        OutputError: OUT has packs of other inputs or arguments, another process writes them, or there is no room.
         Interrupted: a signal came.
     """
     with stoppable() as stop, named(out):
@@ -61,66 +61,68 @@ def write(
         (out / "states").mkdir(parents=True, exist_ok=True)
         with _alone(out):
             _make_way(plan, record, out, force)
-            missing = [one for one in plan.slices if not is_whole(one, out)]
-            nbytes = sum(one.nbytes for one in missing)
+            missing = [part for part in plan.slices if not is_whole(part, out)]
+            nbytes = sum(part.nbytes for part in missing)
             files.check_space(out, nbytes)
             write_file(out / RECORD, _text(record | {"complete": False}))
             _write_states(plan, state, out)
             with Progress("slicing", nbytes, quiet) as progress:
-                tasks = [partial(write_slice, one, out, progress.advance) for one in missing]
+                tasks = [partial(write_slice, part, out, progress.advance) for part in missing]
                 files.in_threads(tasks, jobs, stop)
             _write_last_states(plan, state, out)
             write_file(out / RECORD, _text(record | {"complete": True}))
     return len(plan.slices) - len(missing)
 
 
-def prefix_in(one: Slice, out: Path) -> Path:
-    """Where a slice lies."""
-    return out / one.pack / one.stem
+def prefix_in(part: Slice, out: Path) -> Path:
+    """The prefix of a slice."""
+    return out / part.pack / part.stem
 
 
-def write_slice(one: Slice, out: Path, advance: Advance, stop: Stop) -> None:
-    """Write one slice: tokens, mask and facts as they are, then the index."""
-    found, low = one.source.found, one.tokens[0]
-    width = found.dtype.itemsize
-    with files.fresh(prefix_in(one, out)) as prefix:
-        files.copy_range(bin_path(found.prefix), low * width, one.count * width, bin_path(prefix), advance, stop)
-        if one.source.masked:
-            files.copy_range(mask_path(found.prefix), low, one.count, mask_path(prefix), advance, stop)
-        files.write_facts(prefix, facts_of(one))
-        first, behind = one.sequences
-        write_index(idx_path(prefix), found.dtype, found.sizes[first:behind], marks_in(one))
+def write_slice(part: Slice, out: Path, advance: Advance, stop: Stop) -> None:
+    """Write one slice: tokens, mask and sidecar unchanged, then the index."""
+    indexed, low = part.source.indexed, part.tokens[0]
+    width = indexed.dtype.itemsize
+    with files.fresh(prefix_in(part, out)) as prefix:
+        files.copy_range(bin_path(indexed.prefix), low * width, part.count * width, bin_path(prefix), advance, stop)
+        if part.source.masked:
+            files.copy_range(mask_path(indexed.prefix), low, part.count, mask_path(prefix), advance, stop)
+        files.write_facts(prefix, facts_of(part))
+        first, end = part.sequences
+        write_index(idx_path(prefix), indexed.dtype, indexed.sizes[first:end], marks_in(part))
         advance(idx_path(prefix).stat().st_size)
 
 
-def facts_of(one: Slice) -> Facts | None:
-    """What is known about a slice: what is known about its data set, with counts of its own."""
-    facts = read_facts(one.source.found.prefix)
-    counts = {"documents": one.documents[1] - one.documents[0], "tokens": one.count}
+def facts_of(part: Slice) -> Facts | None:
+    """The sidecar of a slice: that of its data set, with the slice's own counts."""
+    facts = read_facts(part.source.indexed.prefix)
+    counts = {"documents": part.documents[1] - part.documents[0], "tokens": part.count}
     return facts and replace(facts, counts=counts)
 
 
-def marks_in(one: Slice) -> Joined | None:
-    """First sequence of each document of a slice, counted from its own first one."""
-    marks = one.source.marks
+def marks_in(part: Slice) -> Joined | None:
+    """First sequence of each document of a slice, counted from the slice's first sequence."""
+    marks = part.source.marks
     if marks is None:
         return None
-    low, high = one.documents
-    return Joined([(marks[low : high + 1], -one.sequences[0])], "<i8")
+    low, high = part.documents
+    return Joined([(marks[low : high + 1], -part.sequences[0])], "<i8")
 
 
-def is_whole(one: Slice, out: Path) -> bool:
-    """Whether a slice is on disk: files of the right sizes, an index with its sequences, and what is known about it."""
-    prefix = prefix_in(one, out)
+def is_whole(part: Slice, out: Path) -> bool:
+    """Whether a slice is complete on disk: files of the right sizes, an index with its sequences, and its sidecar."""
+    prefix = prefix_in(part, out)
     try:
-        made = open_indexed(prefix, tokens=False)
-        same = made.dtype == one.source.found.dtype and len(made) == one.sequences[1] - one.sequences[0]
-        same = same and bin_path(prefix).stat().st_size == one.count * made.dtype.itemsize
-        same = same and mask_path(prefix).exists() == one.source.masked
-        same = same and (not one.source.masked or mask_path(prefix).stat().st_size == one.count)
-        sizes = one.source.found.sizes[one.sequences[0] : one.sequences[1]]
-        same = same and all(np.array_equal(part, sizes[low : low + len(part)]) for low, part in chunks(made.sizes))
-        return same and read_facts(prefix) == facts_of(one)
+        written = open_indexed(prefix, tokens=False)
+        same = written.dtype == part.source.indexed.dtype and len(written) == part.sequences[1] - part.sequences[0]
+        same = same and bin_path(prefix).stat().st_size == part.count * written.dtype.itemsize
+        same = same and mask_path(prefix).exists() == part.source.masked
+        same = same and (not part.source.masked or mask_path(prefix).stat().st_size == part.count)
+        sizes = part.source.indexed.sizes[part.sequences[0] : part.sequences[1]]
+        same = same and all(
+            np.array_equal(column, sizes[low : low + len(column)]) for low, column in chunks(written.sizes)
+        )
+        return same and read_facts(prefix) == facts_of(part)
     except (VitruvianError, OSError):
         return False
 
@@ -129,21 +131,21 @@ def is_whole(one: Slice, out: Path) -> bool:
 
 
 def make_record(plan: Plan, schedule: Schedule) -> dict[str, Any]:
-    """What `packs.json` says: arguments, inputs, and every slice."""
+    """The content of `packs.json`: arguments, inputs, and every slice."""
     packs = []
     for pack in plan.packs:
-        slices = {one.source.name: _slice_record(one) for one in plan.of(pack)}
+        slices = {part.source.name: _slice_record(part) for part in plan.of(pack)}
         packs.append({"name": pack.name, "tokens": pack.tokens, "train_iters": pack.steps(schedule), "slices": slices})
     inputs = {name: _input_record(source) for name, source in plan.sources.items()}
     return {"version": 1, "arguments": asdict(schedule), "inputs": inputs, "packs": packs}
 
 
-def _slice_record(one: Slice) -> dict[str, Any]:
-    return {"files": one.stem, "documents": list(one.documents), "tokens": one.count}
+def _slice_record(part: Slice) -> dict[str, Any]:
+    return {"files": part.stem, "documents": list(part.documents), "tokens": part.count}
 
 
 def _input_record(source: Source) -> dict[str, Any]:
-    prefix = source.found.prefix
+    prefix = source.indexed.prefix
     about = bin_path(prefix).stat()
     return {
         "datapath": str(bin_path(prefix).absolute()), "bytes": about.st_size, "mtime_ns": about.st_mtime_ns,
@@ -157,7 +159,7 @@ def _text(record: Mapping[str, Any]) -> bytes:
 
 
 def read_record(out: Path) -> dict[str, Any] | None:
-    """What OUT says that it was made of, None if it does not.
+    """The `packs.json` of OUT, None if there is none.
 
     Raises:
         OutputError: it cannot be read.
@@ -171,51 +173,51 @@ def read_record(out: Path) -> dict[str, Any] | None:
         if any(type(name) is not str or "/" in name for name in names):
             raise ValueError("it names files of other folders")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise OutputError(f"{path} does not tell what the packs were made of: {short(str(error))}") from None
+        raise OutputError(f"{path} is damaged: {short(str(error))}") from None
     return record
 
 
 def files_of(record: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Pack, and the names of its slices, as a record has them."""
-    return {pack["name"]: [one["files"] for one in pack["slices"].values()] for pack in record["packs"]}
+    """Pack to the names of its slices, from a record."""
+    return {pack["name"]: [entry["files"] for entry in pack["slices"].values()] for pack in record["packs"]}
 
 
 def _make_way(plan: Plan, record: Mapping[str, Any], out: Path, force: bool) -> None:
-    """OUT is free, or holds what this very command has begun."""
-    held = read_record(out)
-    if held is None:
+    """Check that OUT has no packs, or those that the same command has begun; with `force`, delete them."""
+    previous = read_record(out)
+    if previous is None:
         for pack in plan.packs:
             if (out / pack.name).exists():
                 raise OutputError(
                     f"{out / pack.name} exists, and {out / RECORD} does not", "remove it, or move it away"
                 )
         return
-    changed = difference(held, record)
+    changed = difference(previous, record)
     if changed and not force:
         raise OutputError(
             f"{out} holds packs made with {changed}", "choose another folder, or delete them with --force"
         )
     if force:
-        _delete(held, out)
+        _delete(previous, out)
 
 
-def difference(held: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """Where two records are not equal, in words; empty if they are."""
-    for part, words in DIFFERENCES.items():
-        one, two = held.get(part), record[part]
-        if one != two:
-            if not isinstance(one, dict) or not isinstance(two, dict):
-                return words
-            parts = sorted(key for key in {*one, *two} if one.get(key) != two.get(key))
+def difference(previous: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """The difference between two records as text; empty if they are equal."""
+    for part, text in DIFFERENCES.items():
+        before, now = previous.get(part), record[part]
+        if before != now:
+            if not isinstance(before, dict) or not isinstance(now, dict):
+                return text
+            parts = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
             if part == "arguments":
-                return ", ".join(f"{OPTIONS.get(key, key)} {one.get(key)}, not {two.get(key)}" for key in parts)
-            return f"{words}: " + ", ".join(parts)
+                return ", ".join(f"{OPTIONS.get(key, key)} {before.get(key)}, not {now.get(key)}" for key in parts)
+            return f"{text}: " + ", ".join(parts)
     return ""
 
 
-def _delete(held: Mapping[str, Any], out: Path) -> None:
+def _delete(record: Mapping[str, Any], out: Path) -> None:
     """Delete the slices that a record names, and nothing else."""
-    for pack, stems in files_of(held).items():
+    for pack, stems in files_of(record).items():
         for stem in stems:
             for path in reversed(files.members(out / pack / stem)):
                 path.unlink(missing_ok=True)
@@ -224,7 +226,7 @@ def _delete(held: Mapping[str, Any], out: Path) -> None:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """No other process writes packs here."""
+    """Lock OUT, so that no other process writes packs here."""
     handle = os.open(out / "states" / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         lock(handle, out)
@@ -237,7 +239,7 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _write_states(plan: Plan, state: Mapping[str, State], out: Path) -> None:
-    """What each data set begins with, and what is to be cut from it."""
+    """Write the state that each data set begins with, and the targets of its slices."""
     place = {name: i for i, name in enumerate(plan.names)}
     for name in plan.sources:
         folder = out / "states" / name
@@ -248,9 +250,9 @@ def _write_states(plan: Plan, state: Mapping[str, State], out: Path) -> None:
 
 
 def _write_last_states(plan: Plan, state: Mapping[str, State], out: Path) -> None:
-    """Where each data set ends: the first document that no slice has, after each slice."""
-    after = {name: State(one.datapath, one.idxs + plan.ends.get(name, ())) for name, one in state.items()}
-    last = f"state.{max(len(one.idxs) for one in after.values()) - 1}.yaml"
+    """Write the state after slicing: the first unused document of each data set, after each slice."""
+    after = {name: State(entry.datapath, entry.idxs + plan.ends.get(name, ())) for name, entry in state.items()}
+    last = f"state.{max(len(entry.idxs) for entry in after.values()) - 1}.yaml"
     for name in plan.sources:
         write_file(out / "states" / name / last, state_text({name: after[name]}))
     write_file(out / last, state_text(after))

@@ -1,6 +1,6 @@
-"""Documents of token files with what is trained of them, whoever wrote the files.
+"""Documents of token files with their loss masks, whichever program wrote the files.
 
-* `PREFIX.bin` of ours, or of GPT-NeoX and Megatron: replies lie between control tokens, or `PREFIX.mask` tells them.
+* `PREFIX.bin` of ours, GPT-NeoX or Megatron: replies are between control tokens, or `PREFIX.mask` marks them.
 * `P-text.bin` and `P-role.bin` of Megatron-LLM: a second pair of files has the role of each token.
 """
 
@@ -21,17 +21,17 @@ from train.data.tokens.sidecar import Facts, mask_path, read_facts
 from train.data.tokens.tokenizers import Vocabulary, control_ids, made_with
 
 MASK_MOST = 3
-"""The greatest byte of a mask: the bits of a reply and of the last one, see `encode.REPLY` and `LAST_REPLY`."""
+"""The largest byte of a mask: the bits `encode.REPLY` and `LAST_REPLY`."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Token files and what tells replies apart in them.
+    """Token files and what marks replies in them.
 
     Attributes:
         indexed: the tokens.
-        facts: how they were made, None for files of other programs.
-        control: role to the id of its control token; empty if something else tells.
+        facts: the sidecar, None for files of other programs.
+        control: role to the id of its control token; empty if something else marks replies.
         stored: `PREFIX.mask`, uint8[tokens], or None.
         roles: role of each token, or None.
     """
@@ -44,11 +44,11 @@ class Documents:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing tells which tokens are replies."""
+        """Whether it is not known which tokens are replies."""
         return not self.control and self.stored is None and self.roles is None
 
     def span(self, first: int, stop: int) -> tuple[NDArray[Any], NDArray[np.int32], slice]:
-        """Tokens and sizes of consecutive documents, and where they lie in the file, in tokens."""
+        """Tokens and sizes of consecutive documents, and their range in the file, in tokens."""
         sizes = np.array(self.indexed.sizes[first:stop])
         begin = int(self.indexed.pointers[first]) // self.indexed.dtype.itemsize if first < stop else 0
         place = slice(begin, begin + int(sizes.sum(dtype=np.int64)))
@@ -59,8 +59,8 @@ class Documents:
 
         Args:
             first: number of the first document.
-            stop: behind the last one.
-            loss: see `masks.label_mask`.
+            stop: end of the range, exclusive.
+            loss: see `loss_masks.label_mask`.
         """
         tokens, sizes, place = self.span(first, stop)
         sizes = sizes[sizes > 0]
@@ -73,22 +73,22 @@ class Documents:
         """The mask of some tokens.
 
         Raises:
-            SourceError: a byte has another bit than those of a mask.
+            SourceError: a byte has a bit that a mask does not have.
         """
         assert self.stored is not None
-        found = self.stored[place]
-        if len(found) and int(found.max()) > MASK_MOST:
-            where = int(np.argmax(found > MASK_MOST))
+        values = self.stored[place]
+        if len(values) and int(values.max()) > MASK_MOST:
+            where = int(np.argmax(values > MASK_MOST))
             raise SourceError(
-                f"{mask_path(self.indexed.prefix)} has the value {int(found[where])} at byte {place.start + where}: "
+                f"{mask_path(self.indexed.prefix)} has the value {int(values[where])} at byte {place.start + where}: "
                 f"a mask has 0 to {MASK_MOST}",
                 AGAIN,
             )
-        return found
+        return values
 
 
 def require_mask_length(indexed: Indexed) -> None:
-    """See that the mask beside token files, if there is one, has a byte for each token.
+    """Check that the mask beside token files, if there is one, has a byte for each token.
 
     Raises:
         SourceError: it has not.
@@ -117,12 +117,12 @@ def open_documents(
 
     Args:
         path: the prefix, with or without `.bin`, `.idx`.
-        vocabulary: the tokenizer, checked against what the files tell.
-        control: ids of control tokens, for files that do not tell them and without a tokenizer.
+        vocabulary: the tokenizer, checked against the sidecar.
+        control: ids of control tokens, for files without a sidecar and without a tokenizer.
 
     Raises:
         SourceError: a file is missing or does not fit.
-        RefusedError: the files were made with another tokenizer, or have no control token of those told.
+        RefusedError: the files were made with another tokenizer, or do not contain the given control tokens.
     """
     prefix = prefix_of(path)
     indexed, facts = open_indexed(prefix), read_facts(prefix)
@@ -133,32 +133,34 @@ def open_documents(
         require_mask_length(indexed)
     elif facts is not None and (facts.template is not None or facts.masked):
         raise SourceError(
-            f"{mask_path(prefix)} is not there: it tells which tokens of {prefix} are trained", "tokenize again"
+            f"{mask_path(prefix)} is not there: it marks the trained tokens of {prefix}", "tokenize again"
         )
     if vocabulary is not None:
         _check_vocabulary(indexed, facts, vocabulary)
-    told = dict(control or {})
+    control_tokens = dict(control or {})
     if facts is not None:
-        if told and told != {role: facts.control.get(role) for role in told}:
-            raise UsageError(f"{prefix} has the control tokens {dict(facts.control)}, not {told}", "leave them out")
-        told = dict(facts.control)
+        if control_tokens and control_tokens != {role: facts.control.get(role) for role in control_tokens}:
+            raise UsageError(
+                f"{prefix} has the control tokens {dict(facts.control)}, not {control_tokens}", "leave them out"
+            )
+        control_tokens = dict(facts.control)
     elif vocabulary is not None:
-        told = control_ids(vocabulary, told)
+        control_tokens = control_ids(vocabulary, control_tokens)
     if facts is None and control:
-        _check_control(indexed, told)
-    return Documents(indexed, facts, told, stored, roles)
+        _check_control(indexed, control_tokens)
+    return Documents(indexed, facts, control_tokens, stored, roles)
 
 
-def _check_control(indexed: Indexed, told: Mapping[str, int]) -> None:
-    """Control tokens of dialogues stand in the files; without them all would pass for plain text, and be trained."""
-    lacking = {role: number for role, number in told.items() if role in ("user", "assistant")}
+def _check_control(indexed: Indexed, control_tokens: Mapping[str, int]) -> None:
+    """Check that the control tokens occur in the files; else everything would be trained as plain text."""
+    lacking = {role: number for role, number in control_tokens.items() if role in ("user", "assistant")}
     for _, tokens in chunks(indexed.tokens):
         lacking = {role: number for role, number in lacking.items() if not (tokens == number).any()}
         if not lacking:
             return
     for role, number in lacking.items():
         raise RefusedError(
-            f"no token of {indexed.prefix} is {number}, which is said to open what the {role} says",
+            f"no token of {indexed.prefix} is {number}, the given control token of the {role}",
             f"`train show {indexed.prefix} --tokenizer FILE` shows ids",
         )
 

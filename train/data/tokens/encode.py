@@ -1,14 +1,14 @@
-"""Records to token ids, and for chat templates the mask of what is trained.
+"""Records to token ids, and for chat templates the loss mask.
 
 Without a chat template a turn is its role's control token, the content, and the control token again; every content is
-encoded by itself. That is what the users of GPT-NeoX train on: SentencePiece gives each content its own prefix.
+encoded separately, as preprocess_sft.py of tilde-nlp's GPT-NeoX does: SentencePiece gives each content its own prefix.
 
-In role bins a turn is of ChatML, and each token has the role of its turn.
+In role bins a turn has the form of ChatML, and each token has the role of its turn.
 
-With a chat template the text of a dialogue is encoded as transformers does (`apply_chat_template`), except that what
-the template wrote and what a turn says are kept apart: a content that spells a control token stays text.
+With a chat template the text of a dialogue is encoded as transformers does (`apply_chat_template`), except that text of
+the template and contents of turns are kept apart: a content that spells a control token stays text.
 
-Facts: the users' preprocess_sft.py (tilde-nlp/llm-gpt-neox 374a5c6, `Encoder.encode`); transformers 5.23.0
+Facts: preprocess_sft.py (tilde-nlp/llm-gpt-neox 374a5c6, `Encoder.encode`); transformers 5.23.0
 tokenization_utils_base.py, `apply_chat_template`: a token belongs to a generation block if any of its characters does;
 xingyaoww/Megatron-LLM 1b07577, `format_message` of tools/preprocess_instruct_data.py, `Role` of
 megatron/data/instruction_dataset.py.
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from converters.assets.chat_template import Probe
 
 REPLY, LAST_REPLY = 1, 2
-"""Bits of a mask: the token belongs to a reply, to the last reply."""
+"""Bits of a mask: the token belongs to a reply; to the last reply."""
 CHATML = ("<|im_start|>", "<|im_end|>")
 ROLE_NUMBERS = {"system": 0, "user": 1, "assistant": 2}
-"""What role bins have for a role."""
+"""Role numbers in role bins."""
 PROBES = ("a", " a", "a ", "\n", "\n\nHello", "don't  stop", "ā", "2+2=4.", " \t x \n")
-"""Texts on which a tokenizer shows whether it looks past a control token."""
+"""Texts that show whether a tokenizer's encoding of a text depends on a control token beside it."""
 
 
 class Encoded(NamedTuple):
@@ -50,8 +50,8 @@ class Encoded(NamedTuple):
         ids: the tokens of all documents, int32.
         sizes: tokens of each document.
         mask: bits `REPLY` and `LAST_REPLY` of each token, uint8; in role bins the number of its role, uint16; None
-            where the tokens tell it themselves, whatever the records say.
-        refused: place and reason of records that became no document.
+            where control tokens always determine it.
+        refused: index and reason of records that became no document.
         altered: documents in which the chat template leaves out or changes a message.
     """
 
@@ -73,8 +73,8 @@ def control_encoder(
     Args:
         vocabulary: the tokenizer.
         control: role to the id of its token.
-        eod: what ends a document, None for nothing.
-        masked: whether to give the mask too, for records may leave replies out of the training.
+        eod: id of the end-of-document token, None for none.
+        masked: whether to return the mask too, because records may exclude replies from the training.
     """
     marks = {role: np.array([number], np.int32) for role, number in control.items()}
     end = np.array([] if eod is None else [eod], np.int32)
@@ -87,21 +87,21 @@ def control_encoder(
         runs: list[int] = []
         sizes, refused = [], []
         for place, record in enumerate(records):
-            found = [next(encoded) for _ in record.contents]
-            size = sum(map(len, found)) + 2 * len(record.roles)
-            if not size or (guarded and any(vocabulary.special[ids].any() for ids in found)):
+            encoded_contents = [next(encoded) for _ in record.contents]
+            size = sum(map(len, encoded_contents)) + 2 * len(record.roles)
+            if not size or (guarded and any(vocabulary.special[ids].any() for ids in encoded_contents)):
                 refused.append((place, "literal" if size else "nothing"))
                 continue
             if record.roles:
                 pieces += chain.from_iterable(
-                    (marks[role], ids, marks[role]) for role, ids in zip(record.roles, found, strict=True)
+                    (marks[role], ids, marks[role]) for role, ids in zip(record.roles, encoded_contents, strict=True)
                 )
             else:
-                pieces += found
+                pieces += encoded_contents
             pieces.append(end)
             sizes.append(size + len(end))
             if masked:
-                for bit, run in _runs_of(record, [len(ids) for ids in found], len(end)):
+                for bit, run in _runs_of(record, [len(ids) for ids in encoded_contents], len(end)):
                     bits.append(bit)
                     runs.append(run)
         mask = np.repeat(np.array(bits, np.uint8), runs) if masked else None
@@ -111,12 +111,12 @@ def control_encoder(
 
 
 def _runs_of(record: Record, lengths: Sequence[int], ending: int) -> Iterator[tuple[int, int]]:
-    """Bits of the mask of a record with control tokens, and for how many tokens: as `masks.label_mask` would say.
+    """Run lengths of the mask of a record with control tokens, (bits, tokens), equal to `loss_masks.label_mask`.
 
     Args:
-        record: what it says.
+        record: the record.
         lengths: tokens of each content.
-        ending: tokens that end the document.
+        ending: number of tokens that end the document.
     """
     if not record.roles:
         yield REPLY | LAST_REPLY, sum(lengths) + ending
@@ -129,14 +129,14 @@ def _runs_of(record: Record, lengths: Sequence[int], ending: int) -> Iterator[tu
 
 
 def reply_bits(record: Record) -> dict[int, int]:
-    """The bits of each reply by the number of its turn: none of one that is not trained, also if it is the last."""
+    """The bits of each reply by the number of its turn: 0 for one that is not trained, even if it is the last."""
     replies = [number for number, role in enumerate(record.roles) if role == "assistant"]
     bits = dict.fromkeys(replies, REPLY) | dict.fromkeys(replies[-1:], REPLY | LAST_REPLY)
     return bits | dict.fromkeys(record.left_out, 0)
 
 
 def end_bits(record: Record) -> int:
-    """The bits of the token that ends a document: those of the last reply."""
+    """The bits of the end-of-document token: those of the last reply."""
     return list(reply_bits(record).values() or [0])[-1] if record.left_out else REPLY | LAST_REPLY
 
 
@@ -172,7 +172,7 @@ class TemplateEncoder:
     Attributes:
         vocabulary: the tokenizer.
         template: the text of the chat template.
-        eod: what ends a document that the template does not end with it, None for nothing.
+        eod: id of the token to append to documents that do not end with it, None for none.
     """
 
     vocabulary: Fast
@@ -196,16 +196,16 @@ class TemplateEncoder:
         altered = 0
         for place, record in enumerate(records):
             try:
-                found, mask, whole = self._document(record)
+                token_ids, mask, whole = self._document(record)
             except Malformed as reason:
                 refused.append((place, reason.reason))
                 continue
-            if not found:
+            if not token_ids:
                 refused.append((place, "nothing"))
                 continue
-            if self.eod is not None and found[-1] != self.eod:
-                found, mask = [*found, self.eod], np.append(mask, np.uint8(end_bits(record)))
-            ids.append(found)
+            if self.eod is not None and token_ids[-1] != self.eod:
+                token_ids, mask = [*token_ids, self.eod], np.append(mask, np.uint8(end_bits(record)))
+            ids.append(token_ids)
             masks.append(mask)
             altered += not whole
         sizes = [len(mask) for mask in masks]
@@ -213,10 +213,10 @@ class TemplateEncoder:
         return Encoded(flat, sizes, np.concatenate(masks) if masks else np.empty(0, np.uint8), refused, altered)
 
     def prompt(self, record: Record) -> list[int]:
-        """The tokens that ask for the next reply of a dialogue.
+        """The prompt tokens for the next reply of a dialogue.
 
         Raises:
-            Malformed: the template refuses the turns, which is then the cause, or they cannot be kept apart from it.
+            Malformed: the template refuses the turns (its error is the cause), or contents cannot be kept apart.
         """
         return self._document(record, asking=True)[0]
 
@@ -228,25 +228,26 @@ class TemplateEncoder:
         spelled = [self.special.search(text) for text in record.contents]
         if not any(spelled):
             text, spans = self._render(record.roles, record.contents, asking)
-            found = self.vocabulary.marking.encode(text, add_special_tokens=False)
-            if int(self.vocabulary.special[found.ids].sum()) != len(self.special.findall(text)):
-                raise Malformed("literal")  # the tokenizer's normalizer, or its model, makes one of other text
-            mask = _masked(np.array(found.offsets).reshape(-1, 2), _marked(record, text, spans))
-            return found.ids, mask, _is_whole(record.contents, text)
+            encoding = self.vocabulary.marking.encode(text, add_special_tokens=False)
+            if int(self.vocabulary.special[encoding.ids].sum()) != len(self.special.findall(text)):
+                raise Malformed("literal")  # the tokenizer's normalizer or model makes a control token of other text
+            mask = _masked(np.array(encoding.offsets).reshape(-1, 2), _marked(record, text, spans))
+            return encoding.ids, mask, _is_whole(record.contents, text)
         if not self.separable:
             raise Malformed("literal")
         return self._apart(record, asking)
 
     def _apart(self, record: Record, asking: bool) -> tuple[list[int], NDArray[np.uint8], bool]:
-        """A record whose contents spell control tokens: what the template wrote is told apart by rendering a disguise.
+        """Encode a record whose contents spell control tokens, keeping them apart from those of the template.
 
-        The first character of what is spelled is replaced by one that occurs nowhere, and put back behind the template.
+        In the contents the first character of each spelled token is replaced by a character that occurs nowhere, and
+        restored after the template is rendered.
         """
         whole = "".join(record.contents)
         hidden = {first: _unused(whole, number) for number, first in enumerate(sorted(self._firsts))}
         disguised = list(record.contents)
-        while any(map(self.special.search, disguised)):  # one may lie inside another
-            disguised = [self.special.sub(lambda one: hidden[one[0][0]] + one[0][1:], text) for text in disguised]
+        while any(map(self.special.search, disguised)):  # one may be inside another
+            disguised = [self.special.sub(lambda match: hidden[match[0][0]] + match[0][1:], text) for text in disguised]
         text, spans = self._render(record.roles, disguised, asking)
         shown = {ord(there): first for first, there in hidden.items()}
         ids: list[int] = []
@@ -257,19 +258,19 @@ class TemplateEncoder:
                 ids.append(self.vocabulary.ids[part])
                 offsets.append((position, position + len(part)))
             elif part:
-                found = self._plain(part.translate(shown))
-                ids += found.ids
-                offsets += [(position + low, position + high) for low, high in found.offsets]
+                encoding = self._plain(part.translate(shown))
+                ids += encoding.ids
+                offsets += [(position + low, position + high) for low, high in encoding.offsets]
             position += len(part)
         marked = _marked(record._replace(contents=disguised), text, spans)
         return ids, _masked(np.array(offsets).reshape(-1, 2), marked), _is_whole(disguised, text)
 
     def _plain(self, text: str) -> Any:
-        """The encoding of a text in which no control token may come to be."""
-        found = self.vocabulary.plain.encode(text, add_special_tokens=False)
-        if self.vocabulary.special[found.ids].any():
+        """The encoding of a text, which must not contain a control token."""
+        encoding = self.vocabulary.plain.encode(text, add_special_tokens=False)
+        if self.vocabulary.special[encoding.ids].any():
             raise Malformed("literal")
-        return found
+        return encoding
 
     @property
     def _firsts(self) -> set[str]:
@@ -278,22 +279,22 @@ class TemplateEncoder:
     def _render(self, roles: Sequence[str], contents: Sequence[str], asking: bool) -> tuple[str, list[tuple[int, int]]]:
         from converters.assets.jinja_sandbox import render
 
-        named = self.vocabulary.named
+        special_tokens = self.vocabulary.named
         messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
         try:
             return render(
-                self.template, messages, bos_token=named.get("bos"), eos_token=named.get("eos"),
+                self.template, messages, bos_token=special_tokens.get("bos"), eos_token=special_tokens.get("eos"),
                 add_generation_prompt=asking,
             )  # fmt: skip
         except SourceError as error:
             raise Malformed("template") from error
 
     def _separable(self, name: str) -> bool:
-        """Whether text beside a special token is encoded as if it were alone."""
+        """Whether text beside a special token is encoded as it is alone."""
         number = self.vocabulary.ids[name]
         inside = self.vocabulary.marking.encode_batch([name + text + name for text in PROBES], add_special_tokens=False)
         alone = self.vocabulary.encode(list(PROBES))
-        return all(one.ids == [number, *ids.tolist(), number] for one, ids in zip(inside, alone, strict=True))
+        return all(encoding.ids == [number, *ids.tolist(), number] for encoding, ids in zip(inside, alone, strict=True))
 
 
 def _is_whole(contents: Sequence[str], text: str) -> bool:
@@ -302,7 +303,7 @@ def _is_whole(contents: Sequence[str], text: str) -> bool:
 
 
 def _unused(text: str, number: int) -> str:
-    """A character of the private use area that a text does not have; another one for each number below 64."""
+    """A character of the private use area that is not in a text; a different one for each number below 64."""
     for point in range(0xE000 + number, 0xF8FF, 64):
         if chr(point) not in text:
             return chr(point)
@@ -313,41 +314,43 @@ def _marked(record: Record, text: str, spans: Sequence[tuple[int, int]]) -> list
     """Generation blocks, each with the bits of its tokens.
 
     Args:
-        record: what it says.
-        text: what the template made of it.
+        record: the record.
+        text: the rendered template.
         spans: generation blocks, in characters.
 
     Raises:
-        Malformed: a reply is left out of the training, and blocks are not replies one by one.
+        Malformed: a reply is excluded from the training, and blocks do not match replies one to one.
     """
     if not record.left_out:
         return [(span, REPLY | (LAST_REPLY if number == len(spans) else 0)) for number, span in enumerate(spans, 1)]
     replies = reply_bits(record)
-    said = [record.contents[number].strip() for number in replies]
-    if len(spans) != len(said) or any(one not in text[slice(*span)] for one, span in zip(said, spans, strict=True)):
+    replies_text = [record.contents[number].strip() for number in replies]
+    if len(spans) != len(replies_text) or any(
+        reply not in text[slice(*span)] for reply, span in zip(replies_text, spans, strict=True)
+    ):
         raise Malformed("blocks")
     return list(zip(spans, replies.values(), strict=True))
 
 
 def _masked(offsets: NDArray[Any], marked: Sequence[tuple[tuple[int, int], int]]) -> NDArray[np.uint8]:
-    """The mask of tokens: bits of the blocks that they overlap, none where one of these is not trained.
+    """The mask of tokens: bits of the blocks that they overlap; 0 if one of these is not trained.
 
     Args:
-        offsets: first and last character of each token, int[n, 2].
+        offsets: character range of each token, int[n, 2].
         marked: generation blocks, in characters, and their bits.
     """
     mask = np.zeros(len(offsets), np.uint8)
     low, high = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     for bits in (True, False):
-        for (begin, stop), found in marked:
-            if begin < stop and bool(found) is bits:
+        for (begin, stop), span_bits in marked:
+            if begin < stop and bool(span_bits) is bits:
                 inside = (low < stop) & (high > begin)
-                mask[inside] = mask[inside] | found if found else 0
+                mask[inside] = mask[inside] | span_bits if span_bits else 0
     return mask
 
 
 def check_template(vocabulary: Fast, template: str) -> str:
-    """See that a chat template can be trained with: replies are marked, and end with a token of their own.
+    """Check that a chat template can be trained with: replies are marked, and end with a special token.
 
     Returns:
         The token that ends a reply.
@@ -365,20 +368,22 @@ def check_template(vocabulary: Fast, template: str) -> str:
 
 
 def probed(vocabulary: Fast, template: str) -> tuple[Probe, str | None]:
-    """What a chat template makes of a dialogue, and the token that ends a reply, if any does.
+    """The probe of a chat template, and the token that ends a reply, if there is one.
 
     Raises:
-        SourceError: the template does not render, or not within its limits.
-        RefusedError: it is not for this tokenizer.
+        SourceError: the template does not render, or exceeds its limits.
+        RefusedError: it does not fit this tokenizer.
     """
     from converters.assets.chat_template import probe
 
-    named = vocabulary.named
-    seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
-    asked = sorted(name for name in seen.names if name.endswith("_token") and name not in ("bos_token", "eos_token"))
-    if asked:
+    special_tokens = vocabulary.named
+    seen = probe(template, bos_token=special_tokens.get("bos"), eos_token=special_tokens.get("eos"))
+    unknown_variables = sorted(
+        name for name in seen.names if name.endswith("_token") and name not in ("bos_token", "eos_token")
+    )
+    if unknown_variables:
         raise RefusedError(
-            f"the chat template asks for {asked[0]}, which is not passed to it", "write the token itself"
+            f"the chat template asks for {unknown_variables[0]}, which is not passed to it", "write the token itself"
         )
     strange = [token for token in seen.markers() if vocabulary.id_of(token) is None]
     if strange:
@@ -389,4 +394,4 @@ def probed(vocabulary: Fast, template: str) -> tuple[Probe, str | None]:
             f"`convert tokenizer MODEL FOLDER --add {' '.join(f'--control {token!r}' for token in strange)}`",
         )
     vocabulary.known.require_single(seen.markers(), str(vocabulary.path))
-    return seen, seen.terminator({*vocabulary.added, *seen.markers(), *named.values()})
+    return seen, seen.terminator({*vocabulary.added, *seen.markers(), *special_tokens.values()})

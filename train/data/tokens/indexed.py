@@ -1,11 +1,11 @@
-"""Token files of Megatron and GPT-NeoX: `PREFIX.bin` holds tokens and nothing else, `PREFIX.idx` where each text lies.
+"""Token files of Megatron and GPT-NeoX: `PREFIX.bin` has only tokens, `PREFIX.idx` the position of each text.
 
 An index is little-endian and has no gaps: 9 bytes of magic, uint64 version, uint8 code of the token type, uint64 n,
 uint64 m, int32 sizes[n] in tokens, int64 pointers[n] in bytes, int64 documents[m].
 
 Facts: GPT-NeoX megatron/data/indexed_dataset.py at ea7aefd8 (`MMapIndexedDataset.Index`), Megatron-LM
 megatron/core/datasets/indexed_dataset.py of core 0.16.1 (`_IndexWriter`, `_IndexReader`, `DType`). The two disagree on
-the codes of floats only, which no text has. Megatron may append n bytes of modes for multimodal data.
+the codes of float types only, which texts never have. Megatron may append n bytes of modes for multimodal data.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ HEADER = 34
 AGAIN = "copy it again, or tokenize again"
 CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 SMALL_VOCABULARY = 65_500
-"""From here on a token takes four bytes (`__best_fitting_dtype` of NeoX, `DType.optimal_dtype` of Megatron)."""
+"""From this size on a token takes four bytes (`__best_fitting_dtype` of NeoX, `DType.optimal_dtype` of Megatron)."""
 CHUNK = 1 << 20
-"""Numbers that are read or written at a time."""
+"""Numbers read or written at a time."""
 
 Sizes = NDArray[np.int32]
 
 
 class Column(Protocol):
-    """Numbers that are taken a piece at a time: an array, or something longer than memory."""
+    """A sequence of numbers that is read a piece at a time: an array, or something larger than memory."""
 
     def __len__(self) -> int: ...
 
@@ -46,7 +46,7 @@ class Column(Protocol):
 
 
 def best_dtype(vocabulary: int) -> np.dtype[Any]:
-    """The token type that NeoX and Megatron take for a vocabulary of so many tokens."""
+    """The token dtype that NeoX and Megatron choose for a vocabulary of this size."""
     return np.dtype("<u2" if vocabulary < SMALL_VOCABULARY else "<i4")
 
 
@@ -86,7 +86,7 @@ class Indexed:
 
     @property
     def whole(self) -> bool:
-        """Whether each sequence is one document, and the file says so."""
+        """Whether the index says that each sequence is one document."""
         return len(self.documents) == len(self) + 1
 
     def __getitem__(self, number: int) -> NDArray[Any]:
@@ -96,17 +96,17 @@ class Indexed:
 
 
 def bin_path(prefix: Path) -> Path:
-    """Where the tokens of a prefix lie."""
+    """The path of the tokens of a prefix."""
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """Where the index of a prefix lies."""
+    """The path of the index of a prefix."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 def prefix_of(path: Path) -> Path:
-    """The prefix that a user means, who may have named one of the two files.
+    """The prefix of a path, which may name one of the two files.
 
     Raises:
         UsageError: it has no name.
@@ -116,13 +116,13 @@ def prefix_of(path: Path) -> Path:
 
 
 def named_prefix(path: Path) -> Path:
-    """A prefix, which has a name to put `.bin` behind.
+    """A prefix, checked to have a name that `.bin` can be appended to.
 
     Raises:
         UsageError: it has none.
     """
     if path.name in ("", ".."):
-        raise UsageError(f"{path} is a folder and no prefix", "name the files in it, without .bin and .idx")
+        raise UsageError(f"{path} is a folder, not a prefix", "name the files in it, without .bin and .idx")
     return path
 
 
@@ -134,8 +134,8 @@ def open_indexed(path: Path, tokens: bool = True) -> Indexed:
         tokens: whether the `.bin` must be there.
 
     Raises:
-        SourceError: a file is missing, cut short, damaged, or does not fit the other one.
-        UnsupportedError: it is an index of another kind.
+        SourceError: a file is missing, truncated, damaged, or does not fit the other one.
+        UnsupportedError: it is an index of another format.
     """
     prefix = prefix_of(path)
     index = idx_path(prefix)
@@ -150,14 +150,14 @@ def open_indexed(path: Path, tokens: bool = True) -> Indexed:
     sizes, pointers, documents = (
         raw[low:high].view(kind) for low, high, kind in zip(cuts, cuts[1:], ("<i4", "<i8", "<i8"), strict=False)
     )
-    found = Indexed(prefix, dtype, sizes, pointers, documents)
+    indexed = Indexed(prefix, dtype, sizes, pointers, documents)
     least = min((int(part.min()) for _, part in chunks(sizes)), default=0)
     if least < 0:
         raise SourceError(f"{index} has a sequence of {least} tokens")
     if tokens or bin_path(prefix).is_file():
-        _check_length(found)
-    _check_pointers(found)
-    return found
+        _check_length(indexed)
+    _check_pointers(indexed)
+    return indexed
 
 
 def _header(path: Path) -> tuple[np.dtype[Any], int, int]:
@@ -168,7 +168,7 @@ def _header(path: Path) -> tuple[np.dtype[Any], int, int]:
             f"{path} is an index of the old kind (lazy or cached)", "tokenize again with --dataset-impl mmap"
         )
     if len(head) < HEADER and (MAGIC.startswith(head) or head.startswith(MAGIC)):
-        raise SourceError(f"{path} is cut short: it has {len(head)} bytes, its head alone has {HEADER}", AGAIN)
+        raise SourceError(f"{path} is cut short: it has {len(head)} bytes, its header has {HEADER}", AGAIN)
     if not head.startswith(MAGIC):
         raise SourceError(f"{path} is no index of token files: it begins with {head[:9]!r}")
     version, code, n, m = struct.unpack("<QBQQ", head[len(MAGIC) :])
@@ -176,40 +176,40 @@ def _header(path: Path) -> tuple[np.dtype[Any], int, int]:
         raise UnsupportedError(f"{path} is an index of version {version}, only 1 is known")
     if code not in CODES:
         raise UnsupportedError(f"{path} has tokens of the type {code}, which is no type of integers")
-    length, wanted = path.stat().st_size, HEADER + 12 * n + 8 * m
-    if length not in (wanted, wanted + n):
-        what = "is cut short" if length < wanted else "has bytes that nothing tells of"
+    length, expected = path.stat().st_size, HEADER + 12 * n + 8 * m
+    if length not in (expected, expected + n):
+        what = "is cut short" if length < expected else "has bytes that are not accounted for"
         raise SourceError(
-            f"{path} {what}: it has {length} bytes; {n} sequences and {m} document marks take {wanted}", AGAIN
+            f"{path} {what}: it has {length} bytes; {n} sequences and {m} document marks take {expected}", AGAIN
         )
     return np.dtype(CODES[code]), n, m
 
 
-def _check_length(found: Indexed) -> None:
-    path = bin_path(found.prefix)
+def _check_length(indexed: Indexed) -> None:
+    path = bin_path(indexed.prefix)
     if not path.is_file():
-        raise SourceError(f"{path} is not there, its index is")
-    held, wanted = path.stat().st_size, found.total * found.dtype.itemsize
-    if held != wanted:
+        raise SourceError(f"{path} is not there, but its index is")
+    nbytes, expected = path.stat().st_size, indexed.total * indexed.dtype.itemsize
+    if nbytes != expected:
         raise SourceError(
-            f"{path} has {held} bytes, its index tells of {found.total} tokens of {found.dtype.itemsize}: {wanted}"
+            f"{path} has {nbytes} bytes, its index has {indexed.total} tokens of {indexed.dtype.itemsize}: {expected}"
         )
 
 
-def _check_pointers(found: Indexed) -> None:
+def _check_pointers(indexed: Indexed) -> None:
     position = 0
-    for low, sizes in chunks(found.sizes):
-        ends = position + np.cumsum(sizes, dtype=np.int64) * found.dtype.itemsize
-        pointers = found.pointers[low : low + len(sizes)]
+    for low, sizes in chunks(indexed.sizes):
+        ends = position + np.cumsum(sizes, dtype=np.int64) * indexed.dtype.itemsize
+        pointers = indexed.pointers[low : low + len(sizes)]
         if pointers[0] != position or not np.array_equal(pointers[1:], ends[:-1]):
-            raise SourceError(f"{idx_path(found.prefix)} points to other places than its sizes tell")
+            raise SourceError(f"{idx_path(indexed.prefix)} points to other places than its sizes tell")
         position = int(ends[-1])
 
 
 def chunks(array: Column) -> Iterator[tuple[int, NDArray[Any]]]:
-    """An array in pieces that fit any memory, each with its first index.
+    """An array in small pieces, each with its first index.
 
-    What was read of a memory map stays in the cache of the system, and no longer counts as memory of this process.
+    Pages of a memory map that were read stay in the page cache, but no longer count as memory of this process.
     """
     mapped = getattr(array, "_mmap", None)
     for low in range(0, len(array), CHUNK):
@@ -219,7 +219,7 @@ def chunks(array: Column) -> Iterator[tuple[int, NDArray[Any]]]:
 
 
 def write_index(path: Path, dtype: np.dtype[Any], sizes: Column, documents: Column | None = None) -> None:
-    """Write an index and force it to disk. Memory does not depend on the number of sequences.
+    """Write an index and fsync it. Memory does not depend on the number of sequences.
 
     Args:
         path: the file to create.

@@ -1,4 +1,4 @@
-"""Input files in ranges, each of which is read by itself: a range is what a worker does and what a resumed run skips.
+"""Input files in ranges that are read independently: a range is a worker's unit of work, and what a resumed run skips.
 
 JSON lines and plain text (a line is a document) are cut at bytes: a range has the lines that begin in it. Parquet is
 cut at row groups; a compressed file is one range.
@@ -30,19 +30,19 @@ RANGE = 1 << 20
 TOOLS = {".gz": "gzip", ".zst": "zstd"}
 PACKED = tuple(TOOLS)
 LONGEST = 16 << 20
-"""Bytes of the longest line that is read; a longer one is a file of another kind."""
+"""Bytes of the longest line that is read; a longer one means a file of another format."""
 BOM = b"\xef\xbb\xbf"
 WIDE = {"UTF-32": (b"\xff\xfe\0\0", b"\0\0\xfe\xff"), "UTF-16": (b"\xff\xfe", b"\xfe\xff")}
-"""Encodings that are not read, and the marks that files of them begin with."""
+"""Unsupported encodings, and their byte order marks."""
 KEY = re.compile(rb'(?<!\\)"[ \t\r]*:')
 """What follows each key of an object."""
 BEGINS = {
     ".gz": (b"\x1f\x8b",),
     ".zst": (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + i]) + b"\x2a\x4d\x18" for i in range(16))),
 }
-"""First bytes of a compressed file. One of zstd may begin with a frame that is skipped."""
+"""First bytes of a compressed file. A zstd file may begin with a skippable frame."""
 STEP = {".gz": 1 << 16, ".zst": 1 << 12}
-"""Bytes that are decompressed at a time. Four KiB of zstd become 128 MiB at the very most."""
+"""Bytes that are decompressed at a time. 4 KiB of zstd become 128 MiB at most."""
 
 
 class Range(NamedTuple):
@@ -54,10 +54,10 @@ class Range(NamedTuple):
 
 
 class Ranges(Sequence[Range]):
-    """All ranges of some files, made when they are asked for: a terabyte is a million of them.
+    """All ranges of some files, made lazily: a terabyte has a million of them.
 
     Attributes:
-        files: path to how many ranges it has.
+        files: path to its number of ranges.
     """
 
     def __init__(self, files: Mapping[Path, int]) -> None:
@@ -74,7 +74,7 @@ class Ranges(Sequence[Range]):
     def __getitem__(self, place: int | slice) -> Range | list[Range]:
         """A range, or several."""
         if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
+            return [self[number] for number in range(*place.indices(len(self)))]
         if not 0 <= place < len(self):
             raise IndexError(place)
         file = bisect_right(self.ends, place)
@@ -88,7 +88,7 @@ class Ranges(Sequence[Range]):
         return sum(path.stat().st_size for path in self.files)
 
     def size(self, part: Range) -> int:
-        """Bytes of a range; those of a row group are taken for equal."""
+        """Bytes of a range; all row groups of a file count as equal."""
         whole = part.path.stat().st_size
         if part.stop < 0:
             return whole
@@ -106,25 +106,25 @@ def ranges(paths: Iterable[Path]) -> Ranges:
 
     Raises:
         SourceError: a file is missing, empty, or one JSON value instead of lines.
-        UsageError: nobody knows how to read it, it was named twice, or there is none.
+        UsageError: its format is not known, it was named twice, or there is none.
     """
-    found: dict[Path, int] = {}
+    ranges_of: dict[Path, int] = {}
     places: dict[Path, Path] = {}
     for path in paths:
         first = places.setdefault(_resolved(path), path)
-        if path in found or first != path:
+        if path in ranges_of or first != path:
             raise UsageError(f"{path} is named twice" + (f", first as {first}" if first != path else ""))
         if not path.is_file():
-            raise SourceError(f"{path} is no file" if path.exists() else f"{path} is not there")
+            raise SourceError(f"{path} is not a file" if path.exists() else f"{path} is not there")
         nbytes = path.stat().st_size
         if not nbytes:
             raise SourceError(f"{path} is empty")
         kind = _kind(path)
         if kind == "parquet":
-            found[path] = _parquet(path).num_row_groups
+            ranges_of[path] = _parquet(path).num_row_groups
         elif path.suffix in PACKED:
             _require_packed(path)
-            found[path] = 1
+            ranges_of[path] = 1
         else:
             with path.open("rb") as file:
                 head = file.read(4096)
@@ -132,16 +132,16 @@ def ranges(paths: Iterable[Path]) -> Ranges:
             _require_utf8(path, head)
             if kind == "json":
                 _require_lines(path, head)
-            found[path] = -(-nbytes // RANGE)
-    if not sum(found.values()):
+            ranges_of[path] = -(-nbytes // RANGE)
+    if not sum(ranges_of.values()):
         raise UsageError("there is nothing to read: no input was named, or only parquet files without rows")
-    return Ranges(found)
+    return Ranges(ranges_of)
 
 
 def _resolved(path: Path) -> Path:
     try:
         return path.resolve()
-    except (OSError, RuntimeError):  # links that lead to each other
+    except (OSError, RuntimeError):  # a loop of symbolic links
         return path
 
 
@@ -165,7 +165,7 @@ def _require_unpacked(path: Path, head: bytes) -> None:
 
 
 def _kind(path: Path) -> str:
-    suffixes = [one for one in path.suffixes if one not in PACKED]
+    suffixes = [suffix for suffix in path.suffixes if suffix not in PACKED]
     last = suffixes[-1] if suffixes else ""
     if last == ".parquet":
         return "parquet"
@@ -177,12 +177,14 @@ def _kind(path: Path) -> str:
 
 
 def _require_utf8(path: Path, head: bytes) -> None:
-    """Refuse a text whose characters have two or four bytes, by its mark or by its zeros."""
-    found = next((name for name, marks in WIDE.items() if head.startswith(marks)), "")
-    if not found and len(head) > 3 and any(head[:64:2]) != any(head[1:64:2]):
-        found = "UTF-16"
-    if found:
-        raise SourceError(f"{path} is {found}, not UTF-8", f"iconv -f {found} -t UTF-8 {path} > utf8{path.suffix}")
+    """Refuse UTF-16 and UTF-32, by their byte order mark or their zero bytes."""
+    encoding = next((name for name, marks in WIDE.items() if head.startswith(marks)), "")
+    if not encoding and len(head) > 3 and any(head[:64:2]) != any(head[1:64:2]):
+        encoding = "UTF-16"
+    if encoding:
+        raise SourceError(
+            f"{path} is {encoding}, not UTF-8", f"iconv -f {encoding} -t UTF-8 {path} > utf8{path.suffix}"
+        )
 
 
 def _require_lines(path: Path, head: bytes) -> None:
@@ -202,11 +204,11 @@ def _parquet(path: Path) -> Any:
     try:
         return ParquetFile(path)
     except (ArrowException, OSError) as error:
-        raise SourceError(f"{path} is no parquet file: {error}") from None
+        raise SourceError(f"{path} is not a parquet file: {error}") from None
 
 
 def values(part: Range, key: str) -> Iterator[Any]:
-    """The JSON value of each line or row of a range, in order: None for a blank one, Malformed for what is none."""
+    """The JSON value of each line or row of a range, in order: None for a blank line, Malformed for an invalid one."""
     kind = _kind(part.path)
     if kind == "parquet":
         yield from _rows(part, dict.fromkeys((key, *FIELDS, *sorted(NAMES), *MORE, *ALLOWED, *SYSTEM, "label")))
@@ -219,13 +221,13 @@ def values(part: Range, key: str) -> Iterator[Any]:
             yield load(line) if line and not line.isspace() else None
 
 
-def _rows(part: Range, wanted: Iterable[str]) -> list[dict[str, Any]]:
-    """The rows of a row group, with no more columns than those that records are made of."""
+def _rows(part: Range, columns: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows of a row group, with only the given columns."""
     from pyarrow import ArrowException
 
     file = _parquet(part.path)
     try:
-        table = file.read_row_group(part.begin, columns=list(wanted))
+        table = file.read_row_group(part.begin, columns=list(columns))
         if not table.num_columns:
             return [{} for _ in range(file.metadata.row_group(part.begin).num_rows)]
         rows: list[dict[str, Any]] = table.to_pylist()
@@ -240,16 +242,16 @@ def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
 
     def value(line: bytes) -> Any:
         try:
-            found = loads(line)
+            content = loads(line)
         except JSONDecodeError:
             return Malformed(unreadable(line))
-        if found is None:  # None is a blank line
+        if content is None:  # None means a blank line
             return Malformed("object")
         try:
-            twice = _key_twice(line, found)
-        except RecursionError:  # orjson goes deeper
+            twice = _key_twice(line, content)
+        except RecursionError:  # orjson allows deeper nesting
             return Malformed("json")
-        return found if twice is None else Malformed("key", repr(twice))
+        return content if twice is None else Malformed("key", repr(twice))
 
     def text(line: bytes) -> Any:
         try:
@@ -261,7 +263,7 @@ def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
 
 
 def unreadable(line: bytes) -> str:
-    """Why orjson does not read a line: `number` where all else of it is JSON."""
+    """The reason why orjson cannot read a line: `number` if it is JSON but for a number out of range."""
     beyond: list[str] = []
 
     def number(text: str) -> float:
@@ -276,13 +278,13 @@ def unreadable(line: bytes) -> str:
     return "number" if beyond else "json"
 
 
-def _key_twice(line: bytes, found: Any) -> str | None:
+def _key_twice(line: bytes, content: Any) -> str | None:
     """A key that is given twice in an object of a line; orjson silently takes the last one.
 
-    Keys are counted first, where that tells: quotation marks in texts have a backslash before them, those of keys have
-    none but after a key that ends in backslashes.
+    A fast check counts the keys in the text first: quotation marks in texts follow a backslash, those of keys do not,
+    unless a key ends in a backslash.
     """
-    if len(KEY.findall(line)) == _keys(found) and b'\\\\"' not in line:
+    if len(KEY.findall(line)) == _keys(content) and b'\\\\"' not in line:
         return None
     seen: list[str] = []
 
@@ -296,14 +298,14 @@ def _key_twice(line: bytes, found: Any) -> str | None:
 
 
 def _keys(value: Any) -> int:
-    """How many keys a JSON value has, those of all its objects."""
+    """Number of keys of a JSON value, over all its objects."""
     if isinstance(value, dict):
         return len(value) + sum(map(_keys, value.values()))
     return sum(map(_keys, value)) if isinstance(value, list) else 0
 
 
 def _lines(part: Range) -> Iterator[bytes]:
-    """The lines that begin in a range, without their ends. One that is too long comes cut."""
+    """The lines that begin in a range, without line breaks. A line that is too long is truncated."""
     if part.stop < 0:
         with _decompressed(part.path) as file:
             _require_utf8(part.path, file.peek(64)[:64])
@@ -334,7 +336,7 @@ def _streamed(file: io.BufferedReader) -> Iterator[bytes]:
         if first:
             line, first = line.removeprefix(BOM), False
         yield line.rstrip(b"\n")
-        while len(line) > LONGEST and not line.endswith(b"\n"):  # the rest of a line that is too long
+        while len(line) > LONGEST and not line.endswith(b"\n"):  # skip the rest of a line that is too long
             line = file.readline(LONGEST + 2)
             if not line:
                 return
@@ -345,9 +347,9 @@ def _decompressed(path: Path) -> io.BufferedReader:
 
 
 class _Unpacked(io.RawIOBase):
-    """What a compressed file holds.
+    """The decompressed content of a file.
 
-    A file that is cut short is an error: zstandard's own reader ends without one.
+    A truncated file is an error: zstandard's own reader does not report it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -385,7 +387,7 @@ class _Unpacked(io.RawIOBase):
 
 
 class _Damaged(Exception):
-    """What zstd says of a damaged file."""
+    """zstd's error for a damaged file."""
 
 
 def _gunzipped(path: Path) -> Generator[bytes, None, None]:
@@ -395,7 +397,7 @@ def _gunzipped(path: Path) -> Generator[bytes, None, None]:
 
 
 def _unzstd(path: Path) -> Generator[bytes, None, None]:
-    """Every frame, to its end."""
+    """The content of all frames; EOFError if the last one is incomplete."""
     try:
         from zstandard import ZstdDecompressor, ZstdError
     except ImportError:
@@ -417,6 +419,6 @@ def _unzstd(path: Path) -> Generator[bytes, None, None]:
 
 
 def first_value(parts: Sequence[Range], key: str) -> Any:
-    """The first value that is one, None if the first range has none."""
-    found = (value for value in values(parts[0], key) if value is not None and not isinstance(value, Malformed))
-    return next(found, None)
+    """The first valid value of the first range, None if it has none."""
+    usable = (value for value in values(parts[0], key) if value is not None and not isinstance(value, Malformed))
+    return next(usable, None)

@@ -1,12 +1,12 @@
-"""Which labels are trained. All masks here are booleans at the place of the token that is the label.
+"""Loss masks: which labels are trained. All masks are booleans at the position of the token that is the label.
 
 A label is trained iff, counted within its document:
-* with control tokens: it lies in no turn of another role than the assistant, markers included, and opens no turn. The
-  marker that closes a reply, the end of the document and plain text are trained.
-* with a chat template: it belongs to a generation block, as `PREFIX.mask` tells.
-The first token of a document is nobody's next token. Padding is no document, and never trained.
+* with control tokens: it is not in a turn of another role than the assistant (markers included), and does not open a
+  turn. The marker that closes a reply, the end of the document and plain text are trained.
+* with a chat template: it belongs to a generation block, as marked in `PREFIX.mask`.
+The first token of a document is never a label. There is no padding.
 
-`fork_mask` and `megatron_llm_mask` are what two other programs do, for those who continue a run of theirs.
+`fork_mask` and `megatron_llm_mask` are the masks of two other programs, for those who continue a run of theirs.
 
 Facts: tilde-nlp/llm-gpt-neox 374a5c6 megatron/utils.py, `get_ltor_masks_and_position_ids`; xingyaoww/Megatron-LLM
 megatron/data/instruction_dataset.py, `instruction_collator`.
@@ -33,12 +33,12 @@ def label_mask(
     stored: NDArray[np.uint8] | None = None,
     loss: str = "assistant",
 ) -> Mask:
-    """The labels of whole documents that are trained.
+    """The loss mask of whole documents.
 
     Args:
-        tokens: documents one after another, int[n].
+        tokens: documents, concatenated, int[n].
         sizes: tokens of each, none of them 0, int[d].
-        control: role to the id of its control token; not looked at if there is a stored mask.
+        control: role to the id of its control token; not used if there is a stored mask.
         stored: bits of `PREFIX.mask`, uint8[n].
         loss: what is trained: every reply (`assistant`), the last one (`last_turn`), or `all` labels.
 
@@ -75,7 +75,7 @@ def _control_mask(
 
 
 def _counts(marks: Mask, sizes: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many marks there are in each document up to and with each token."""
+    """Number of marks in each document up to and including each token."""
     counted = np.cumsum(marks, dtype=np.int64)
     return counted - np.repeat(counted[starts] - marks[starts], sizes)
 
@@ -87,17 +87,17 @@ def fork_mask(
     individual: Sequence[int] = (),
     after_eod: int | None = None,
 ) -> Mask:
-    """The mask of the users' GPT-NeoX: marks are counted along the row, and padding is trained.
+    """The mask of tilde-nlp's GPT-NeoX: marks are counted along the row, and padding is trained.
 
     Args:
         rows: packed rows, int[b, t].
         pairs: `loss_mask_pairs`: opener and closer in turn; equal ones alternate.
         alternating: `loss_mask_alternating_individual`: every odd occurrence is masked.
-        individual: `loss_mask_individual`: masked wherever they stand.
-        after_eod: the end of a document, if `eod_mask_loss`: the label behind it is masked.
+        individual: `loss_mask_individual`: masked at any position.
+        after_eod: the end-of-document token, with `eod_mask_loss`: the label after it is masked.
 
     Returns:
-        bool[b, t]; the first column, which is no label, is False.
+        bool[b, t]; the first column, which is not a label, is False.
     """
     blocked = np.zeros(rows.shape, bool)
     for opener, closer in zip(pairs[::2], pairs[1::2], strict=True):
@@ -116,17 +116,17 @@ def fork_mask(
 
 
 def _odd(marks: Mask) -> Mask:
-    found: Mask = np.cumsum(marks, axis=1) & 1 == 1
-    return found
+    inside: Mask = np.cumsum(marks, axis=1) & 1 == 1
+    return inside
 
 
 def _open(rows: Tokens, opener: int, closer: int) -> Mask:
-    found: Mask = np.cumsum(rows == opener, axis=1) > np.cumsum(rows == closer, axis=1)
-    return found
+    inside: Mask = np.cumsum(rows == opener, axis=1) > np.cumsum(rows == closer, axis=1)
+    return inside
 
 
 def megatron_llm_mask(roles: Tokens) -> Mask:
-    """The mask of Megatron-LLM: taken at the input token, so that it comes one label late.
+    """The mask of Megatron-LLM: it is taken at the input token, so it is one label late.
 
     Args:
         roles: a row of role ids, int[t], 2 for the assistant.

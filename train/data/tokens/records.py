@@ -1,6 +1,6 @@
-"""Records: what a line of training data says, as turns of roles, or why it cannot be used.
+"""Records: the turns of a line of training data, or the reason why it cannot be used.
 
-A record is never repaired. Whatever is wrong with it has one of the names in `REASONS`, under which it is counted.
+A record is never repaired. Each fault has a name in `REASONS`, under which it is counted.
 
     {"text": "<<<|user|>>>…<<<|user|>>><<<|assistant|>>>…<<<|assistant|>>>"}    control-text: a marker on both sides
     {"conversations": [{"role": "user", "content": "…"}, …]}                    conversations ("messages" too)
@@ -14,45 +14,44 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from train.data.tokens.shapes import FIELDS, MARKER, SPELLED, shapes_of, turns_field
-from train.data.tokens.shapes import told as told_shapes
-from train.data.tokens.turn_flags import Unclear, check_record, check_text, is_empty, told
+from train.data.tokens.shapes import FIELDS, MARKER, SPELLED, describe, shapes_of, turns_field
+from train.data.tokens.turn_flags import Unclear, check_record, check_text, is_empty, is_trained
 
 READ = re.compile(r"""(\w+)(?:\.|\[["'])(\w+)""")
 NO_TURN = re.compile("loop|ns$|namespace|tool|function|param")
-"""What a chat template reads of something, and the names of what is no turn."""
+"""Attributes that a chat template reads of a variable; and names of variables that are not turns."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 REASONS: Mapping[str, str] = {
-    "json": "the line is no JSON that can be read (NaN and Infinity are none)",
-    "number": "the line has a number beyond what a 64-bit float can hold, such as 1e400",
-    "object": "the line is no JSON object",
+    "json": "the line is not valid JSON (NaN and Infinity are not allowed)",
+    "number": "the line has a number beyond the range of a 64-bit float, such as 1e400",
+    "object": "the line is not a JSON object",
     "long": "the line is longer than 16 MiB",
     "field": "the field is missing",
     "type": "the field has the wrong type",
     "empty": "there is no text",
     "no marker": "a dialogue without markers",
     "marker": "a marker <<<|…|>>> in plain text",
-    "odd": "a marker that opens a turn and no marker that closes it",
-    "pair": "a turn that another role's marker closes",
-    "outside": "text outside turns: the text itself may hold a marker",
+    "odd": "a marker that opens a turn, without a marker that closes it",
+    "pair": "a turn that is closed by another role's marker",
+    "outside": "text outside turns: the text itself may contain a marker",
     "empty turn": "a turn without text",
     "role": "a role that has no control token, or no number in role bins",
     "no reply": "no turn of the assistant",
     "keys": "turns with from and value: --format sharegpt reads them",
-    "more": "a turn with calls of tools, thoughts or media, which would be lost",
-    "unknown": "a turn has a key that is not known, and may say what is trained",
-    "weight": "a turn says that it is trained with neither 0 nor 1, neither false nor true, or says both",
-    "asked": "a turn of another role than the assistant's says that it is trained",
-    "record": "the record says of all its turns what is trained or how they are written, which is not known here",
-    "blocks": "a reply that is not trained, and the chat template does not mark each reply by itself",
-    "bins": "a reply that is not trained, which neither role bins nor markers can tell",
-    "untrained": "no reply that is trained",
+    "more": "a turn with tool calls, reasoning or media, which would be lost",
+    "unknown": "a turn has an unknown key, which may say what is trained",
+    "weight": "the flag of a turn is neither 0 nor 1, neither false nor true, or flags contradict each other",
+    "asked": "a turn of another role than the assistant is flagged as trained",
+    "record": "the record sets for all its turns what is trained or how they are rendered, which is not supported here",
+    "blocks": "a reply is excluded from the training, but the chat template does not mark each reply separately",
+    "bins": "a reply is excluded from the training, which role bins and markers cannot express",
+    "untrained": "no reply is trained",
     "both": "the record has conversations and messages, and they differ",
-    "shapes": "the record can be read in two ways, one of which would be lost; --format says which is meant",
-    "recipe": "fields that no format reads; train fetch makes records of them, a recipe says which field is what",
+    "shapes": "the record can be read in two ways, one of which would be lost; --format chooses one",
+    "recipe": "fields that no format reads; train fetch makes records of them, with a recipe that names the fields",
     "key": "a key is given twice in the record",
     "template": "the chat template refuses the turns",
-    "literal": "the text holds a control token, and the tokenizer cannot keep the two apart",
+    "literal": "the text spells a control token, and the tokenizer cannot tell the two apart",
     "nothing": "nothing is left after tokenization",
 }
 
@@ -61,9 +60,9 @@ class Record(NamedTuple):
     """A dialogue, or a text without roles.
 
     Attributes:
-        roles: who speaks, for each turn; empty for plain text.
-        contents: what is said, for each turn; one text if there are no roles.
-        left_out: numbers of the replies that are not trained because the record says so.
+        roles: role of each turn; empty for plain text.
+        contents: text of each turn; one text if there are no roles.
+        left_out: indices of replies that the record excludes from the training.
     """
 
     roles: Sequence[str]
@@ -72,7 +71,7 @@ class Record(NamedTuple):
 
 
 class Malformed(Exception):
-    """A record that cannot be used; `reason` is a key of `REASONS`, `detail` says what of the record it is."""
+    """A record that cannot be used; `reason` is a key of `REASONS`, `detail` names the part of the record."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(REASONS[reason])
@@ -83,7 +82,7 @@ Reader = Callable[[Any], Record]
 
 
 GRAVE = ("unknown", "weight", "asked", "record", "both", "shapes", "key")
-"""Reasons that end the work: what the data says of the training is not understood, so no other record is trusted."""
+"""Reasons that abort: the data says something about the training that is not understood, so no record is trusted."""
 
 
 def reader(
@@ -98,15 +97,15 @@ def reader(
 
     Args:
         form: one of `shapes.FORMS`.
-        roles: roles that have a control token; empty if a chat template judges roles.
-        key: the field that holds text.
-        any_turns: whether turns may have no text and conversations no reply, as role bins have them; plain text is
-            no record then.
+        roles: roles that have a control token; empty if a chat template checks roles.
+        key: the field with text.
+        any_turns: whether turns may have no text and conversations no reply, as in role bins; plain text is then not a
+            record.
         template: the chat template, which may read more of a turn than its role and its content.
-        auto: whether nobody named the format, so that nobody chose among the fields of a record.
+        auto: whether the format was detected, so that the user did not choose among the fields of a record.
 
     Returns:
-        A function that takes a JSON value and gives its record, or raises Malformed.
+        A function from a JSON value to its record; it raises Malformed.
     """
     known = frozenset(roles)
     read = frozenset(key for base, key in READ.findall(template or "") if not NO_TURN.search(base))
@@ -114,16 +113,16 @@ def reader(
     shared = _conversation(known, any_turns, SPELLED, SHAREGPT, read)
 
     def control_text(value: Any) -> Record:
-        found = _field(value, key, str)
+        content = _field(value, key, str)
         _judged(check_record, value, ())
-        return _dialogue(found, known)
+        return _dialogue(content, known)
 
     def text(value: Any) -> Record:
-        found = _field(value, key, str)
-        if MARKER.search(found):
+        content = _field(value, key, str)
+        if MARKER.search(content):
             raise Malformed("marker")
         _judged(check_text, value)
-        return _plain(found)
+        return _plain(content)
 
     def mixed(value: Any) -> Record:
         if isinstance(value, dict) and turns_field(value) is None:
@@ -135,33 +134,33 @@ def reader(
             return text(value)
         return turns(value)
 
-    found: Reader = {
+    read_record: Reader = {
         "control-text": control_text,
         "conversations": conversations,
         "sharegpt": shared,
         "text": text,
         "mixed": mixed,
     }[form]
-    return _unambiguous(found, key, auto) if auto or form == "mixed" else found
+    return _unambiguous(read_record, key, auto) if auto or form == "mixed" else read_record
 
 
 def _unambiguous(read: Reader, key: str, auto: bool) -> Reader:
-    """A reader that refuses records of two shapes; with auto also those of a shape that nothing reads."""
+    """A reader that refuses records of two shapes; with `auto` also those of a shape that no format reads."""
 
     def judged(value: Any) -> Record:
         if isinstance(value, dict):
             shapes = [shape for shape in shapes_of(value, key) if auto or shape.is_read]
             if len(shapes) > 1 and shapes[0].is_read:
-                raise Malformed("shapes", told_shapes(shapes, key))
+                raise Malformed("shapes", describe(shapes, key))
             if shapes and not shapes[0].is_read:
-                raise Malformed("recipe", told_shapes(shapes, key))
+                raise Malformed("recipe", describe(shapes, key))
         return read(value)
 
     return judged
 
 
 def _judged(check: Callable[..., None], *of: Any) -> None:
-    """Refuse what a check does not understand."""
+    """Turn the `Unclear` of a check into Malformed."""
     try:
         check(*of)
     except Unclear as error:
@@ -232,7 +231,7 @@ def _turns(value: Any) -> list[dict[str, Any]]:
 def _conversation(
     known: frozenset[str], any_turns: bool, keys: tuple[str, str], names: Mapping[str, str], template: frozenset[str]
 ) -> Reader:
-    """The reader of turns whose speaker and text have these keys; `names` has their roles, if not the same."""
+    """The reader of turns with these keys for speaker and text; `names` maps speakers to roles, if they differ."""
 
     def read(value: Any) -> Record:
         turns = _turns(value)
@@ -240,14 +239,14 @@ def _conversation(
         contents: list[Any] = [turn.get(keys[1]) for turn in turns]
         if None in roles or None in contents:
             raise Malformed("keys" if keys != SPELLED and SPELLED[0] in turns[0] else "field")
-        if not all(isinstance(one, str) for one in (*roles, *contents)):
+        if not all(isinstance(content, str) for content in (*roles, *contents)):
             raise Malformed("type")
         if names and not names.keys() >= set(roles):
             raise Malformed("role")
         roles = [names.get(role, role) for role in roles]
         try:
             check_record(value, [text for role, text in zip(roles, contents, strict=True) if role == "system"])
-            flags = [told(turn, number, keys, template) for number, turn in enumerate(turns, 1)]
+            flags = [is_trained(turn, number, keys, template) for number, turn in enumerate(turns, 1)]
         except Unclear as error:
             raise Malformed(error.reason, error.detail) from None
         record = _checked(roles, contents, known, any_turns)
@@ -259,18 +258,18 @@ def _conversation(
 
 
 def _left_out(roles: Sequence[str], flags: Sequence[bool | None], any_turns: bool) -> frozenset[int]:
-    """The replies that their record leaves out of the training.
+    """The replies that their record excludes from the training.
 
     Raises:
-        Malformed: something else than a reply is to be trained, no reply is, or role bins cannot tell.
+        Malformed: a turn of another role is marked as trained, no reply is trained, or role bins cannot express it.
     """
     for number, (role, flag) in enumerate(zip(roles, flags, strict=True), 1):
         if flag and role != "assistant":
             raise Malformed("asked", f"turn {number}, of the role {role!r}")
     replies = [number for number, role in enumerate(roles) if role == "assistant"]
-    found = frozenset(number for number in replies if flags[number] is False)
-    if found and any_turns:
+    left_out = frozenset(number for number in replies if flags[number] is False)
+    if left_out and any_turns:
         raise Malformed("bins")
-    if replies and len(found) == len(replies):
+    if replies and len(left_out) == len(replies):
         raise Malformed("untrained")
-    return found
+    return left_out

@@ -1,12 +1,12 @@
-"""Shapes: the fields in which a record may keep what is trained, and the format that reads them.
+"""Shapes: the fields of a record that may have the training text, and the format that reads them.
 
 `--format auto` decides from this table. A record with fields of two rows has two readings; `auto` refuses it, because
-whichever it took, the other would be lost without a word. A format that is named chooses.
+the reading that it does not take would be lost silently. Naming a format chooses one.
 
 Facts: the fields of sets on the Hub: tatsu-lab/alpaca (`instruction`, `output`, and `text`), CohereLabs/aya_dataset
 (`inputs`, `targets`), HuggingFaceH4/ultrafeedback_binarized (`chosen`, `rejected`, and `messages`); TRL's dataset
 formats (`prompt`, `completion`); ms-swift 3 custom datasets (`query`, `response`; `rejected_response` beside
-`messages`). A `prompt` alone is no row: ultrachat_200k and no_robots repeat the first message in it.
+`messages`). `prompt` alone is not a shape: ultrachat_200k and no_robots repeat the first message in it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ FORMS = ("control-text", "conversations", "sharegpt", "text", "mixed")
 
 
 class Shape(NamedTuple):
-    """The fields that a record of a shape has, all of them, and whether a format reads them."""
+    """The fields that a record of a shape has to have, and whether a format reads them."""
 
     fields: tuple[str, ...]
     is_read: bool = False
 
 
 TEXT = "text"
-"""Stands for the field that holds text, whatever --jsonl-keys calls it."""
+"""Placeholder for the field with text, whose name --jsonl-keys sets."""
 SHAPES: tuple[Shape, ...] = (
     *(Shape((name,), is_read=True) for name in FIELDS),
     Shape((TEXT,), is_read=True),
@@ -49,41 +49,41 @@ SHAPES: tuple[Shape, ...] = (
 BESIDE_TURNS = (
     "instruction", "input", "output", "query", "response", "completion", "chosen", "rejected", "rejected_response",
 )  # fmt: skip
-"""Fields that are a second reading beside turns, each by itself; not where they repeat what a turn says."""
+"""Fields each of which is a second reading beside turns, unless it repeats the text of a turn."""
 NAMES = frozenset(name for shape in SHAPES for name in shape.fields) - {TEXT} | {*BESIDE_TURNS}
 
 
 def shapes_of(record: Mapping[str, Any], key: str = TEXT) -> list[Shape]:
-    """The shapes that a record has; conversations and messages are one, for their reader compares them.
+    """The shapes of a record; conversations and messages count as one, because their reader compares them.
 
     Args:
-        record: with all its keys. An empty field counts as absent, for tables have every field in every row.
-        key: the field that holds text.
+        record: with all its keys. An empty field counts as absent, because tables have every field in every row.
+        key: the field with text.
     """
-    if len(record) == 1:  # the usual record, and the fast way
+    if len(record) == 1:  # the usual record, checked fast
         return [shape for shape in SHAPES if len(shape.fields) == 1 and _named(shape.fields[0], key) in record]
-    found: list[Shape] = []
+    shapes: list[Shape] = []
     for shape in SHAPES:
         if all(not is_empty(record.get(_named(name, key))) for name in shape.fields) and not (
-            shape.fields[0] in FIELDS and found
+            shape.fields[0] in FIELDS and shapes
         ):
-            found.append(shape)
-    if found and found[0].fields[0] in FIELDS:
-        known = {name for shape in found for name in shape.fields}
-        found += [Shape((name,)) for name in BESIDE_TURNS if name not in known and _says_more(record, name)]
-    return found
+            shapes.append(shape)
+    if shapes and shapes[0].fields[0] in FIELDS:
+        known = {name for shape in shapes for name in shape.fields}
+        shapes += [Shape((name,)) for name in BESIDE_TURNS if name not in known and _says_more(record, name)]
+    return shapes
 
 
 def _says_more(record: Mapping[str, Any], name: str) -> bool:
-    """Whether a field of a record with turns says what none of them says."""
+    """Whether a field of a record with turns has text that no turn has."""
     value, turns = record.get(name), record[str(turns_field(record))]
     if is_empty(value) or value == turns:
         return False
     return not any(isinstance(turn, dict) and value in turn.values() for turn in turns or ())
 
 
-def told(shapes: list[Shape], key: str = TEXT) -> str:
-    """Shapes as words of an error."""
+def describe(shapes: list[Shape], key: str = TEXT) -> str:
+    """Shapes as text for an error."""
     return " beside ".join(" and ".join(_named(name, key) for name in shape.fields) for shape in shapes)
 
 
@@ -92,17 +92,17 @@ def _named(name: str, key: str) -> str:
 
 
 def turns_field(record: Mapping[str, Any]) -> str | None:
-    """The field that holds turns, one with turns before one without; null counts as absent."""
+    """The field with turns; a non-empty one is preferred, null counts as absent."""
     present = [name for name in FIELDS if record.get(name) is not None]
     return next((name for name in present if not is_empty(record[name])), next(iter(present), None))
 
 
 def form_of(value: Any, key: str = TEXT) -> str:
-    """The format that a record has: what `--format auto` makes of the first one."""
+    """The format that `--format auto` detects from a record."""
     if not isinstance(value, dict):
         return "text"
-    found = shapes_of(value, key)
-    name = found[0].fields[0] if found else turns_field(value)
+    shapes = shapes_of(value, key)
+    name = shapes[0].fields[0] if shapes else turns_field(value)
     if name in FIELDS:
         return "sharegpt" if _is_spelled(value[name]) else "conversations"
     text = value.get(key)
@@ -110,5 +110,5 @@ def form_of(value: Any, key: str = TEXT) -> str:
 
 
 def _is_spelled(turns: Any) -> bool:
-    """Whether turns say their speaker and text as ShareGPT does."""
+    """Whether turns have the keys of ShareGPT for speaker and text."""
     return bool(isinstance(turns, list) and turns and isinstance(turns[0], dict) and {*SPELLED} <= turns[0].keys())

@@ -1,6 +1,6 @@
-"""What token files do not tell of themselves: `PREFIX.json`, and `PREFIX.mask`, the loss mask.
+"""Sidecar files of token files: `PREFIX.json`, how they were made, and `PREFIX.mask`, the loss mask.
 
-Both are ours and optional: files of other programs have neither, other programs do not look for them.
+Both are ours and optional: files of other programs do not have them, and other programs do not read them.
 The mask has one byte for each token of the `.bin`: 1 where the token, as a label, belongs to a reply.
 """
 
@@ -21,13 +21,13 @@ class Facts:
 
     Attributes:
         tokenizer: BLAKE3 of the tokenizer's file, in hexadecimal digits.
-        vocabulary: how many tokens it has.
+        vocabulary: number of its tokens.
         control: name of each role that has a control token, such as user, and its id.
-        eod: the token that ends a document, None if nothing was appended.
+        eod: id of the end-of-document token, None if none was appended.
         template: BLAKE3 of the chat template, None if none was used.
-        counts: documents, tokens, and what was dropped for which reason.
-        names: BLAKE3 of the names of its tokens in the order of their ids; None in files of before.
-        masked: whether `PREFIX.mask` is needed although there are control tokens: records leave replies out.
+        counts: documents, tokens, and dropped records by reason.
+        names: BLAKE3 of the names of its tokens in the order of their ids; None in files of older versions.
+        masked: whether `PREFIX.mask` is needed although there are control tokens: records exclude replies.
     """
 
     tokenizer: str
@@ -41,22 +41,22 @@ class Facts:
 
     @property
     def encoding(self) -> tuple[Any, ...]:
-        """What must be equal wherever two files become one."""
+        """What must be equal in files that are merged."""
         return self.tokenizer, self.vocabulary, dict(self.control), self.eod, self.template
 
 
 def facts_path(prefix: Path) -> Path:
-    """Where the facts about a prefix lie."""
+    """The path of the sidecar of a prefix."""
     return prefix.with_name(prefix.name + ".json")
 
 
 def mask_path(prefix: Path) -> Path:
-    """Where the loss mask of a prefix lies."""
+    """The path of the loss mask of a prefix."""
     return prefix.with_name(prefix.name + ".mask")
 
 
 def read_facts(prefix: Path) -> Facts | None:
-    """The facts about a prefix, None if there is no such file.
+    """The sidecar of a prefix, None if there is no such file.
 
     Raises:
         SourceError: the file is damaged.
@@ -67,14 +67,14 @@ def read_facts(prefix: Path) -> Facts | None:
     try:
         return _sound(Facts(**json.loads(path.read_bytes())))
     except (ValueError, TypeError, RecursionError) as error:
-        raise SourceError(f"{path} does not tell how the tokens were made: {short(str(error))}") from None
+        raise SourceError(f"{path} does not say how the tokens were made: {short(str(error))}") from None
 
 
 def _sound(facts: Facts) -> Facts:
-    """The facts, if each is what it should be.
+    """The facts, with checked types.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a field has a wrong type.
     """
     control = facts.control
     odd = {
@@ -103,7 +103,7 @@ def facts_text(facts: Facts) -> str:
 
 
 def common_facts(prefixes: Sequence[Path], counts: Mapping[str, Any]) -> Facts | None:
-    """The facts about a file that is made of several, None unless all have some.
+    """The facts of a file that is merged from several, None unless all have a sidecar.
 
     Raises:
         RefusedError: two were made with different tokenizers, control tokens or templates.

@@ -1,8 +1,8 @@
 """Text to token files, on all cores, in constant memory, and resumable.
 
-Workers take ranges of the input and leave the tokens of each as small files. One writer, this process, appends them in
-the order of the input to `PREFIX_KEY_document.partial/` and notes how far it is. A killed run resumes from the last
-note: what lies behind it is cut off, so that the final bytes are those of a run that was never killed.
+Workers encode ranges of the input and write the tokens of each as small files. One writer, this process, appends them
+in the order of the input to `PREFIX_KEY_document.partial/` and records its progress. A killed run resumes from the last
+record: later bytes are truncated, so the final bytes are those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
 from train.data.tokens.workers import ALTERED, EXAMPLES, UNTRAINED, Job, Part, Workers
 
 STREAMS = ("bin", "sizes", "mask")
-"""What is appended to: tokens, int32 sizes of documents, and the loss mask of a chat template, or the roles of bins."""
+"""The staged streams: tokens, int32 sizes of documents, and the loss mask (or the roles of role bins)."""
 PARTS = "parts-"
-"""Where workers leave ranges: a folder of this run alone, as a worker may outlive the one that was killed."""
+"""Prefix of the folder for workers' files: a new one for each run, because a worker may outlive a killed run."""
 EVERY = 5.0
-"""Seconds between two notes of how far the work is."""
+"""Seconds between two records of the progress."""
 AHEAD = 4
-"""Ranges that each worker may be ahead of the writer."""
+"""Number of ranges that each worker may be ahead of the writer."""
 
 HINT = (
     "train lint names each record; a key that says nothing of the training can go: jq -c '.messages |= map(del(.KEY))' "
     "of a turn, jq -c 'del(.KEY)' of a record"
 )
 HINTS = {
-    "both": "train lint names each record; leave one of the two out: jq -c 'del(.conversations)'",
+    "both": "train lint names each record; remove one of the two: jq -c 'del(.conversations)'",
     "shapes": "name what is to be trained: --format conversations, or text, control-text, sharegpt",
 }
-"""What to do about a reason that ends the work, where it is not what to do about the others."""
+"""Hints for reasons that abort, where they differ from `HINT`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for.
+    """A tokenization to run.
 
     Attributes:
         job: how records become tokens.
         parts: the input.
         prefix: path of the output without `.bin`.
-        workers: processes.
-        force: replace an output that is there.
+        workers: number of processes.
+        force: replace an existing output.
         most_dropped: share of records that may be dropped.
         strict: whether one dropped record is an error.
         quiet: no progress.
@@ -79,12 +79,12 @@ class Request:
 
     @property
     def staging(self) -> Path:
-        """Where the work is done."""
+        """The staging folder."""
         return self.prefix.with_name(self.prefix.name + ".partial")
 
     @property
     def fingerprint(self) -> str:
-        """What makes it the same work: inputs, their sizes and times, the tokenizer's content, and every setting."""
+        """Identity of the work, for resuming: inputs with sizes and times, the tokenizer's content, all settings."""
         stats = [
             (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns, number)
             for path, number in self.parts.files.items()
@@ -93,15 +93,15 @@ class Request:
         return blake3(json.dumps(facts).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Done:
-    """How far the work is.
+    """The progress of the work.
 
     Attributes:
         fingerprint: of the request.
-        ranges: how many are appended.
+        ranges: number of appended ranges.
         lengths: bytes of each stream that belong to them.
-        lines: lines of the file that the last range was of.
+        lines: lines so far of the file that the last range belongs to.
         counts: documents, tokens, kinds and dropped records by reason.
         examples: reason to some places, `FILE:LINE`.
     """
@@ -118,13 +118,13 @@ def tokenize(request: Request) -> Facts:
     """Make token files.
 
     Returns:
-        What is known of them; `counts` has documents, tokens, and dropped records by reason.
+        Their sidecar; `counts` has documents, tokens, and dropped records by reason.
 
     Raises:
-        OutputError: the output is there, or cannot be written.
+        OutputError: the output exists, or cannot be written.
         RefusedError: too many records are malformed.
         SourceError: no document is left.
-        Interrupted: a signal came; the same call goes on.
+        Interrupted: a signal came; the same call resumes.
     """
     prefix = request.prefix
     finals = {"bin": bin_path(prefix), "mask": mask_path(prefix), "json": facts_path(prefix), "idx": idx_path(prefix)}
@@ -134,20 +134,20 @@ def tokenize(request: Request) -> Facts:
 
 @contextmanager
 def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done, Callable[[], bool]]]:
-    """Turn the whole input into the streams of the staging folder, for whoever publishes them.
+    """Tokenize the whole input into the streams of the staging folder; the caller publishes them.
 
     Args:
-        request: what is asked for.
-        finals: the files that will be published; one that is there already must be meant to be replaced.
+        request: the request.
+        finals: the files that will be published; existing ones require `force`.
 
     Yields:
-        The account, and a function that says whether a signal came.
+        The progress, and a function that says whether a signal came.
     """
     staging = request.staging
-    taken = [path for path in finals.values() if path.exists()]
-    half = staging.is_dir() and not any(path.suffix == ".idx" for path in taken)  # killed while it published
-    if taken and not (request.force or half):
-        raise OutputError(f"{taken[0]} exists", "choose another --output-prefix, or replace it with --force")
+    existing = [path for path in finals.values() if path.exists()]
+    half = staging.is_dir() and not any(path.suffix == ".idx" for path in existing)  # killed while it published
+    if existing and not (request.force or half):
+        raise OutputError(f"{existing[0]} exists", "choose another --output-prefix, or replace it with --force")
     staging.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         handle = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -166,20 +166,21 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
 
 
 def _resumed(request: Request) -> Done:
-    """How far an earlier run came, with everything behind that cut off."""
-    path, fresh = request.staging / "done.json", Done(request.fingerprint, 0, dict.fromkeys(STREAMS, 0), 0, {}, {})
+    """The progress of an earlier run; the streams are truncated to it."""
+    path, streams = request.staging / "done.json", dict.fromkeys(STREAMS, 0)
+    fresh = Done(fingerprint=request.fingerprint, ranges=0, lengths=streams, lines=0, counts={}, examples={})
     done = fresh
     if path.is_file():
         done = _read_done(path)
         if done.fingerprint != request.fingerprint:
             if not request.force:
                 raise OutputError(
-                    f"{request.staging} holds the beginnings of other work (or the input has changed since)",
+                    f"{request.staging} holds unfinished work of another command (or the input has changed since)",
                     f"remove {request.staging}, or start over with --force",
                 )
             done = fresh
     if any(_length(request.staging / stream) < length for stream, length in done.lengths.items()):
-        done = fresh  # a run was killed while it published: what it has renamed is no longer here
+        done = fresh  # a run was killed while it published: renamed files are no longer here
     if done is fresh:
         path.unlink(missing_ok=True)
     for stream in STREAMS:
@@ -202,7 +203,7 @@ def _length(path: Path) -> int:
 
 
 def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Done:
-    """Let workers encode the ranges that are left, and append them in order."""
+    """Let workers encode the remaining ranges, and append them in order."""
     parts, staging = request.parts, request.staging
     folder = Path(mkdtemp(prefix=PARTS, dir=staging))
     with ExitStack() as stack:
@@ -211,31 +212,31 @@ def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Do
         workers = stack.enter_context(Workers(request.job, min(request.workers, len(parts) - done.ranges)))
         files = {stream: stack.enter_context((staging / stream).open("ab")) for stream in STREAMS}
         waiting: deque[Future[Part]] = deque()
-        asked, noted = done.ranges, monotonic()
+        submitted, recorded = done.ranges, monotonic()
         while done.ranges < len(parts) and _grave(done) is None:
-            while asked < len(parts) and len(waiting) < AHEAD * request.workers:
-                waiting.append(workers.submit(parts[asked], folder / str(asked)))
-                asked += 1
+            while submitted < len(parts) and len(waiting) < AHEAD * request.workers:
+                waiting.append(workers.submit(parts[submitted], folder / str(submitted)))
+                submitted += 1
             part = _first_of(waiting, stopped)
             if part is None:
                 workers.kill()
                 _note(request, done, files)
                 raise Interrupted(
-                    f"stopped behind {done.ranges} of {len(parts)} ranges", "run the same command again to go on"
+                    f"stopped after {done.ranges} of {len(parts)} ranges", "run the same command again to resume"
                 )
             for stream in STREAMS:
                 _move(folder / f"{done.ranges}.{stream}", files[stream])
             done = _counted(done, part, parts)
             progress.advance(parts.size(parts[done.ranges - 1]))
-            if monotonic() - noted > EVERY:
+            if monotonic() - recorded > EVERY:
                 _note(request, done, files)
-                noted = monotonic()
+                recorded = monotonic()
         _note(request, done, files)
     return done
 
 
 def _first_of(waiting: deque[Future[Part]], stopped: Callable[[], bool]) -> Part | None:
-    """The result that is next, None if a signal comes first: a compressed file is one range, and a long one."""
+    """The next result, None if a signal comes first. It polls, because a compressed file is one long range."""
     while not stopped():
         try:
             part = waiting[0].result(timeout=0.2)
@@ -255,11 +256,11 @@ def _move(path: Path, file: Any) -> None:
 
 
 def _counted(done: Done, part: Part, parts: Ranges) -> Done:
-    """The account with one more range in it."""
+    """The progress with one more range."""
     place = parts[done.ranges]
     lines = 0 if done.ranges and parts[done.ranges - 1].path != place.path else done.lines
     counts = Counter(done.counts) + Counter(part.counts)
-    examples = {reason: list(found) for reason, found in done.examples.items()}
+    examples = {reason: list(places) for reason, places in done.examples.items()}
     for number, reason, detail in part.examples:
         shown = examples.setdefault(reason, [])
         if len(shown) < EXAMPLES:
@@ -271,15 +272,15 @@ def _counted(done: Done, part: Part, parts: Ranges) -> Done:
 
 
 def _grave(done: Done) -> str | None:
-    """The reason that ends the work, if there is one."""
+    """The reason that aborts the work, if there is one."""
     return next((reason for reason in GRAVE if done.counts.get(reason)), None)
 
 
 def _require_clear(request: Request, done: Done) -> None:
-    """Refuse data that says something of the training that is not understood, however few records do.
+    """Refuse data with even one record that says something about the training that is not understood.
 
     Raises:
-        RefusedError: a record does.
+        RefusedError: there is such a record.
     """
     grave = _grave(done)
     if grave is not None:
@@ -291,7 +292,7 @@ def _require_clear(request: Request, done: Done) -> None:
 
 
 def _note(request: Request, done: Done, files: dict[str, Any]) -> None:
-    """Force to disk what is appended, then the note that says so."""
+    """Fsync the streams, then record the progress."""
     for file in files.values():
         file.flush()
         os.fsync(file.fileno())
@@ -299,7 +300,7 @@ def _note(request: Request, done: Done, files: dict[str, Any]) -> None:
 
 
 def _judge(request: Request, done: Done) -> None:
-    """Refuse a result that nobody wants: nothing, or with too much dropped."""
+    """Refuse an empty result, or one with more dropped records than --max-drop-rate."""
     kept = done.counts.get("documents", 0)
     dropped = {reason: number for reason, number in done.counts.items() if reason in REASONS}
     lost = sum(dropped.values())
@@ -308,7 +309,7 @@ def _judge(request: Request, done: Done) -> None:
     hint = f"train lint names each of them; what is tokenized stays in {request.staging.name} for the same input"
     if not kept:
         shutil.rmtree(request.staging)
-        hint = "train lint names each of them; --format tells what the records are"
+        hint = "train lint names each of them; --format sets the format of the records"
         raise SourceError(f"none of {lost} records became a document{shown}", hint if lost else "")
     if lost and request.strict:
         raise RefusedError(f"{lost} of {kept + lost} records are malformed{shown}", f"{hint}; --strict refuses them")
@@ -320,7 +321,7 @@ def _judge(request: Request, done: Done) -> None:
 
 
 def _publish(request: Request, done: Done, finals: dict[str, Path]) -> Facts:
-    """Write the index and the facts, and put all files in their places, the index last."""
+    """Write the index and the sidecar, and rename all files to their final paths, the index last."""
     job, staging = request.job, request.staging
     sizes = np.memmap(staging / "sizes", "<i4", "r")
     write_index(staging / "idx", best_dtype(job.vocabulary), sizes)
@@ -331,13 +332,20 @@ def _publish(request: Request, done: Done, finals: dict[str, Path]) -> Facts:
 
 
 def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Facts:
-    """Leave the facts in the staging folder, with these counts and those of dropped records."""
+    """Write the sidecar into the staging folder, with these counts and those of dropped records."""
     job = request.job
-    told = (ALTERED, UNTRAINED, *REASONS)
-    counts = dict(counts) | {name: number for name, number in done.counts.items() if name in told}
+    names = (ALTERED, UNTRAINED, *REASONS)
+    counts = dict(counts) | {name: number for name, number in done.counts.items() if name in names}
     masked = job.template is None and UNTRAINED in counts
     facts = Facts(
-        job.digest, job.vocabulary, dict(job.control), job.eod, job.template_digest, counts, job.names, masked
+        tokenizer=job.digest,
+        vocabulary=job.vocabulary,
+        control=dict(job.control),
+        eod=job.eod,
+        template=job.template_digest,
+        counts=counts,
+        names=job.names,
+        masked=masked,
     )
     write_file(request.staging / "json", facts_text(facts).encode())
     return facts
@@ -348,12 +356,12 @@ def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path
 
     Args:
         staging: the folder.
-        finals: name in the folder to path; indexes come last, and the last of them makes the others count.
-        stale: files of an earlier run that go with its index.
+        finals: name in the folder to path; indexes are last, and the last one makes the output valid.
+        stale: files of an earlier run that are deleted with its index.
     """
     indexes = [path for path in finals.values() if path.suffix == ".idx"]
     for path in (*reversed(indexes), *stale):
-        path.unlink(missing_ok=True)  # an old index never speaks of new tokens
+        path.unlink(missing_ok=True)  # an old index must never describe new tokens
     for name, path in finals.items():
         (staging / name).rename(path)
     sync_folder(next(iter(finals.values())).parent)

@@ -1,9 +1,9 @@
-"""Tokenizers as tokenization needs them: ids of plain text, and control tokens by name.
+"""Tokenizers for tokenization: ids of plain text, and control tokens by name.
 
-`encode` never turns text into a control token, whatever the text spells: that would let a document speak as a user.
+`encode` never turns text into a control token, whatever the text spells; else a document could open a turn.
 
-Facts: sentencepiece 0.2.3 (`piece_to_id` of a missing piece is the id of what is unknown, without a word; a piece of
-the type USER_DEFINED is found in any text, one of the type CONTROL never), tokenizers 0.23.3 (`encode_special_tokens`).
+Facts: sentencepiece 0.2.3 (`piece_to_id` of a missing piece silently returns the id of <unk>; a piece of the type
+USER_DEFINED is found in any text, one of the type CONTROL never), tokenizers 0.23.3 (`encode_special_tokens`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from train.data.tokens.sidecar import Facts
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """ModelProto.SentencePiece.Type"""
 EOD = "<|endoftext|>"
-"""What ends a document for GPT-NeoX (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
+"""GPT-NeoX's end-of-document token (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
 ROLES = ("user", "assistant", "system")
 FILES = ("tokenizer.json", "tokenizer.model")
-"""What a folder's tokenizer is in; the first wins."""
+"""Tokenizer files of a folder; the first one is used."""
 
 
 class Vocabulary(Protocol):
@@ -36,9 +36,9 @@ class Vocabulary(Protocol):
     Attributes:
         path: its file.
         digest: BLAKE3 of the file.
-        size: how many tokens there are.
-        special: which ids are control tokens that a text might become all the same, bool[size].
-        unusable: ids that cannot mean anything at the end of a document: unknown and padding.
+        size: number of tokens.
+        special: ids of control tokens that `encode` may produce all the same, bool[size].
+        unusable: ids that cannot end a document: unknown and padding.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class Vocabulary(Protocol):
         """The id of a token by its name, None if there is none."""
 
     def encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
-        """The ids of texts, each by itself, without control tokens."""
+        """The ids of texts, each encoded separately, without control tokens."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The name of each id."""
@@ -65,27 +65,27 @@ def open_vocabulary(path: Path, control: Iterable[str] = ()) -> Vocabulary:
 
     Args:
         path: the file or folder.
-        control: tokens that are control tokens, also where the model itself would find them in a text. Those of the
-            form <|name|> always are.
+        control: tokens to treat as control tokens, even if the model would find them in text. Those of the form
+            <|name|> always are.
 
     Raises:
         SourceError: it is neither, or damaged.
     """
     if path.is_dir():
-        held = [path / name for name in FILES if (path / name).is_file()]
-        if not held:
+        files = [path / name for name in FILES if (path / name).is_file()]
+        if not files:
             raise SourceError(f"{path} holds neither a tokenizer.json nor a tokenizer.model")
-        path = held[0]
+        path = files[0]
     if not path.is_file():
         raise SourceError(
-            f"{path} is {'no tokenizer' if path.exists() else 'not there'}",
+            f"{path} is {'not a tokenizer' if path.exists() else 'not there'}",
             "name a .model of SentencePiece, a tokenizer.json, or its folder",
         )
     return Fast(path) if path.suffix == ".json" else SentencePiece(path, control)
 
 
 class SentencePiece:
-    """A model of SentencePiece, run by its own library."""
+    """A SentencePiece model, run by its own library."""
 
     def __init__(self, path: Path, control: Iterable[str] = ()) -> None:
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
@@ -97,20 +97,20 @@ class SentencePiece:
         self.model = SentencePieceProcessor()
         try:
             proto.ParseFromString(raw)
-            wanted = set(control)
+            control_names = set(control)
             for piece in proto.pieces:
-                if piece.type == USER_DEFINED and (piece.piece in wanted or MARKER.fullmatch(piece.piece)):
+                if piece.type == USER_DEFINED and (piece.piece in control_names or MARKER.fullmatch(piece.piece)):
                     piece.type = CONTROL
-            proto.DiscardUnknownFields()  # among them a self-test with the types before
+            proto.DiscardUnknownFields()  # they include a self-test with the original types
             self.model.LoadFromSerializedProto(proto.SerializeToString())
-        except Exception as error:  # noqa: BLE001  # protobuf and the library raise nothing narrower in common
-            raise SourceError(f"{path} is no SentencePiece model, or cut off: {short(str(error))}") from None
+        except Exception as error:  # noqa: BLE001  # protobuf and the library have no narrower common class
+            raise SourceError(f"{path} is not a SentencePiece model, or cut off: {short(str(error))}") from None
         self.path, self.digest = path, blake3(raw).hexdigest()
         self.size = self.model.get_piece_size()
         kinds = (UNKNOWN, CONTROL, USER_DEFINED)
         self.control = {piece.piece: number for number, piece in enumerate(proto.pieces) if piece.type in kinds}
         pads = {self.model.pad_id(), self.control.get("<|pad|>", -1)} - {-1}
-        self.special = np.zeros(self.size, bool)  # no text becomes a control token here
+        self.special = np.zeros(self.size, bool)  # text never becomes a control token here
         self.unusable = dict.fromkeys(pads, "padding") | {self.model.unk_id(): "unknown"}
 
     def id_of(self, token: str) -> int | None:
@@ -118,17 +118,17 @@ class SentencePiece:
         return self.control.get(token)
 
     def encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
-        """The ids of texts; each gets the prefix that the model gives to a text."""
-        found: list[NDArray[np.int32]] = self.model.encode(texts, num_threads=1, return_type="numpy")
-        return found
+        """The ids of texts; each has the prefix that the model adds to a text."""
+        ids: list[NDArray[np.int32]] = self.model.encode(texts, num_threads=1, return_type="numpy")
+        return ids
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The name of each id."""
-        return [self.model.id_to_piece(int(one)) if one < self.size else f"<{one}?>" for one in ids]
+        return [self.model.id_to_piece(int(number)) if number < self.size else f"<{number}?>" for number in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""
-        text: str = self.model.decode([int(one) for one in ids if one < self.size])
+        text: str = self.model.decode([int(number) for number in ids if number < self.size])
         return text
 
 
@@ -144,7 +144,7 @@ class Fast:
         self.known = known
         self.size, self.ids, self.added = known.length, known.ids, known.added
         self.marking = known.tokenizer
-        """The tokenizer that finds control tokens in a text: for what a chat template has written."""
+        """The tokenizer that finds control tokens in text: for the text of chat templates."""
         self.plain = _whole(read_vocabulary(raw, str(path))).tokenizer
         self.plain.encode_special_tokens = True
         unknown = [known.tokenizer.token_to_id(token) for token in ("<unk>", "[UNK]")]
@@ -152,8 +152,10 @@ class Fast:
         padding = [self.ids[pad]] if pad in self.ids and pad != self.named.get("eos") else []
         self.special = np.zeros(self.size, bool)
         self.special[[known.ids[token] for token, special in known.added.items() if special]] = True
-        self.special[[one for one in unknown if one is not None]] = False  # what a text may well hold
-        self.unusable = dict.fromkeys(padding, "padding") | {one: "unknown" for one in unknown if one is not None}
+        self.special[[number for number in unknown if number is not None]] = False  # text may contain these
+        self.unusable = dict.fromkeys(padding, "padding") | {
+            number: "unknown" for number in unknown if number is not None
+        }
 
     @cached_property
     def beside(self) -> Mapping[str, Path]:
@@ -172,22 +174,22 @@ class Fast:
         return self.ids.get(token) if self.added.get(token) else None
 
     def encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
-        """The ids of texts, without what the tokenizer puts around a text."""
-        found = self.plain.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in found]
+        """The ids of texts, without the tokens that the tokenizer adds around a text."""
+        encodings = self.plain.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The name of each id."""
-        return [self.plain.id_to_token(int(one)) or f"<{one}?>" for one in ids]
+        return [self.plain.id_to_token(int(number)) or f"<{number}?>" for number in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens included."""
-        text: str = self.plain.decode([int(one) for one in ids], skip_special_tokens=False)
+        text: str = self.plain.decode([int(number) for number in ids], skip_special_tokens=False)
         return text
 
 
 def _whole(known: Any) -> Any:
-    """A tokenizer that gives all tokens of a text, the same each time, and tells where each begins."""
+    """A tokenizer without truncation, padding and dropout, and with exact character offsets."""
     from tokenizers.processors import ByteLevel
 
     known.tokenizer.no_truncation()
@@ -199,7 +201,7 @@ def _whole(known: Any) -> Any:
 
 
 def names_digest(vocabulary: Vocabulary, size: int, special: Mapping[str, int] = MappingProxyType({})) -> str:
-    """BLAKE3 of the names of the tokens below an id: it outlives tokens that are added and other forms of the file.
+    """BLAKE3 of the names of the tokens below an id: it stays the same if tokens are added or the file is rewritten.
 
     Args:
         vocabulary: the tokenizer.
@@ -213,30 +215,30 @@ def names_digest(vocabulary: Vocabulary, size: int, special: Mapping[str, int] =
 
 
 def made_with(facts: Facts, vocabulary: Vocabulary) -> bool:
-    """Whether the ids in token files are those of a tokenizer."""
+    """Whether token files were made with a tokenizer."""
     return facts.tokenizer == vocabulary.digest or facts.names == names_digest(vocabulary, facts.vocabulary)
 
 
-def control_ids(vocabulary: Vocabulary, told: Mapping[str, int]) -> dict[str, int]:
+def control_ids(vocabulary: Vocabulary, given: Mapping[str, int]) -> dict[str, int]:
     """The ids of the roles' control tokens, such as `<|user|>`.
 
     Args:
         vocabulary: the tokenizer.
-        told: ids that the user gave, checked against the tokenizer.
+        given: ids that the user gave, checked against the tokenizer.
 
     Returns:
-        Role to id: of those told, else of those that the tokenizer has.
+        Role to id: of the given roles, else of those that the tokenizer has.
 
     Raises:
-        UsageError: an id is not that of the token.
+        UsageError: a given id is not that of the token.
     """
-    for role, number in told.items():
-        held = vocabulary.id_of(f"<|{role}|>")
-        if held != number:
-            have = f"has it as {held}" if held is not None else "has no such token"
-            raise UsageError(f"<|{role}|> is said to be {number}, {vocabulary.path} {have}", "leave the ids out")
-    found = {role: vocabulary.id_of(f"<|{role}|>") for role in (told or ROLES)}
-    return {role: number for role, number in found.items() if number is not None}
+    for role, number in given.items():
+        actual = vocabulary.id_of(f"<|{role}|>")
+        if actual != number:
+            have = f"has it as {actual}" if actual is not None else "has no such token"
+            raise UsageError(f"<|{role}|> is given as {number}, {vocabulary.path} {have}", "remove the ids")
+    ids = {role: vocabulary.id_of(f"<|{role}|>") for role in (given or ROLES)}
+    return {role: number for role, number in ids.items() if number is not None}
 
 
 def eod_id(vocabulary: Vocabulary, token: str | None) -> int:
@@ -244,19 +246,19 @@ def eod_id(vocabulary: Vocabulary, token: str | None) -> int:
 
     Args:
         vocabulary: the tokenizer.
-        token: its name; None takes what GPT-NeoX takes, and what the tokenizer calls eos where there is no such token.
+        token: its name; None takes that of GPT-NeoX, or the tokenizer's eos if there is no such token.
 
     Raises:
         UsageError: there is no such token, or it means unknown or padding.
     """
     eos = vocabulary.named.get("eos") if isinstance(vocabulary, Fast) else None
     name = token or (EOD if vocabulary.id_of(EOD) is not None or eos is None else eos)
-    found = vocabulary.id_of(name)
-    if found is None:
+    number = vocabulary.id_of(name)
+    if number is None:
         raise UsageError(
             f"{vocabulary.path} has no control token {name}, which would silently become the unknown token",
             "name the token that ends a document: --eod " + ("TOKEN" if vocabulary.id_of("</s>") is None else "'</s>'"),
         )
-    if found in vocabulary.unusable:
-        raise UsageError(f"{name} is the {vocabulary.unusable[found]} token of {vocabulary.path}, id {found}")
-    return found
+    if number in vocabulary.unusable:
+        raise UsageError(f"{name} is the {vocabulary.unusable[number]} token of {vocabulary.path}, id {number}")
+    return number

@@ -1,11 +1,12 @@
-"""What a dialogue says beside roles and contents: which replies are trained, and what would be lost without a word.
+"""Keys of a dialogue beside roles and contents: which replies are trained, and what would be lost silently.
 
-Every key of a turn is in one of these tables, or is refused by its name. So is what a record says of all its turns.
+Every key of a turn has to be in one of these tables, or is refused by name; so are keys of a record that apply to all
+its turns.
 
 Facts: OpenAI's reference of fine-tuning (`weight` of an assistant message, 0 or 1); axolotl
 prompt_strategies/chat_template.py (`train` and `train_detail` of a turn); ms-swift 3 and xtuner (`loss` of a message,
 a boolean); torchtune 0.6 data/_messages.py (`masked` of a Message); NeMo's SFT data (`mask` of a record, the role that
-is not trained); TRL and LLaMA-Factory (`label` and `kto_tag` of a record, false for a reply that is not wanted).
+is not trained); TRL and LLaMA-Factory (`label` and `kto_tag` of a record, false for a rejected reply).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Flag(NamedTuple):
-    """A key that says whether a turn is trained: the types and the values that it may have."""
+    """A key that says whether a turn is trained: its allowed types, and its values."""
 
     kinds: tuple[type, ...]
     trained: Mapping[Any, bool]
@@ -33,21 +34,21 @@ HARMLESS = frozenset({
     "timestamp", "created_at", "create_time", "update_time", "date", "time", "model", "source", "url", "lang",
     "language", "tokens", "token_count", "num_tokens", "length",
 })  # fmt: skip
-"""Keys of a turn that tell where it comes from. A chat template that reads one of them makes it no longer harmless."""
+"""Keys of a turn with metadata. One that a chat template reads is no longer harmless."""
 MORE = frozenset({
     "tools", "functions", "documents", "tool_calls", "tool_call_id", "function_call", "thinking", "reasoning",
     "reasoning_content", "images", "image", "audio", "audios", "videos", "video",
 })  # fmt: skip
-"""What a record or a turn may hold beside role and content that no model would be trained on here."""
+"""Keys of a record or a turn whose content would be lost in the training here."""
 ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "weight": (1,), "train": (True,), "loss": (True,), "masked": (False,), "mask": ("User", "user"),
     "train_detail": (), "train_on_input": (False,), "train_on_inputs": (False,), "mask_history": (False,),
     "loss_mask": (), "labels": (), "assistant_masks": (), "completion_mask": (), "kto_tag": (True,),
     "chat_template_kwargs": (), "chat_template": (),
 }  # fmt: skip
-"""Key of a record of dialogues that says what is trained, or how it is written: values that say what is done anyway."""
+"""Key of a record that says what is trained, or how turns are rendered: the values that agree with what is done."""
 SYSTEM = ("system", "system_prompt", "system_message")
-"""Keys of a record that may hold what its first turn should say."""
+"""Keys of a record that may have the system prompt, which should be a turn."""
 
 
 class Unclear(Exception):
@@ -59,12 +60,12 @@ class Unclear(Exception):
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a key says nothing: tables have every field in every row."""
+    """Whether a value is empty: tables have every field in every row."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
-def told(turn: Mapping[str, Any], number: int, own: Collection[str], read: Collection[str]) -> bool | None:
-    """Whether a turn says of itself that it is trained; None if it does not say.
+def is_trained(turn: Mapping[str, Any], number: int, own: Collection[str], read: Collection[str]) -> bool | None:
+    """Whether a turn's flags say that it is trained; None without flags.
 
     Args:
         turn: with all its keys.
@@ -73,11 +74,11 @@ def told(turn: Mapping[str, Any], number: int, own: Collection[str], read: Colle
         read: keys that a chat template reads, none of which is harmless.
 
     Raises:
-        Unclear: a key is not understood, or two of them say different things.
+        Unclear: a key is not understood, or two flags contradict each other.
     """
     if turn.keys() == set(own):
         return None
-    found: dict[str, bool] = {}
+    flags: dict[str, bool] = {}
     for key, value in turn.items():
         absent = value is None if key in FLAGS else is_empty(value)
         if key in own or absent or (key in HARMLESS and key not in read):
@@ -90,21 +91,21 @@ def told(turn: Mapping[str, Any], number: int, own: Collection[str], read: Colle
         flag = FLAGS[key]
         if type(value) not in flag.kinds or value not in flag.trained:
             raise Unclear("weight", f"{shown} {str(value)[:40]!r}")
-        found[key] = flag.trained[value]
-    if len(set(found.values())) > 1:
-        raise Unclear("weight", f"turn {number} has {' and '.join(found)} that contradict each other")
-    return next(iter(found.values()), None)
+        flags[key] = flag.trained[value]
+    if len(set(flags.values())) > 1:
+        raise Unclear("weight", f"turn {number} has {' and '.join(flags)} that contradict each other")
+    return next(iter(flags.values()), None)
 
 
 def check_record(record: Mapping[str, Any], systems: Collection[str]) -> None:
-    """Refuse what a record says of its dialogue as a whole, unless it is what is done anyway.
+    """Refuse keys of a record that apply to its whole dialogue, unless they agree with what is done.
 
     Args:
         record: with all its keys.
-        systems: contents of its turns of the system.
+        systems: contents of its system turns.
 
     Raises:
-        Unclear: it says something else.
+        Unclear: a key does not agree.
     """
     for key, value in record.items():
         if value is None or (key not in FLAGS and is_empty(value)):
@@ -112,7 +113,7 @@ def check_record(record: Mapping[str, Any], systems: Collection[str]) -> None:
         shown = f"the record has {key!r}"
         if key in MORE:
             raise Unclear("more", shown)
-        if key in ALLOWED and not any(type(value) is type(one) and value == one for one in ALLOWED[key]):
+        if key in ALLOWED and not any(type(value) is type(allowed) and value == allowed for allowed in ALLOWED[key]):
             raise Unclear("record", shown)
         if key == "label" and value is False:
             raise Unclear("record", f"{shown} false")
@@ -121,12 +122,12 @@ def check_record(record: Mapping[str, Any], systems: Collection[str]) -> None:
 
 
 def check_text(record: Mapping[str, Any]) -> None:
-    """Refuse a record of plain text that is not to be trained, or not like the others; all of a text is trained.
+    """Refuse a record of plain text whose flags exclude it from the training: all of a text is trained.
 
-    A column of the same name may hold something else, such as the loss of a filter: only the types of flags count.
+    A column of the same name may have other data, such as the loss of a filter: only values of a flag's types count.
 
     Raises:
-        Unclear: it says so.
+        Unclear: a flag excludes it.
     """
     for key, flag in FLAGS.items():
         value = record.get(key)

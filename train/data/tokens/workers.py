@@ -1,6 +1,6 @@
 """Processes that turn ranges of the input into tokens.
 
-Each has a pipe to this process and ends when the pipe does, also if this process is killed.
+Each has a pipe to this process and ends when the pipe is closed, also if this process is killed.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from train.data.tokens.shapes import FIELDS
 from train.data.tokens.tokenizers import Fast, open_vocabulary
 
 BATCH = 1 << 20
-"""Characters that are encoded at a time."""
+"""Characters encoded at a time."""
 EXAMPLES = 5
-"""Dropped records of a batch whose lines are told."""
+"""Maximum dropped records of a batch that are reported with their lines."""
 
 
 UNTRAINED = "untrained_replies"
-"""In the counts: replies that their records leave out of the training."""
+"""Key of the counts: replies that their records exclude from the training."""
 ALTERED = "altered_documents"
-"""In the counts: documents in which the chat template leaves out or changes a message."""
+"""Key of the counts: documents in which the chat template leaves out or changes a message."""
 Dropped = tuple[int, str, str]
-"""Line of a dropped record, the reason, and what of the record it is."""
+"""Line of a dropped record, the reason, and the part of the record."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """How records become tokens.
 
     Attributes:
         tokenizer: its file.
         digest: BLAKE3 of that file.
-        vocabulary: how many tokens it has.
+        vocabulary: number of its tokens.
         names: BLAKE3 of their names.
         form: the format of the records, one of `shapes.FORMS`.
-        key: the field that holds text.
+        key: the field with text.
         control: role to the id of its control token.
-        eod: what ends a document, None for nothing.
+        eod: id of the end-of-document token, None for none.
         eod_token: its name.
         template: the text of a chat template, None for control tokens.
-        special: name to id of the special tokens that role bins are made with, None for other files.
-        ftfy: the version of ftfy that mends texts, None if they stay as they are.
-        auto: whether the format is that of the first record, and nobody named it.
+        special: name to id of the special tokens of role bins, None for other files.
+        ftfy: the version of ftfy that repairs texts, None without it.
+        auto: whether the format was detected from the first record, not given.
     """
 
     tokenizer: Path
@@ -74,28 +74,28 @@ class Job:
     form: str
     key: str
     control: dict[str, int]
-    eod: int | None
-    eod_token: str | None
-    template: str | None
+    eod: int | None = None
+    eod_token: str | None = None
+    template: str | None = None
     special: dict[str, int] | None = None
     ftfy: str | None = None
     auto: bool = False
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that records may have; none if a chat template judges them."""
+        """The roles that records may have; empty if a chat template checks them."""
         if self.template is not None:
             return ()
         return tuple(self.control if self.special is None else ROLE_NUMBERS)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes it the same job, whatever the tokenizer's file is called."""
+        """Identity of the job, whatever the name of the tokenizer's file."""
         return asdict(self) | {"tokenizer": "", "masked": self.masked}
 
     @property
     def masked(self) -> bool:
-        """Whether control tokens alone may not tell what is trained: a turn can say of itself that it is not."""
+        """Whether a mask is needed beside control tokens: flags of turns may exclude them from the training."""
         return self.template is None and self.special is None and self.form in ("conversations", "sharegpt", "mixed")
 
     @property
@@ -105,13 +105,13 @@ class Job:
 
 
 class Part(NamedTuple):
-    """What became of a range.
+    """The result of a range.
 
     Attributes:
-        lines: how many it has.
+        lines: number of lines.
         counts: documents, tokens, and dropped records by reason.
         lengths: bytes of each file that was written.
-        examples: (line in the range from 0, reason, what of the record it is) of the first dropped records.
+        examples: (line in the range from 0, reason, part of the record) of the first dropped records.
     """
 
     lines: int
@@ -127,7 +127,7 @@ def encoder(job: Job) -> Encoder:
         return role_encoder(vocabulary, *(job.special[token] for token in CHATML))
     if job.template is None:
         return control_encoder(vocabulary, job.control, job.eod, job.masked)
-    assert isinstance(vocabulary, Fast)  # the command has seen to it
+    assert isinstance(vocabulary, Fast)  # checked by the command
     return TemplateEncoder(vocabulary, job.template, job.eod)
 
 
@@ -137,7 +137,7 @@ def job_reader(job: Job) -> Reader:
 
 
 def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
-    """Encode a range and leave its tokens in `OUT.bin`, `OUT.sizes` and, where there is a mask, `OUT.mask`."""
+    """Encode a range and write its tokens to `OUT.bin`, `OUT.sizes` and, where there is a mask, `OUT.mask`."""
     dtype, lines = best_dtype(job.vocabulary), 0
     counts, lengths = Counter[str](), Counter[str](bin=0, sizes=0, mask=0)
     examples: list[Dropped] = []
@@ -151,7 +151,7 @@ def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
             counts.update(reason for _, reason, _ in dropped)
             counts.update(documents=len(encoded.sizes), tokens=len(encoded.ids))
             gone = {place for place, _ in encoded.refused}
-            left = (len(one.left_out) for place, one in enumerate(batch.records) if place not in gone)
+            left = (len(record.left_out) for place, record in enumerate(batch.records) if place not in gone)
             counts[UNTRAINED] += sum(left)
             counts[ALTERED] += encoded.altered
             lengths["bin"] += tokens.write(encoded.ids.astype(dtype).data)
@@ -163,14 +163,14 @@ def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
 
 
 def _shown(dropped: list[Dropped]) -> list[Dropped]:
-    """The first dropped records, and the first for each of the reasons that end the work."""
+    """The first dropped records, and the first one for each reason that aborts the work."""
     ordered = sorted(dropped)
-    grave = {reason: one for one in reversed(ordered) if (reason := one[1]) in GRAVE}
+    grave = {reason: drop for drop in reversed(ordered) if (reason := drop[1]) in GRAVE}
     return sorted({*ordered[:EXAMPLES], *grave.values()})
 
 
 class _Batch(NamedTuple):
-    """Records to encode at a time: each with its line, the lines dropped among them, and the lines read so far."""
+    """Records to encode together: their lines, the dropped records between them, and the lines read so far."""
 
     records: list[Record]
     numbers: list[int]
@@ -183,7 +183,7 @@ def _batches(job: Job, part: Range) -> Iterator[_Batch]:
     records: list[Record] = []
     numbers: list[int] = []
     dropped: list[Dropped] = []
-    held, number = 0, -1
+    characters, number = 0, -1
     for number, value in enumerate(values(part, job.key)):
         if value is None:
             continue
@@ -196,36 +196,36 @@ def _batches(job: Job, part: Range) -> Iterator[_Batch]:
             continue
         records.append(record)
         numbers.append(number)
-        held += sum(map(len, record.contents)) + len(record.contents)
-        if held >= BATCH:
+        characters += sum(map(len, record.contents)) + len(record.contents)
+        if characters >= BATCH:
             yield _Batch(records, numbers, dropped, number + 1)
-            records, numbers, dropped, held = [], [], [], 0
+            records, numbers, dropped, characters = [], [], [], 0
     yield _Batch(records, numbers, dropped, number + 1)
 
 
 def _mended(value: Any, names: Iterable[str] = ()) -> Any:
-    """What ftfy makes of a text, of each in a list or a mapping, or of some fields of a record."""
+    """A text repaired by ftfy; in a list or a mapping all texts, or those of some fields of a record."""
     from ftfy import fix_text
 
     match value:
         case str():
             return fix_text(value)
         case list():
-            return [_mended(one) for one in value]
+            return [_mended(item) for item in value]
         case dict():
             return value | {name: _mended(value[name]) for name in names or value if name in value}
     return value
 
 
 def _require_parent() -> None:
-    """End here if the writer was killed: nobody wants the rest of a long range."""
+    """Exit if the writer was killed: the rest of a long range is not needed."""
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         raise SystemExit
 
 
 def _work(pipe: Connection, job: Job) -> None:
-    """What a process does: take ranges from the pipe until it ends."""
+    """The main function of a process: encode ranges from the pipe until it is closed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         encode = encoder(job)
@@ -233,22 +233,22 @@ def _work(pipe: Connection, job: Job) -> None:
             part, out = pipe.recv()
             try:
                 pipe.send(encode_range(job, encode, part, out))
-            except Exception as error:  # noqa: BLE001  # whatever it is, the writer raises it
+            except Exception as error:  # noqa: BLE001  # any error is raised again by the writer
                 pipe.send(error)
     except (EOFError, BrokenPipeError):
         return
 
 
 class Workers:
-    """Processes that encode ranges, each driven by a thread of this process."""
+    """Processes that encode ranges; a thread of this process waits for each."""
 
     def __init__(self, job: Job, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.idle: SimpleQueue[Connection] = SimpleQueue()
         self.pipes: list[Connection] = []
         self.processes = []
-        resource_tracker.ensure_running()  # its start lets these signals through again (Python 3.10 to 3.13)
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # processes inherit it: the writer alone hears of them
+        resource_tracker.ensure_running()  # its start unblocks these signals again (Python 3.10 to 3.13)
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # inherited: only the writer gets them
         for _ in range(number):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, job), daemon=True)
@@ -257,17 +257,19 @@ class Workers:
             self.pipes.append(ours)
             self.processes.append(process)
             self.idle.put(ours)
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         self.threads = ThreadPoolExecutor(max(1, number))
         self.before: Any = None
 
     def __enter__(self) -> Workers:
-        if threading.current_thread() is threading.main_thread():  # a dead worker is an error here, not our end
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # a dead worker has to raise here, not kill this process
             self.before = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         return self
 
     def kill(self) -> None:
-        """End all processes, whatever they do; what they were asked for fails."""
+        """Kill all processes; their pending results fail."""
         for process in self.processes:
             process.kill()
 
@@ -289,8 +291,8 @@ class Workers:
             self.idle.put(pipe)
         if isinstance(answer, BaseException):
             raise answer
-        found: Part = answer
-        return found
+        result: Part = answer
+        return result
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,0 +1,138 @@
+"""Which key of GPT-NeoX's yml is which setting.
+
+Facts: megatron/neox_arguments/neox_args.py, megatron/model/transformer.py and activations.py at ea7aefd8; the YaRN keys
+are those of tilde-nlp/llm-gpt-neox at 374a5c6, megatron/model/positional_embeddings.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from formats.model.codec import Codec, Maker, opposite, rows, same, scalar
+from formats.model.spec import real, whole
+
+TABLE = """
+layers               num_layers
+hidden               hidden_size
+heads                num_attention_heads
+max_positions        max_position_embeddings
+-                    pos_emb                     = rotary
+rope_theta           rotary_emb_base             base
+tied                 no_weight_tying             opposite
+kv_heads             num_kv_heads                groups
+sliding_window       sliding_window_width        window
+-                    norm                        = rmsnorm      rms
+-                    norm                        = layernorm    layernorm
+norm_epsilon         rms_norm_epsilon            number         rms
+norm_epsilon         layernorm_epsilon           number         layernorm
+-                    rotary_pct                  = 1.0          rms
+rotary_fraction      rotary_pct                  number         layernorm
+-                    activation                  = swiglu       rms
+-                    activation                  = gelu         layernorm
+activation           bias_gelu_fusion            fused          layernorm
+ffn                  intermediate_size           gated          rms
+ffn                  intermediate_size           inner          layernorm
+-                    mlp_multiple_of             = 1
+-                    use_bias_in_attn_linear     = False        rms
+-                    use_bias_in_attn_linear     = True         layernorm
+-                    use_bias_in_mlp             = False        rms
+-                    use_bias_in_mlp             = True         layernorm
+-                    gpt_j_residual              = False        rms
+parallel_residual    gpt_j_residual              same           layernorm
+rope_scaling         yarn                        yarn
+"""
+"""The keys in the order in which they are written. Two kinds of models have a class in transformers: those with RMSNorm
+have a gated SiLU, no biases, a serial residual, and heads that rotate as a whole; those with LayerNorm an MLP without a
+gate, biases everywhere, and a key and value for each head."""
+WINDOW = "sliding_window_width"
+"""How many tokens before itself a token sees: flash-attn is told so much to the left (transformer.py:602), and the mask
+has so many diagonals below the main one (utils.py:77)."""
+CONSTANTS = ("rotary", "rmsnorm", "layernorm", "swiglu", "gelu", 1.0, 1, False, True)
+"""What is written of every model, or of all of a kind."""
+YARN_ORIGINAL = "yarn_original_max_position_embeddings"
+YARN_USUAL = {"yarn_attention_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+FUSED = {"gelu": False, "gelu_fast": True}
+"""Activation: whether it is fused with its bias, which makes it the approximation with tanh (activations.py:83)."""
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def number(value: Any) -> Any:
+    """A number that YAML took for a text: `3e-06` has no point, so PyYAML leaves it as it is."""
+    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+
+
+def groups(key: str) -> Codec:
+    """The key/value heads; absent where each head has its own."""
+    return Codec(
+        lambda spelled, context: spelled.get(key) or context.values["heads"],
+        lambda value, context: {} if value == context.values["heads"] else {key: value},
+    )
+
+
+def window(key: str) -> Codec:
+    """A window, which counts the token itself; null where the yml that is kept has another one."""
+    return Codec(
+        lambda spelled, context: whole(spelled[key], key, context.where) + 1 if key in spelled else None,
+        lambda value, context: {key: value - 1} if value else dict.fromkeys({key} & {*context.file}),
+    )
+
+
+def inner(key: str, ratio: int = 1) -> Codec:
+    """The width of the MLP, which the weights tell. Of a gated one NeoX takes two thirds for gate and up together."""
+    return scalar(key, lambda _, context: context.values["ffn"], lambda value, _: ratio * value)
+
+
+def yarn(key: str) -> Codec:
+    """YaRN is read, and not written: a yml that is kept may say it, and is corrected where the model has none."""
+    return Codec(
+        lambda _, context: yarn_of(context.file, context.where),
+        lambda value, context: {key: False} if context.file.get(key) and not value else {},
+    )
+
+
+def yarn_of(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """YaRN as transformers spells it.
+
+    The fork multiplies cosine and sine by 0.1 * yarn_attention_factor * ln(factor) + 1; the attention_factor of
+    transformers is that product itself, not the factor in it (modeling_rope_utils.py, 5.23.0).
+    """
+    if not config.get("yarn"):
+        return None
+    original = whole(config.get(YARN_ORIGINAL), YARN_ORIGINAL, where)
+    factor = number(config.get("yarn_factor"))
+    if factor is None:
+        factor = whole(config.get("seq_length"), "seq_length", where) / original
+    factor = real(factor, "yarn_factor", where)
+    scale, fast, slow = (real(number(config.get(name, usual)), name, where) for name, usual in YARN_USUAL.items())
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "attention_factor": 0.1 * scale * math.log(factor) + 1,
+        "beta_fast": fast,
+        "beta_slow": slow,
+    }
+
+
+def constant(value: Any) -> Maker:
+    """What is written of every model, and not read."""
+    return lambda key: scalar(key, lambda *_: None, lambda *_: value)
+
+
+def plain(read_value: Callable[[Any], Any], write_value: Callable[[Any], Any] = lambda value: value) -> Maker:
+    """A codec of one key, of functions that look at nothing else."""
+    return lambda key: scalar(key, lambda value, _: read_value(value), lambda value, _: write_value(value))
+
+
+CODECS: Mapping[str, Maker] = {
+    "number": plain(number),
+    "base": plain(number, lambda value: int(value) if value == int(value) else value),
+    "fused": plain(lambda value: "gelu_fast" if value else "gelu", FUSED.__getitem__),
+    "gated": lambda key: inner(key, 3),
+    "same": same, "opposite": opposite, "groups": groups, "window": window, "inner": inner, "yarn": yarn,
+    **{f"= {value}": constant(value) for value in CONSTANTS},
+}  # fmt: skip
+ROWS = rows(TABLE, CODECS)

@@ -1,0 +1,93 @@
+"""The layouts of GPT-NeoX: what its modules hold, and in which file.
+
+Module 0 embeds, 2 to L + 1 are the layers, L + 3 is the last norm, L + 4 the head; 1 and L + 2 hold nothing. Facts:
+EleutherAI/gpt-neox at ea7aefd8, megatron/model/gpt2_model.py and transformer.py; checkpoints that it wrote are in the
+tests, with its own logits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from formats.deepspeed import folders as deepspeed
+from formats.errors import RefusedError
+from formats.families import family_named
+from formats.layout.table import Place, Slot, rules, slots
+from formats.model.spec import ModelSpec
+
+FIRST_LAYER = 2
+
+LLAMA = rules("""
+0.word_embeddings.weight                                                                        (embedding: vocab | ~padding)/tp hidden
+{layer}.input_layernorm.{scale|norm.weight}                                                     input_norm: hidden
+{layer}.attention.query_key_value.weight                                                        (group (query: head half pair | key: half pair | value: dim))/tp hidden    mha
+{layer}.attention.query_key_value.weight                                                        (query: group/tp head half pair | key: group/tp half pair | value: group/tp dim) hidden    gqa
+{layer}.attention.query_key_value.weight:query                                                  query: (group head half pair)/tp hidden    grouped
+{layer}.attention.query_key_value.weight:key                                                    key: (group half pair)/tp hidden    grouped
+{layer}.attention.query_key_value.weight:value                                                  value: (group dim)/tp hidden    grouped
+{layer}.attention.dense.weight                                                                  output: hidden (group head dim)/tp
+{layer}.post_attention_layernorm.{scale|norm.weight}                                            post_norm: hidden
+{layer}.mlp.linear1.weight                                                                      (up: ffn/tp | gate: ffn/tp) hidden    fused
+{layer}.mlp.w1.weight                                                                           gate: ffn/tp hidden    separate
+{layer}.mlp.w3.weight                                                                           up: ffn/tp hidden    separate
+{layer}.mlp.{linear2|w2}.weight                                                                 down: hidden ffn/tp
+{norm}.norm.{scale|norm.weight}                                                                 final_norm: hidden
+{head}.final_linear.weight                                                                      (head: vocab | ~padding)/tp hidden    untied
+""")
+"""RMSNorm, gated, no biases. `.norm.weight` is Transformer Engine's norm (transformer_engine.py:70, from the source: it
+runs on no CPU); w1, w2 and w3 are from before September 2024."""
+
+GPT_NEOX = rules("""
+0.word_embeddings.weight                                     (embedding: vocab | ~padding)/tp hidden
+{layer}.input_layernorm.weight                               input_norm: hidden
+{layer}.input_layernorm.bias                                 input_norm_bias: hidden
+{layer}.attention.query_key_value.weight                     (group (query: head half pair | key: half pair | value: dim))/tp hidden
+{layer}.attention.query_key_value.bias                       (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
+{layer}.attention.dense.weight                               output: hidden (group head dim)/tp
+{layer}.attention.dense.bias                                 output_bias: hidden    serial
+{layer}.attention.dense.bias                                 output_bias: hidden    parallel partial
+{layer}.post_attention_layernorm.weight                      post_norm: hidden
+{layer}.post_attention_layernorm.bias                        post_norm_bias: hidden
+{layer}.mlp.{linear1|dense_h_to_4h}.weight                   up: ffn/tp hidden
+{layer}.mlp.{linear1|dense_h_to_4h}.bias                     up_bias: ffn/tp
+{layer}.mlp.{linear2|dense_4h_to_h}.weight                   down: hidden ffn/tp
+{layer}.mlp.{linear2|dense_4h_to_h}.bias                     down_bias: hidden    serial
+{layer}.mlp.{linear2|dense_4h_to_h}.bias                     down_bias: hidden    parallel partial
+{norm}.norm.weight                                           final_norm: hidden
+{norm}.norm.bias                                             final_norm_bias: hidden
+{head}.final_linear.weight                                   (head: vocab | ~padding)/tp hidden    untied
+""")
+"""LayerNorm, biases, not gated. With a parallel residual each rank adds its own bias before the sum over all ranks;
+with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`)."""
+
+TABLES = {"rms": LLAMA, "layernorm": GPT_NEOX}
+"""Kind of model: layout."""
+
+
+def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:
+    """Every physical tensor of a topology. Its file is that of a sequential checkpoint, or of a pipeline's layer."""
+    names = {"{norm}": str(spec.layers + FIRST_LAYER + 1), "{head}": str(spec.layers + FIRST_LAYER + 2)}
+    if spec.heads % tp or spec.kv_heads % tp:
+        raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
+    table = [
+        replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda one: names[one[0]], rule.key))
+        for rule in TABLES[family_named(spec.family).neox]
+    ]
+    for rank in range(tp):
+        for slot in slots(
+            table,
+            spec.sizes(padded),
+            tensors=spec.tensors,
+            layers=[(layer + FIRST_LAYER, layer) for layer in range(spec.layers)],
+            mesh={"tp": (rank, tp)},
+            conditions={*spec.conditions, *conditions},
+        ):
+            index = int(slot.keys[0].partition(".")[0])
+            yield slot._replace(place=Place(file_of(index, rank, layered=layered)))
+
+
+def file_of(index: int, rank: int, *, layered: bool) -> str:
+    """The file of a module of the model."""
+    return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else deepspeed.model_name(rank)

@@ -1,0 +1,76 @@
+"""The yml files of GPT-NeoX, as they are on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from formats.disk.safetensors import file_size
+from formats.errors import SourceError, short
+
+MOST_YAML = 1 << 20
+MERGE = "tag:yaml.org,2002:merge"
+"""The key `<<`, of which a map may have several."""
+
+
+def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
+    """Merge yml files as NeoX does: `-` and `_` are the same in a key, and no key may be there twice.
+
+    Raises:
+        SourceError: a file is no map or says a key twice, or two files contradict each other.
+    """
+    merged: dict[str, Any] = {}
+    for path in paths:
+        try:
+            if (size := file_size(path)) > MOST_YAML:
+                raise SourceError(f"{path} has {size} bytes, too many for a configuration")
+            held = _load(path)
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise SourceError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
+        except OSError as error:
+            raise SourceError(f"{path}: {error.strerror}") from None
+        if not isinstance(held, dict):
+            raise SourceError(f"{path} holds no map of settings")
+        for name, value in held.items():
+            key = str(name).replace("-", "_")
+            if key in merged and not _same(merged[key], value):
+                said = f"{path} says {key} = {short(value)}, another file {short(merged[key])}"
+                raise SourceError(said, "name the right yml with --config")
+            merged[key] = value
+    return merged
+
+
+def _load(path: Path) -> Any:
+    """What a yml holds. PyYAML, and so NeoX, would take the last of two lines with one key, and say nothing."""
+    loader = yaml.SafeLoader(path.read_text())
+    try:
+        node = loader.get_single_node()
+        lines: dict[str, int] = {}
+        for name, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(name, yaml.ScalarNode) or name.tag == MERGE:
+                continue
+            key, line = name.value.replace("-", "_"), name.start_mark.line + 1
+            if key in lines:
+                raise SourceError(
+                    f"{path} says {short(key)} twice, in lines {lines[key]} and {line}",
+                    "NeoX trained with the last one: remove the other, and name the file with --config",
+                )
+            lines[key] = line
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except RecursionError:  # a list that holds itself
+        return False
+
+
+def dump_yml(config: Mapping[str, Any]) -> bytes:
+    """A yml that NeoX reads: numbers such as 3.0e-06 keep their point, without which they would be texts."""
+    return yaml.safe_dump(dict(config), sort_keys=False).encode()

@@ -1,0 +1,96 @@
+"""Rows that the tables of several families share: what a family has of its own, its file says.
+
+Each is as in `llama.py`, which has all of its rows in one place. The order of a table is that of the model's parameters.
+"""
+
+ATTENTION = """
+model.embed_tokens.weight                        embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden
+model.layers.{layer}.self_attn.k_proj.weight     key: (group half pair) hidden
+model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
+model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
+"""
+"""The embedding, and attention as in Llama, without biases."""
+
+BIASED_ATTENTION = """
+model.embed_tokens.weight                        embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden
+model.layers.{layer}.self_attn.q_proj.bias       query_bias: (group head half pair)
+model.layers.{layer}.self_attn.k_proj.weight     key: (group half pair) hidden
+model.layers.{layer}.self_attn.k_proj.bias       key_bias: (group half pair)
+model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
+model.layers.{layer}.self_attn.v_proj.bias       value_bias: (group dim)
+model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
+"""
+"""The same with biases on query, key and value."""
+
+PAIRED_ATTENTION = """
+model.embed_tokens.weight                        embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight     query: (group head pair half) hidden
+model.layers.{layer}.self_attn.k_proj.weight     key: (group pair half) hidden
+model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
+model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
+"""
+"""The same where neighbours are turned, in all of a head: the two halves are pair by pair. Where a part of a head rotates
+it is `half pair` (`formats/layout/tensors.py`)."""
+
+QK_NORMS = """
+model.layers.{layer}.self_attn.q_norm.weight     query_norm: (half pair)
+model.layers.{layer}.self_attn.k_norm.weight     key_norm: (half pair)
+"""
+"""A norm on each query and key head."""
+
+WIDTH_NORMS = """
+model.layers.{layer}.self_attn.q_norm.weight     query_width_norm: (group head half pair)
+model.layers.{layer}.self_attn.k_norm.weight     key_width_norm: (group half pair)
+"""
+"""Norms over all queries and all keys of a token."""
+
+GATED_MLP = """
+model.layers.{layer}.mlp.gate_proj.weight     gate: ffn hidden
+model.layers.{layer}.mlp.up_proj.weight       up: ffn hidden
+model.layers.{layer}.mlp.down_proj.weight     down: hidden ffn
+"""
+"""An MLP with a gate."""
+
+PLAIN_MLP = """
+model.layers.{layer}.mlp.up_proj.weight       up: ffn hidden
+model.layers.{layer}.mlp.down_proj.weight     down: hidden ffn
+"""
+"""An MLP without one."""
+
+DENSE_MLP = """
+model.layers.{layer}.mlp.gate_proj.weight     gate: ffn hidden    dense
+model.layers.{layer}.mlp.up_proj.weight       up: ffn hidden      dense
+model.layers.{layer}.mlp.down_proj.weight     down: hidden ffn    dense
+"""
+"""That of layers without experts."""
+
+EXPERTS = """
+model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight     expert_gate: expert_ffn hidden                                     sparse separate
+model.layers.{layer}.mlp.experts.{expert}.up_proj.weight       expert_up: expert_ffn hidden                                       sparse separate
+model.layers.{layer}.mlp.experts.{expert}.down_proj.weight     expert_down: hidden expert_ffn                                     sparse separate
+model.layers.{layer}.mlp.experts.gate_up_proj                  expert (expert_gate: expert_ffn | expert_up: expert_ffn) hidden    sparse fused
+model.layers.{layer}.mlp.experts.down_proj                     expert_down: expert hidden expert_ffn                              sparse fused
+"""
+"""Experts with a gate: the Hub's names of each, and those that transformers 5 has in memory."""
+
+SHARED_EXPERTS = """
+model.layers.{layer}.mlp.shared_experts.gate_proj.weight     shared_gate: shared_ffn hidden    sparse
+model.layers.{layer}.mlp.shared_experts.up_proj.weight       shared_up: shared_ffn hidden      sparse
+model.layers.{layer}.mlp.shared_experts.down_proj.weight     shared_down: hidden shared_ffn    sparse
+"""
+"""What is shared of them."""
+
+NORMS = """
+model.layers.{layer}.input_layernorm.weight              input_norm: hidden
+model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
+"""
+"""The norms before attention and MLP."""
+
+HEAD = """
+model.norm.weight     final_norm: hidden
+lm_head.weight        head: vocab hidden         untied
+lm_head.weight        embedding: vocab hidden    tied optional
+"""
+"""The last norm, and the output head."""

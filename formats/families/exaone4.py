@@ -1,0 +1,23 @@
+"""EXAONE 4: norms behind attention and MLP and on each head; with windows, the layers without one do not rotate.
+
+Facts: transformers models/exaone4/modeling_exaone4.py and configuration_exaone4.py, 5.23.0. Where `layer_types` is
+missing, every `sliding_window_pattern`-th layer has no window; without that list no model is built if the pattern is
+one of letters, or the window null.
+"""
+
+from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, QK_NORMS
+from formats.families.family import Family
+from formats.families.olmo2 import NORMS_BEHIND
+
+TABLE = ATTENTION + QK_NORMS + GATED_MLP + NORMS_BEHIND + HEAD
+
+FAMILY = Family(
+    name="exaone4",
+    architecture="Exaone4ForCausalLM",
+    table=TABLE,
+    requires={"hidden_act": "silu"},
+    window="sliding_window",
+    window_default=4096,
+    own={"layer_types": None, "sliding_window_pattern": None},
+    only_here="megatron-core has no norms behind attention and MLP",
+)

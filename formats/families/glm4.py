@@ -1,0 +1,34 @@
+"""GLM-4 (dense): four norms a layer, gate and up in one, biases on query, key and value; half of each head rotates.
+
+Facts: transformers models/glm4/modeling_glm4.py and configuration_glm4.py, 5.23.0. Its rotary embedding turns
+neighbours in the part that rotates, which no layout here spells: `half pair` is just the order of a head.
+"""
+
+from formats.families.blocks import HEAD
+from formats.families.family import Family
+from formats.families.glm4_moe import ATTENTION_WITH_BIASES
+
+FUSED_MLP = """
+model.layers.{layer}.mlp.gate_up_proj.weight     (gate: ffn | up: ffn) hidden
+model.layers.{layer}.mlp.down_proj.weight        down: hidden ffn
+"""
+FOUR_NORMS = """
+model.layers.{layer}.input_layernorm.weight              input_norm: hidden
+model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
+model.layers.{layer}.post_self_attn_layernorm.weight     output_norm: hidden
+model.layers.{layer}.post_mlp_layernorm.weight           down_norm: hidden
+"""
+TABLE = ATTENTION_WITH_BIASES + FUSED_MLP + FOUR_NORMS + HEAD
+
+FAMILY = Family(
+    name="glm4",
+    architecture="Glm4ForCausalLM",
+    table=TABLE,
+    requires={"hidden_act": "silu"},
+    head_dim=128,
+    biases={"attention_bias": ("qkv_bias", True)},
+    keys={"rotary_fraction": "partial_rotary_factor"},
+    defaults={"rotary_fraction": 0.5},
+    only_here="megatron-core has no norms behind attention and MLP",
+    tokens={"pad_token_id": 151329},
+)

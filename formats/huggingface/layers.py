@@ -1,0 +1,162 @@
+"""Settings that config.json spells layer by layer, or in numbers of experts: the codecs of their keys.
+
+Facts: transformers 5.23.0, models/qwen2_moe/modeling_qwen2_moe.py (which layers are sparse),
+models/dots1/modeling_dots1.py (the first ones are dense; the shared experts are one MLP, as wide as all of them),
+models/llama4/configuration_llama4.py (the list is of those with experts, and goes before the step),
+models/hy_v3/configuration_hy_v3.py (a word for each layer), models/ernie4_5_moe/modeling_ernie4_5_moe.py (from a
+layer to a layer, -1 being the last) and models/smollm3/configuration_smollm3.py (the step of layers without rotation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from formats.errors import RefusedError, SourceError, short
+from formats.families import family_named
+from formats.model.codec import Codec, Context, Spelled
+from formats.model.spec import some_layers, whole
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""What `layer_types` calls a layer with a sliding window, and one without."""
+STEP_WITHOUT_ROTATION = 4
+"""How far the layers are apart that do not rotate, where the config says nothing."""
+
+
+def _layers(context: Context) -> range:
+    return some_layers(context.values["layers"])
+
+
+def _usual(setting: str, context: Context) -> Any:
+    """What transformers assumes of a setting, in the terms of its codec; None where it assumes nothing."""
+    return family_named(context.values["family"]).defaults.get(setting)
+
+
+def _count(key: str, spelled: Spelled, context: Context, fallback: int | None) -> int:
+    value = spelled.get(key)
+    if value is None:
+        return fallback or 0
+    if type(value) is not int or not 0 <= value < 1_000_000:
+        raise SourceError(f"{context.where} says {key} = {short(value)}, it should be a small whole number")
+    return value
+
+
+def _list(key: str, spelled: Spelled, context: Context) -> list[int] | None:
+    value = spelled.get(key)
+    if value is not None and not (isinstance(value, list) and all(type(layer) is int for layer in value)):
+        raise SourceError(f"{context.where} says {key} = {short(value)}, it should be a list of layers")
+    return value
+
+
+def marked(
+    key: str, words: tuple[Any, Any], mark: Any, absent: Callable[[Spelled, Context], Any], longer: bool = False
+) -> Codec:
+    """A list with one of two words for each layer, of which `mark` counts; `absent` says for which without a list."""
+
+    def read(spelled: Spelled, context: Context) -> Any:
+        marks: Any = spelled.get(key)
+        if marks is None and (assumed := absent(spelled, context)) is not None:
+            return assumed
+        count = len(marks) if isinstance(marks, list) and all(one in words for one in marks) else -1
+        if not (count == context.values["layers"] or (longer and count >= len(_layers(context)))):
+            raise SourceError(
+                f"{context.where} says {key} = {short(marks)}, it should be {words[0]} or {words[1]} for each layer"
+            )
+        return tuple(layer for layer, one in zip(_layers(context), marks, strict=False) if one == mark)
+
+    def write(some: Any, context: Context) -> Spelled:
+        other = words[words[0] == mark]
+        return {} if some is None else {key: [mark if layer in some else other for layer in _layers(context)]}
+
+    return Codec(read, write)
+
+
+def windowed(key: str) -> Codec:
+    """A word for each layer: whether no sliding window holds for it."""
+    return marked(key, (SLIDING, FULL), FULL, lambda _, context: _usual("full_layers", context))
+
+
+def rotating(key: str, step: str) -> Codec:
+    """A 0 for each layer in which nothing rotates, or how far these are apart."""
+
+    def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        distance = whole(spelled.get(step, STEP_WITHOUT_ROTATION), step, context.where)
+        return tuple(layer for layer in _layers(context) if (layer + 1) % distance == 0)
+
+    return marked(key, (0, 1), 0, apart, longer=True)
+
+
+def worded(key: str) -> Codec:
+    """A word for each layer: whether it is dense; without any so many in front are."""
+    front = lambda _, context: tuple(_layers(context)[: _usual("dense_layers", context) or 0])  # noqa: E731
+    return marked(key, ("dense", "sparse"), "dense", front)
+
+
+def in_front(key: str) -> Codec:
+    """So many dense layers in front."""
+
+    def write(dense: Iterable[int], _: Context) -> Spelled:
+        if list(dense) != list(range(len(list(dense)))):
+            raise RefusedError(f"the layers without experts are {list(dense)}, the family has them only in front")
+        return {key: len(list(dense))}
+
+    return Codec(
+        lambda spelled, context: tuple(range(_count(key, spelled, context, _usual("dense_layers", context)))), write
+    )
+
+
+def listed(key: str, step: str) -> Codec:
+    """A list of dense layers, and how far those are apart that are not."""
+
+    def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        apart, dense = _count(step, spelled, context, 1), _list(key, spelled, context) or ()
+        return tuple(layer for layer in _layers(context) if layer in dense or (layer + 1) % max(apart, 1))
+
+    return Codec(read, lambda dense, _: {key: list(dense), step: 1})
+
+
+def unlisted(key: str, step: str) -> Codec:
+    """A list of the layers that are not dense, or how far they are apart."""
+
+    def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        apart, sparse = _count(step, spelled, context, 1), _list(key, spelled, context)
+        if sparse is None:
+            return tuple(layer for layer in _layers(context) if (layer + 1) % max(apart, 1))
+        return tuple(layer for layer in _layers(context) if layer not in sparse)
+
+    return Codec(read, lambda dense, context: {key: [layer for layer in _layers(context) if layer not in dense]})
+
+
+def bounded(first: str, last: str, step: str) -> Codec:
+    """From a layer to a layer, at equal distances, those that are not dense."""
+
+    def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        most, apart = len(_layers(context)) - 1, _count(step, spelled, context, 1)
+        low = _count(first, spelled, context, _usual("dense_layers", context))
+        high = most if spelled.get(last) == -1 else _count(last, spelled, context, most)
+        return tuple(layer for layer in _layers(context) if (layer + 1) % max(apart, 1) or not low <= layer <= high)
+
+    def write(dense: Iterable[int], context: Context) -> Spelled:
+        sparse = [layer for layer in _layers(context) if layer not in dense]
+        apart = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+        if sparse != [layer for layer in range(sparse[0], sparse[-1] + 1) if not (layer + 1) % apart]:
+            raise RefusedError(f"the layers with experts are {sparse}, the family has them at equal distances")
+        return {first: sparse[0], last: sparse[-1], step: apart}
+
+    return Codec(read, write)
+
+
+def counted(key: str) -> Codec:
+    """The width of what is shared, as a number of experts."""
+
+    def read(spelled: Spelled, context: Context) -> int | None:
+        width, count = context.values["expert_ffn"], _count(key, spelled, context, _usual("shared_ffn", context))
+        return count * (width if type(width) is int else 0) or None
+
+    def write(shared: int, context: Context) -> Spelled:
+        width = context.values["expert_ffn"] or context.values["ffn"]
+        if shared % width:
+            raise RefusedError(f"what is shared is {shared} wide, which is no multiple of an expert's {width}")
+        return {key: shared // width}
+
+    return Codec(read, write)

@@ -1,0 +1,147 @@
+"""What a config.json has to say, and what it must not, for the table of its family to hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from formats.errors import SourceError, UnsupportedError, short
+from formats.families import FAMILIES, family_of, find_family
+from formats.families.family import Family
+from formats.huggingface.nulls import require_values
+from formats.huggingface.quantized import method_of
+from formats.huggingface.settings_table import keys_read
+
+SYNONYMS = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+}
+"""Other names of an activation that compute the same (transformers 5.23.0, activations.py ACT2CLS)."""
+
+OF_ALL: Mapping[str, Any] = {"is_causal": True}
+"""Config keys that transformers reads of every model, and the only value with a table: with another one each token sees
+those after it too (transformers 5.23.0, masking_utils.py `create_causal_mask`)."""
+
+
+def class_names(config: Mapping[str, Any]) -> Any:
+    """The `architectures` of a config, without the prefix that FSDP's wrapper leaves on a class.
+
+    It is taken off as a prefix: stripping the letters F, S, D and P would turn Phi3ForCausalLM into hi3ForCausalLM.
+    """
+    names = config.get("architectures")
+    if not isinstance(names, list):
+        return names
+    return [name.removeprefix("FSDP") if isinstance(name, str) else name for name in names]
+
+
+def require_class(config: Mapping[str, Any], where: str) -> None:
+    """A table describes one class of transformers; a model of another one has other tensors.
+
+    Raises:
+        UnsupportedError: the config names another class.
+        SourceError: it names that of another family.
+    """
+    family, names = family_of(config, where), class_names(config)
+    others = [one.name for one in FAMILIES.values() if names == [one.architecture]]
+    if others and names != [family.architecture]:
+        raise SourceError(f"{where} contradicts itself: the model type {family.name}, and the class of {others[0]}")
+    if names and names != [family.architecture]:
+        raise UnsupportedError(
+            f"{where}: a model of the class {short(names)} has no table, only {family.architecture}: correct "
+            "`architectures` if its tensors are the same"
+        )
+
+
+BIASES = {
+    "qkv_bias": re.compile(r".*\.self_attn\.[qkv]_proj\.weight"),
+    "output_bias": re.compile(r".*\.self_attn\.o_proj\.weight"),
+    "mlp_bias": re.compile(r".*\.mlp\.(?:gate|up|down)_proj\.weight"),
+}
+"""Condition of layout: the weights that then have a bias (modeling_llama.py and modeling_qwen3.py, 5.23.0)."""
+USUAL_BIASES = {"attention_bias": "qkv_bias output_bias", "mlp_bias": "mlp_bias"}
+"""Config key: what it turns on in a family whose table has no biases."""
+
+
+def require_biases(config: Mapping[str, Any], keys: Collection[str], where: str) -> None:
+    """The biases that a config asks for are there.
+
+    Raises:
+        SourceError: they are not: transformers would make them up.
+    """
+    family = find_family(config)
+    for name, usual in USUAL_BIASES.items():
+        if family is None:
+            return
+        chosen = family.biases[name][0] if name in family.biases else usual
+        if config.get(name) is not True or not (name in family.biases or family.requires.get(name) is False):
+            continue
+        weights = [key for key in keys if any(BIASES[one].fullmatch(key) for one in chosen.split())]
+        biases = [key.removesuffix("weight") + "bias" for key in weights]
+        lost = [key for key in biases if key not in keys]
+        if lost:
+            raise SourceError(
+                f"{where} says {name} = True, and {len(lost)} of {len(biases)} biases are missing, such as {lost[0]}: "
+                "transformers would make them up",
+                "it is the config of another model",
+            )
+
+
+def require_table(config: Mapping[str, Any], family: Family, where: str) -> None:
+    """A config says nothing that changes what the model computes, and that its family's table has no place for.
+
+    Raises:
+        UnsupportedError: it does.
+        SourceError: it contradicts itself, or says null where that says nothing.
+    """
+    for key in ("quantization_config", "text_config"):
+        quantized = key == "quantization_config"
+        if config.get(key) and not (quantized and method_of(config)):
+            known = ", only MXFP4 and FP8 with _scale_inv" if quantized else ""
+            raise UnsupportedError(f"{where}: models with a {key} are not supported{known}")
+    for key, only in {**OF_ALL, **family.requires}.items():
+        value = config.get(key, only)
+        same = SYNONYMS.get(str(value), value) == SYNONYMS.get(str(only), only)
+        if not same:
+            raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
+    require_values(config, family, keys_read(family), where)
+    apart = {*family.own, *family.keys.values()}
+    layer_types = [] if "layer_types" in apart else config.get("layer_types") or []
+    others = (
+        [kind for kind in layer_types if kind != "full_attention"] if isinstance(layer_types, list) else [layer_types]
+    )
+    if others:
+        raise UnsupportedError(f"{where}: layers of type {short(others[0])} are not supported for {family.name}")
+    window = config.get(family.window, family.window_default) if family.window else None
+    if layer_types and window is not None:  # AutoConfig takes a Mistral with the first for a Ministral
+        raise SourceError(
+            f"{where} contradicts itself: layer_types, by which no layer has a window, and {family.window} = "
+            f"{short(window)} for all of them",
+            "remove the one that the model was not trained with",
+        )
+    _require_full(config, family, where)
+    for key in family.keys.values():
+        said = [f"{one} = {short(config[one])}" for one in key.split() if one in config]
+        if len({one.partition(" = ")[2] for one in said}) > 1:
+            raise SourceError(f"{where} contradicts itself: {' and '.join(said)}")
+
+
+def _require_full(config: Mapping[str, Any], family: Family, where: str) -> None:
+    """Every layer has full attention, in a family whose last ones may have a window; `layer_types` is checked apart.
+
+    Raises:
+        UnsupportedError: some have a window.
+    """
+    on = not family.switch or config.get(family.switch) not in (None, False)
+    windowed = on and config.get("sliding_window", family.window_default) is not None
+    if not windowed or not (family.full_until or family.switch):
+        return
+    key, assumed = family.full_until or ("", 0)
+    if family.full_until and config.get("layer_types"):
+        return
+    layers, full = config.get("num_hidden_layers"), config.get(key, assumed)
+    if type(layers) is int and not (type(full) is int and full >= layers):
+        told = f"{key} = {short(full)} of {layers} layers" if key else f"{family.switch} = {config.get(family.switch)}"
+        raise UnsupportedError(f"{where}: {told}: a sliding window is not supported for {family.name}")

@@ -1,0 +1,126 @@
+"""Rotary settings of config.json: one codec of several keys.
+
+transformers 4 spells them `rope_theta`, `rope_scaling` and `partial_rotary_factor`, or a family's own names of these;
+version 5 `rope_parameters`, one map for all layers, or one for each kind of attention.
+Facts: transformers 5.23.0, modeling_rope_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from formats.errors import SourceError, UnsupportedError, short
+from formats.families import family_named
+from formats.families.family import Family
+from formats.huggingface.layers import FULL, SLIDING
+from formats.huggingface.nulls import require_rotary_values
+from formats.model.codec import Codec, Context, Spelled
+from formats.model.spec import whole
+
+PARAMETERS, THETA, SCALING, PARTIAL = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
+ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "longrope")
+"""A key beside the rotary settings that goes before theirs, and the types that have it (`standardize_rope_params`)."""
+LOCAL = "rope_local_base_freq"
+"""The base of the layers with a sliding window, in a family that has two: in version 5 that of their map."""
+ROTATING = "rotary_dim"
+"""How many elements of a head rotate, in a family that says that."""
+RENAMED = {"su": "longrope"}
+"""Types of scaling by their first names: that of Phi-3 when it came out."""
+PLAIN = {"rope_type": "default"}
+
+
+class Rope(NamedTuple):
+    """The rotary settings of a spec."""
+
+    rope_theta: Any
+    rope_scaling: Mapping[str, Any] | None
+    rotary_fraction: Any
+
+
+def rotary(parameters: str, theta: str, scaling: str, fraction: str = "") -> Codec:
+    """The three settings; the keys are those of version 5, and of version 4."""
+
+    def read(_: Spelled, context: Context) -> Rope:
+        family, config = family_named(context.values["family"]), context.file
+        settings = _settings(family, context)
+        base = settings.pop(THETA, None) or assumed(theta, family.rope_theta, context)
+        kind = settings.pop("type", "default")
+        kind = settings.pop("rope_type", kind)
+        kind = RENAMED.get(str(kind), kind)
+        if kind in ORIGINAL_OF and ORIGINAL in config:
+            inner = settings.setdefault(ORIGINAL, config[ORIGINAL])
+            if inner != config[ORIGINAL]:
+                both = f"{ORIGINAL} = {short(config[ORIGINAL])}, and {short(inner)} in its rotary settings"
+                hint = "transformers takes the first; correct either"
+                raise SourceError(f"{context.where} contradicts itself: {both}", hint)
+        part = _fraction(settings.pop(PARTIAL, config.get(PARTIAL)), fraction, family, context)
+        return Rope(base, None if kind == "default" else {"rope_type": kind, **settings}, part)
+
+    def write(rope: Rope, context: Context) -> Spelled:
+        family = family_named(context.values["family"])
+        if parameters in context.file:
+            maps = context.file[parameters]
+            part = {} if rope.rotary_fraction is None else {PARTIAL: rope.rotary_fraction}
+            settings = {THETA: rope.rope_theta, **part, **(rope.rope_scaling or PLAIN)}
+            return {parameters: {**maps, FULL: settings} if LOCAL in family.own and _by_kind(maps) else settings}
+        plain = PLAIN if SCALING in family.defaults else None
+        return {theta: rope.rope_theta, scaling: rope.rope_scaling or plain, fraction: rope.rotary_fraction}
+
+    return Codec(read, write)
+
+
+def own_value(key: str, usual: Any, config: Spelled) -> Any:
+    """The value of a config key that no other format has: of the second base, that in the map of its layers."""
+    by_kind = key == LOCAL and _by_kind(config.get(PARAMETERS))
+    return config[PARAMETERS][SLIDING].get(THETA, usual) if by_kind else config.get(key, usual)
+
+
+def assumed(key: str, fallback: Any, context: Context) -> Any:
+    """The value of a key, or what transformers assumes where it is absent or null, and a note of that."""
+    if context.file.get(key) is not None:
+        return context.file[key]
+    family = context.values["family"]
+    context.notes.append(f"{key} = {fallback} (not in {context.where}: the default of transformers for {family})")
+    return fallback
+
+
+def _by_kind(maps: Any) -> bool:
+    """Whether there is a map for each kind of attention, as in a Gemma 3 of transformers 5."""
+    return isinstance(maps, dict) and set(maps) == {FULL, SLIDING} and {type(one) for one in maps.values()} == {dict}
+
+
+def _settings(family: Family, context: Context) -> dict[str, Any]:
+    """The map of rotary settings that holds for all layers, or for those without a sliding window."""
+    config, where = context.file, context.where
+    settings = config.get(PARAMETERS) or config.get(SCALING) or {}
+    if config.get(SCALING) not in (None, {}, settings):  # transformers 5.23.0 heeds it, and drops the other
+        raise SourceError(f"{where} has rope_parameters and a rope_scaling that differs", "remove one of them")
+    if not settings and config.get(PARAMETERS) is None and SCALING in family.defaults:
+        settings = assumed(PARAMETERS, family.defaults[SCALING], context)
+    if LOCAL in family.own and _by_kind(config.get(PARAMETERS)):
+        settings, sliding = settings[FULL], settings[SLIDING]
+        require_rotary_values(sliding, where)
+        if set(sliding) - {THETA, "rope_type"} or sliding.get("rope_type", "default") != "default":
+            raise UnsupportedError(f"{where}: scaled rotary embeddings of a sliding window are not supported")
+    if not isinstance(settings, dict):
+        raise SourceError(f"{where}: its rotary settings are {short(settings)}, they should be a map")
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        raise UnsupportedError(f"{where}: rotary settings that differ between layers are not supported")
+    require_rotary_values(settings, where)
+    return dict(settings)
+
+
+def _fraction(part: Any, key: str, family: Family, context: Context) -> Any:
+    """The part of a head that rotates; None in a family that leaves no choice."""
+    config, where = context.file, context.where
+    if part is None and key == PARTIAL and PARTIAL in config:  # null: all of a head, not the default
+        part = 1.0
+    if part is None and ROTATING in family.own and config.get(ROTATING) is not None:
+        width = whole(config.get("head_dim") or family.head_dim, "head_dim", where)
+        part = whole(config[ROTATING], ROTATING, where) / width
+    if key:
+        return part or assumed(key, family.defaults["rotary_fraction"], context)
+    if part not in (None, 1.0):
+        raise UnsupportedError(f"{where}: partial_rotary_factor is not supported for {family.name}")
+    return None

@@ -1,0 +1,99 @@
+"""Which key of config.json is which setting: a table for all families, out of which a family's own keys choose rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import UnsupportedError, short
+from formats.families import family_named
+from formats.families.family import Family
+from formats.huggingface import layers, rope
+from formats.model.codec import Codec, Context, Maker, Row, Spelled, rows
+
+USUAL = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+"""Setting: config key, where a family has none of its own."""
+
+TABLE = """
+biases             *                                                               biases
+dense_layers       first_k_dense_replace                                           in_front
+dense_layers       mlp_layer_types                                                 worded
+dense_layers       moe_layers interleave_moe_layer_step                            unlisted
+dense_layers       moe_layer_start_index moe_layer_end_index moe_layer_interval    bounded
+dense_layers       * decoder_sparse_step                                           listed
+shared_ffn         n_shared_experts                                                counted
+shared_ffn         num_shared_experts                                              counted
+shared_ffn         moe_num_shared_experts                                          counted
+shared_ffn         *
+nope_layers        * no_rope_layer_interval                                        rotating
+full_layers        *                                                               windowed
+sliding_window     *
+rope               *                                                               rotary
+"""
+"""Setting, its keys, codec. A star is the key of the family, whatever it is; what is not here is a plain value.
+These settings are written after all others, in this order."""
+
+
+def _family(context: Context) -> Family:
+    return family_named(context.values["family"])
+
+
+def biases(*keys: str) -> Codec:
+    """The conditions of layout that keys turn on; UnsupportedError: a key is neither true nor false."""
+
+    def read(_: Spelled, context: Context) -> tuple[str, ...]:
+        given = {key: context.file.get(key, _family(context).biases[key][1]) for key in keys}
+        for key, value in given.items():
+            if not isinstance(value, bool):
+                raise UnsupportedError(f"{context.where}: {key} = {short(value)} is neither true nor false")
+        return _family(context).biases_of(given)
+
+    def write(held: tuple[str, ...], context: Context) -> Spelled:
+        return {key: set(_family(context).biases[key][0].split()) <= set(held) for key in keys}
+
+    return Codec(read, write)
+
+
+CODECS: Mapping[str, Maker] = {
+    "biases": biases, "in_front": layers.in_front, "worded": layers.worded, "unlisted": layers.unlisted,
+    "bounded": layers.bounded, "listed": layers.listed, "counted": layers.counted, "rotating": layers.rotating,
+    "windowed": layers.windowed, "rotary": rope.rotary,
+}  # fmt: skip
+LINES = {(line.split()[0], line.split()[1]): line for line in TABLE.strip().splitlines()}
+LAST = list(dict.fromkeys(setting for setting, _ in LINES))
+
+
+def keys_of(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
+    """The key of each setting of a family that has one, of its names that which a config has."""
+    keys = {name: key.split() for name, key in {**USUAL, **family.keys}.items() if key}
+    return {name: next((key for key in names if key in config), names[0]) for name, names in keys.items()}
+
+
+def rows_of(family: Family, config: Mapping[str, Any]) -> tuple[Row, ...]:
+    """The rows of a family under the names that a config has, in the order in which they are written."""
+    keys = keys_of(family, config)
+    rotary = [rope.PARAMETERS, keys.pop("rope_theta", rope.THETA), rope.SCALING, keys.pop("rotary_fraction", "")]
+    keys |= {"biases": " ".join(family.biases), "sliding_window": family.window}
+    keys |= {"rope": "" if family.rope_theta is None else " ".join(rotary)}
+    names = sorted((name for name in keys if keys[name]), key=lambda name: LAST.index(name) if name in LAST else -1)
+    lines = {name: LINES.get((name, keys[name])) or LINES.get((name, "*")) or f"{name}  *" for name in names}
+    return rows("\n".join(line.replace("*", keys[name]).strip() for name, line in lines.items()), CODECS)
+
+
+def keys_read(family: Family) -> set[str]:
+    """The keys that the table of a family reads, under each of their names, and what may be beside them in another."""
+    keys = {key for row in rows_of(family, {}) for names in row.keys for key in names}
+    keys |= {key for (name, _), line in LINES.items() if name in family.keys for key in line.split()[2:-1]}
+    keys |= {*" ".join(family.keys.values()).split(), *family.switch.split()}
+    return keys | {*family.requires, *family.marks, *family.own}

@@ -1,0 +1,97 @@
+"""The codecs of layers that differ: in which nothing rotates, without a sliding window, without experts.
+
+Megatron names them by 0 or 1 for each layer, or by a step. Facts: megatron-core 0.16.1,
+transformer/transformer_config.py `no_rope_freq`, transformer/utils.py `is_layer_window_attention` and line 38,
+models/gpt/gpt_layer_specs.py `get_gpt_decoder_layer_specs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from formats.errors import UnsupportedError, short
+from formats.megatron.args.codecs import cannot, single
+from formats.model.codec import Codec, Context, Maker
+from formats.model.spec import some_layers
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+Layers = tuple[int, ...]
+
+
+def _layers(context: Context) -> range:
+    """All layers, as far as their number is known."""
+    return some_layers(context.values["layers"])
+
+
+def _named(
+    flag: int, at: Callable[[int, int], bool], *types: type, absent: int | None = None, even: bool = False
+) -> Maker:
+    """The layers with a flag of 0 or 1 in a list of such types, or at a place in each step, `even` if none is over."""
+
+    def of(key: str) -> Codec:
+        def read(_: Any, context: Context) -> Layers:
+            given, count, layers = context.file.get(key, absent), context.values["layers"], _layers(context)
+            match given:
+                case None if absent is None:
+                    return ()
+                case int(step) if type(step) is int and step > 0 and not (even and len(layers) % step):
+                    return tuple(layer for layer in layers if at(layer, step))
+                case list(flags) if len(flags) == count and all(type(of) in types and of in (0, 1) for of in flags):
+                    return tuple(layer for layer in layers if flags[layer] == flag)
+            raise UnsupportedError(f"{context.where}: {key} = {short(given)} says nothing about {short(count)} layers")
+
+        def write(layers: Layers, context: Context) -> list[int] | int | None:
+            return [flag if layer in layers else 1 - flag for layer in _layers(context)] if layers else absent
+
+        return single(read, write)(key)
+
+    return of
+
+
+def _last(layer: int, step: int) -> bool:
+    return (layer + 1) % step == 0
+
+
+def full(key: str, window: str) -> Codec:
+    """The layers without a window: with a 0, or the last of each step; all of them where no window is set."""
+    named = _named(0, _last, int, bool)(key)
+    return Codec(
+        lambda spelled, context: named.read(spelled, context) if window in spelled else tuple(_layers(context)),
+        lambda layers, context: named.write(layers if context.values["sliding_window"] else (), context),
+    )
+
+
+def _read_kinds(_: Any, context: Context) -> list[str]:
+    return [FULL if layer in context.values["full_layers"] else SLIDING for layer in _layers(context)]
+
+
+def _write_kinds(value: Any, context: Context) -> list[int]:
+    count = context.values["layers"]
+    kinds = value or [FULL if layer % 2 else SLIDING for layer in _layers(context)]
+    if not (isinstance(kinds, list) and len(kinds) == count and all(kind in (SLIDING, FULL) for kind in kinds)):
+        raise cannot(context, f"of {short(count)} layers each is {SLIDING} or {FULL}, this model's are {short(kinds)}")
+    if SLIDING in kinds and not context.values["sliding_window"]:
+        raise cannot(context, f"layers are {SLIDING}, and no sliding_window is set")
+    return [int(kind == SLIDING) for kind in kinds]
+
+
+def _read_window(spelled: Any, context: Context) -> int | None:
+    match spelled:
+        case None | [-1, int()]:
+            return None
+        case [int(left), int(right)] if left >= 0 and right in (0, -1):
+            return left + 1
+    raise UnsupportedError(f"{context.where}: window_size = {short(spelled)} is not supported, only (left, 0)")
+
+
+CODECS: Mapping[str, Maker] = {
+    "no rope": _named(1, _last, int, bool, even=True),
+    "no window": full,
+    "no experts": _named(0, lambda layer, step: bool(layer % step), int, absent=1),
+    "kinds": single(_read_kinds, _write_kinds),
+    "window": single(_read_window, lambda tokens, _: None if tokens is None else (tokens - 1, 0)),
+}
+"""Nothing rotates in layers with a 1, or in the last of each step. There are no experts in layers with a 0, or in all
+but the first of each step. Kinds are windows as a list of names, sliding and full in turn where a config has none. A
+window counts the tokens that a token sees, itself included; Megatron counts those to its left."""

@@ -1,0 +1,172 @@
+"""Megatron's arguments as a table: setting, argument, codec, and for which models the row holds.
+
+A trait of a model is a row as any setting is: it is read back. A row without a setting is written as it follows from
+the others; if its codec is one value, no other is read. Facts: megatron/training/arguments.py at 0.18 and at d98e8a64;
+fusions/fused_layer_norm.py (`zero_centered_gamma`, of which older trees heed one name and newer ones the other).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from formats.families.family import TRAITS
+from formats.megatron.args import layers, mla, mlp, moe, rope
+from formats.megatron.args.codecs import choice, derived, only, single, switch
+from formats.model.codec import Codec, Context, opposite, rows, same
+from formats.model.spec import FIXED, ModelSpec, whole
+
+TEXT = f"""
+learned            position_embedding_type                         learned
+layers             num_layers
+hidden             hidden_size
+heads              num_attention_heads
+kv_heads           num_query_groups group_query_attention          groups of heads
+head_dim           kv_channels                                     hidden / heads
+ffn                ffn_hidden_size
+max_positions      max_position_embeddings
+norm_epsilon       layernorm_epsilon|norm_epsilon
+norm_epsilon       layernorm_epsilon|norm_epsilon                  latent epsilon           latent
+rope_theta         rotary_base                                     base
+rotary_fraction    rotary_percent
+-                  swiglu                                          = true                   gated
+-                  swiglu                                          = false                  ungated
+-                  swiglu                                          = false                  sinks
+layer_norm         normalization                                   RMSNorm                  gated
+layer_norm         normalization                                   LayerNorm or RMSNorm     ungated
+layer_norm         normalization                                   RMSNorm                  sinks
+every_bias         add_bias_linear disable_bias_linear             some biases              gated
+every_bias         add_bias_linear disable_bias_linear             biases or not            ungated
+every_bias         add_bias_linear disable_bias_linear             biases                   sinks
+-                  openai_gelu                                     = false                  ungated
+activation         squared_relu bias_gelu_fusion                   activation               ungated
+centred            apply_layernorm_1p layernorm_zero_centered_gamma  centred                  ungated
+experts            num_experts
+top_k              moe_router_topk                                 same                     moe
+expert_ffn         moe_ffn_hidden_size                             width                    moe
+shared_experts     moe_shared_expert_intermediate_size             given                    moe
+shared_ffn         moe_shared_expert_intermediate_size             same                     moe
+router_scale       moe_router_topk_scaling_factor                  1 unless said            moe
+router_groups      moe_router_num_groups moe_router_group_topk     groups                   moe
+router_top_groups  moe_router_group_topk                           top groups               moe
+sigmoid            moe_router_score_function                       score                    moe
+-                  moe_router_load_balancing_type                  balancing                moe
+router_normalized  moe_router_pre_softmax                          normalized               moe
+router_bias        moe_router_enable_expert_bias                   on                       moe
+shared_router      moe_shared_expert_gate                          on                       moe
+dense_layers       moe_layer_freq                                  no experts               moe
+-                  group_query_attention                           fewer groups than heads
+-                  use_rotary_position_embeddings                  write false
+-                  add_position_embedding                          write true
+tied               untie_embeddings_and_output_weights             opposite
+qkv_bias           add_qkv_bias                                    qkv bias
+qk_norm            qk_layernorm                                    on                       direct
+-                  qk_layernorm                                    = true                   latent
+nope_layers        no_rope_freq                                    no rope
+sliding_window     window_size                                     window
+full_layers        window_attn_skip_freq window_size               no window
+-                  seq_length                                      write max_positions
+-                  vocab_size                                      write vocab
+vocab              true_vocab_size
+rope_scaling       {rope.DIRECT_KEYS}                              rope scaling             direct
+-                  {" ".join(rope.NONE)}                           no scaling               latent
+-                  multi_latent_attention                          = true                   latent
+-                  position_embedding_type                         = "rope"                 latent
+-                  rotary_percent                                  = 1.0                    latent
+query_rank         q_lora_rank                                     same                     latent
+latent_rank        kv_lora_rank                                    same                     latent
+nope_dim           qk_head_dim                                     same                     latent
+rope_dim           qk_pos_emb_head_dim                             same                     latent
+head_dim           v_head_dim                                      same                     latent
+rope_scaling       {rope.LATENT_KEYS}                              latent scaling           latent
+-                  quick_geglu                                     = true                   sinks
+-                  glu_linear_offset                               = 1.0                    sinks
+-                  softmax_type                                    = "learnable"            sinks
+-                  bias_gelu_fusion                                fusion                   sinks
+swiglu_alpha       -                                               gain                     sinks
+swiglu_limit       activation_func_clamp_value                     clamp                    sinks
+layer_types        window_attn_skip_freq                           kinds                    sinks
+"""
+
+
+def _read_groups(groups: Any, context: Context) -> Any:
+    grouped = context.file.get("group_query_attention") and groups is not None
+    return groups if grouped else context.values["heads"]
+
+
+def _read_head_dim(spelled: Any, context: Context) -> Any:
+    if spelled is not None:
+        return spelled
+    hidden, heads = (whole(context.values[name], name, context.where) for name in ("hidden", "heads"))
+    return hidden // heads
+
+
+TABLE = rows(
+    TEXT,
+    {
+        **layers.CODECS,
+        **moe.CODECS,
+        "same": same,
+        "opposite": opposite,
+        **only(True, False, 1.0, "rope", "learnable"),
+        "RMSNorm": choice(("RMSNorm", False)),
+        "LayerNorm or RMSNorm": choice(("LayerNorm", True), ("RMSNorm", False)),
+        "fusion": choice((True, None), (False, None)),
+        "on": single(lambda value, _: bool(value), lambda value, _: bool(value)),
+        "given": single(lambda value, _: value is not None, lambda value, _: value or None),
+        "some biases": switch(False, True, opposite=["disable_bias_linear"]),
+        "biases or not": switch(True, False, opposite=["disable_bias_linear"]),
+        "biases": switch(True, opposite=["disable_bias_linear"]),
+        "qkv bias": mlp.qkv_bias,
+        "centred": switch(False, True),
+        "write false": derived(lambda _: False),
+        "write true": derived(lambda _: True),
+        "write max_positions": derived(lambda values: values["max_positions"]),
+        "write vocab": derived(lambda values: values["vocab"]),
+        "fewer groups than heads": derived(lambda values: values["kv_heads"] != values["heads"]),
+        "groups of heads": single(_read_groups),
+        "hidden / heads": single(_read_head_dim),
+        "latent epsilon": mla.epsilon,
+        "learned": single(
+            lambda kind, _: kind == "learned_absolute", lambda value, _: "learned_absolute" if value else "rope"
+        ),
+        "base": single(lambda theta, _: theta, rope.write_base),
+        "rope scaling": rope.direct,
+        "latent scaling": rope.latent,
+        "no scaling": lambda *_: Codec(lambda *_: None, lambda *_: rope.NONE),
+        "activation": mlp.activation,
+        "gain": mlp.gain,
+        "clamp": mlp.clamp,
+    },
+)
+MARKS = ("latent", "sinks", "gated", "ungated")
+"""The conditions whose rows judge all values of their arguments; of others `fields.py` judges some."""
+
+
+def marks(args: Mapping[str, Any]) -> set[str]:
+    """The traits by which the rows are chosen that read a model's args."""
+    sinks = args.get("softmax_type") == "learnable"
+    traits = {
+        "latent": args.get("multi_latent_attention") is True,
+        "sinks": sinks,
+        "ungated": args.get("swiglu") is False and not args.get("quick_geglu") and not sinks,
+        "moe": args.get("num_experts") is not None,
+    }
+    return {trait for trait, there in traits.items() if there}
+
+
+def conditions(traits: Collection[str]) -> set[str]:
+    """Which rows hold for a model with such traits."""
+    kinds = {"sinks", "ungated"}.intersection(traits) or {"gated"}
+    return {*traits, *kinds, "latent" if "latent" in traits else "direct"}
+
+
+def described(traits: Collection[str]) -> dict[str, bool]:
+    """The traits of a model as values of rows."""
+    return {trait: trait in traits for trait in TRAITS}
+
+
+def values_of(spec: ModelSpec) -> dict[str, Any]:
+    """The settings and traits of a model, each as a row has it."""
+    fixed = {name: value for name, value in FIXED.items() if getattr(spec, name) is None}
+    return {**vars(spec), **fixed, **spec.own, **described(spec.traits)}

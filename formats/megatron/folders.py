@@ -1,0 +1,37 @@
+"""The folders in which Megatron saves: a run, and its iterations."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from formats.errors import SourceError, short
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def locate(path: Path) -> tuple[Path, Path]:
+    """The run folder and the folder of one iteration, from either of them.
+
+    Raises:
+        SourceError: the tracker names an iteration that is not there.
+    """
+    if any(path.glob("mp_rank_*")) or not (path / TRACKER).is_file():
+        run, iteration = (path.parent if (path.parent / TRACKER).is_file() else path), path
+    else:
+        with (path / TRACKER).open("rb") as file:
+            word = file.read(100).decode(errors="replace").strip()
+        if word != "release" and not re.fullmatch(r"[0-9]{1,18}", word):
+            raise SourceError(f"{path / TRACKER} says {short(word)}, which is neither an iteration nor `release`")
+        run, iteration = path, path / name_of(None if word == "release" else int(word))
+        if not iteration.is_dir():
+            raise SourceError(
+                f"{path / TRACKER} names {iteration.name}, which does not exist",
+                f"present: {', '.join(sorted(p.name for p in path.iterdir() if p.is_dir())) or 'nothing'}",
+            )
+    return run, iteration
+
+
+def name_of(iteration: int | None) -> str:
+    """The folder of an iteration, or of a release."""
+    return "release" if iteration is None else f"iter_{iteration:07d}"

@@ -1,0 +1,56 @@
+"""A table of settings reads what it writes."""
+
+import pytest
+
+from formats.errors import UnsupportedError
+from formats.model.codec import Codec, opposite, read, rows, write
+
+TABLE = """
+layers     num_layers
+epsilon    layernorm_epsilon|norm_epsilon
+tied       untied                            opposite
+scaling    kind factor                       kind_and_factor     rotary
+"""
+
+
+def kind_and_factor(kind: str, factor: str) -> Codec:
+    """One setting out of two keys."""
+
+    def read_both(spelled, context):
+        if (kind in spelled) is not (factor in spelled):
+            raise UnsupportedError(f"{context.where}: {kind} without {factor}")
+        return (spelled[kind], spelled[factor]) if kind in spelled else None
+
+    return Codec(read_both, lambda value, _: dict(zip((kind, factor), value or (None, None), strict=True)))
+
+
+ROWS = rows(TABLE, {"opposite": opposite, "kind_and_factor": kind_and_factor})
+VALUES = {"layers": 4, "epsilon": 1e-5, "tied": True, "scaling": ("yarn", 2.0)}
+SPELLED = {
+    "num_layers": 4, "layernorm_epsilon": 1e-5, "norm_epsilon": 1e-5, "untied": False, "kind": "yarn", "factor": 2.0,
+}  # fmt: skip
+
+
+def test_both_directions_follow_from_the_table():
+    assert write(ROWS, VALUES, {"rotary"}, "args") == SPELLED
+    assert read(ROWS, SPELLED, {"rotary"}, "args") == VALUES
+
+
+def test_a_row_whose_condition_does_not_hold_is_not_there():
+    assert "kind" not in write(ROWS, VALUES, (), "args")
+    assert "scaling" not in read(ROWS, SPELLED, (), "args")
+
+
+def test_the_first_name_with_a_value_counts():
+    spelled = {"layernorm_epsilon": None, "norm_epsilon": 3e-4}
+    assert read(ROWS, spelled, (), "args")["epsilon"] == 3e-4
+    assert read(ROWS, spelled | {"layernorm_epsilon": 1e-6}, (), "args")["epsilon"] == 1e-6
+
+
+def test_what_is_absent_is_none():
+    assert read(ROWS, {}, {"rotary"}, "args") == dict.fromkeys(VALUES)
+
+
+def test_a_codec_names_the_file():
+    with pytest.raises(UnsupportedError, match="args: kind without factor"):
+        read(ROWS, {"kind": "yarn"}, {"rotary"}, "args")

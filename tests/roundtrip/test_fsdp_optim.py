@@ -91,7 +91,7 @@ def trained(source: Path, folder: Path) -> Path:
             key != "lm_head.weight" or not any(torch.equal(one, other) for name, other in model.items() if name != key)
         )
     }
-    groups = [{**GROUP._asdict(), "params": [*state]}]
+    groups = [{**GROUP._asdict(), "amsgrad": False, "params": [*state]}]
     return save(folder, {"model": model, "optim": {"state": state, "param_groups": groups}})
 
 

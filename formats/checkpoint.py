@@ -53,7 +53,7 @@ class Details:
 
     Attributes:
         kind: what it is called, where a format has several; empty for the format's name.
-        fresh: how its framework is told to begin with fresh optimizer states.
+        fresh: the option with which its framework starts from fresh optimizer states.
         shown: its part of `inspect`.
         residue: settings that no table knows, by what holds them.
     """
@@ -91,7 +91,7 @@ class Checkpoint:
         run_config: what its run says of model and training besides, such as the yml of GPT-NeoX.
         padded_vocab: rows of the embedding, padding included; None where its format pads none.
         added_tokens: tokens that the training added to its tokenizer, in the order of their ids.
-        state: what lies beside the weights for a training to go on, and is not carried.
+        state: what is there for resuming the training besides the weights, and is not carried.
         ties: what each of its model files says of the save that it is of, alike in all of them.
         unbounded: the files do not tell how many there were: a shape is as far as the pieces reach.
     """

@@ -40,7 +40,7 @@ class Training(Protocol):
     """The module that reads what a training keeps besides the weights."""
 
     def is_trained(self, source: Checkpoint, /) -> bool:
-        """Whether an optimizer lies with the weights."""
+        """Whether there are optimizer states besides the weights."""
 
     def read(self, source: Checkpoint, /) -> Optimizer:
         """The optimizer of an opened checkpoint, in no framework's terms."""

@@ -234,7 +234,7 @@ def _steps(leaf: Leaf) -> list[int]:
 
 
 def padding_leaves(placed: Placed, stop: int | None = None) -> Iterator[Leaf]:
-    """Where the rows of vocabulary padding lie in a tensor, from the first one to `stop`, as if they were tokens'."""
+    """The rows of vocabulary padding in a tensor, up to `stop`, as leaves of rows after the last token."""
     sizes = dict(placed.slot.sizes)
     if not placed.slot.rule.pattern.filled:
         return

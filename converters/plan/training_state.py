@@ -229,7 +229,7 @@ def _padding_jobs(source: Checkpoint, wanted: Iterable[Placed], rows: range, sta
 
 
 def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, Copies]:
-    """Where rows of vocabulary padding lie, by tensor and by the copy to which they belong; the first one counts 0."""
+    """The rows of vocabulary padding, by tensor and by the copy to which they belong; the first one counts 0."""
     found: dict[str, Copies] = {}
     for placed in tensors if rows else ():
         for leaf in padding_leaves(placed, rows.stop):

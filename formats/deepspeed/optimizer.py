@@ -28,7 +28,7 @@ Owners = Mapping[Path, Sequence[tuple[int, Group]]]
 
 
 def is_trained(source: Checkpoint) -> bool:
-    """Whether an optimizer lies with the weights."""
+    """Whether there are optimizer states besides the weights."""
     names = (path.name for path in source.home.iterdir())
     return universal.is_universal(source.home) or any(map(saved_names.OPTIM.fullmatch, names))
 

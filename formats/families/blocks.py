@@ -24,6 +24,19 @@ model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
 """
 """The same with biases on query, key and value."""
 
+OPTIONAL_BIASES = """
+model.embed_tokens.weight                                embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
+model.layers.{layer}.self_attn.q_proj.bias               query_bias: (group head half pair)  qkv_bias
+model.layers.{layer}.self_attn.k_proj.weight             key: (group half pair) hidden
+model.layers.{layer}.self_attn.k_proj.bias               key_bias: (group half pair)   qkv_bias
+model.layers.{layer}.self_attn.v_proj.weight             value: (group dim) hidden
+model.layers.{layer}.self_attn.v_proj.bias               value_bias: (group dim)     qkv_bias
+model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
+model.layers.{layer}.self_attn.o_proj.bias               output_bias: hidden         output_bias
+"""
+"""The same with biases on query, key and value, and on the output, where a config key turns them on."""
+
 PAIRED_ATTENTION = """
 model.embed_tokens.weight                        embedding: vocab hidden
 model.layers.{layer}.self_attn.q_proj.weight     query: (group head pair half) hidden

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind attention and MLP and on each head; with windows, the layers without one do not rotate.
+"""EXAONE 4: norms after attention and MLP and on each head; with windows, the layers without one do not rotate.
 
 Facts: transformers models/exaone4/modeling_exaone4.py and configuration_exaone4.py, 5.23.0. Where `layer_types` is
 missing, every `sliding_window_pattern`-th layer has no window; without that list no model is built if the pattern is

@@ -1,20 +1,9 @@
 """Qwen3: Llama with a norm on each query and key head (transformers models/qwen3/modeling_qwen3.py, 5.23.0)."""
 
-from formats.families.blocks import GATED_MLP, HEAD, NORMS, QK_NORMS
+from formats.families.blocks import GATED_MLP, HEAD, NORMS, OPTIONAL_BIASES, QK_NORMS
 from formats.families.family import Family
 
-ATTENTION_WITH_BIASES = """
-model.embed_tokens.weight                                embedding: vocab hidden
-model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
-model.layers.{layer}.self_attn.q_proj.bias               query_bias: (group head half pair)  qkv_bias
-model.layers.{layer}.self_attn.k_proj.weight             key: (group half pair) hidden
-model.layers.{layer}.self_attn.k_proj.bias               key_bias: (group half pair)   qkv_bias
-model.layers.{layer}.self_attn.v_proj.weight             value: (group dim) hidden
-model.layers.{layer}.self_attn.v_proj.bias               value_bias: (group dim)     qkv_bias
-model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
-model.layers.{layer}.self_attn.o_proj.bias               output_bias: hidden         output_bias
-"""
-TABLE = ATTENTION_WITH_BIASES + QK_NORMS + GATED_MLP + NORMS + HEAD
+TABLE = OPTIONAL_BIASES + QK_NORMS + GATED_MLP + NORMS + HEAD
 
 TORCHTITAN = """
 tok_embeddings.weight                                    embedding: vocab hidden

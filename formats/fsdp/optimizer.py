@@ -66,7 +66,7 @@ class Held(NamedTuple):
 
 
 def is_trained(source: Checkpoint) -> bool:
-    """Whether an optimizer lies with the weights."""
+    """Whether there are optimizer states besides the weights."""
     return find(source) is not None
 
 

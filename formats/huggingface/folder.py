@@ -163,7 +163,7 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folde
     Args:
         shapes: the tensors by their Hugging Face keys, in the order of the model.
         config: its config.json.
-        folder: where that lies.
+        folder: the folder of that file.
         settings: what the user said.
     """
     said, file = _said(settings), str(folder / "config.json")

@@ -94,7 +94,7 @@ def _settings(family: Family, context: Context) -> dict[str, Any]:
     """The map of rotary settings that holds for all layers, or for those without a sliding window."""
     config, where = context.file, context.where
     settings = config.get(PARAMETERS) or config.get(SCALING) or {}
-    if config.get(SCALING) not in (None, {}, settings):  # transformers 5.23.0 heeds it, and drops the other
+    if config.get(SCALING) not in (None, {}, settings):  # transformers 5.23.0 uses it, and drops the other
         raise SourceError(f"{where} has rope_parameters and a rope_scaling that differs", "remove one of them")
     if not settings and config.get(PARAMETERS) is None and SCALING in family.defaults:
         settings = assumed(PARAMETERS, family.defaults[SCALING], context)
@@ -112,7 +112,7 @@ def _settings(family: Family, context: Context) -> dict[str, Any]:
 
 
 def _fraction(part: Any, key: str, family: Family, context: Context) -> Any:
-    """The part of a head that rotates; None in a family that leaves no choice."""
+    """The fraction of a head that rotates; None where the family fixes it."""
     config, where = context.file, context.where
     if part is None and key == PARTIAL and PARTIAL in config:  # null: all of a head, not the default
         part = 1.0

@@ -120,7 +120,7 @@ class Pattern:
     @cached_property
     def filled(self) -> bool:
         """Whether some of its addresses may belong to no tensor."""
-        return any(map(_has_fill, self.dims))
+        return any(isinstance(term, Fill) for dim in self.dims for term in _walk(dim))
 
 
 def _branches(terms: Sequence[Term]) -> Iterator[tuple[str | None, Product]]:
@@ -135,15 +135,16 @@ def _branches(terms: Sequence[Term]) -> Iterator[tuple[str | None, Product]]:
                 yield from _branches(body.terms)
 
 
-def _has_fill(term: Term) -> bool:
+def _walk(term: Term) -> Iterator[Term]:
+    """A term and every term inside it."""
+    yield term
     match term:
         case Split(inner) | Interleaved(inner):
-            return _has_fill(inner)
+            yield from _walk(inner)
         case Product(terms):
-            return any(map(_has_fill, terms))
+            yield from (each for inner in terms for each in _walk(inner))
         case Sum(branches):
-            return any(_has_fill(body) for _, body in branches)
-    return isinstance(term, Fill)
+            yield from (each for _, body in branches for each in _walk(body))
 
 
 # --- the parser ------------------------------------------------------------------------------------------------------
@@ -441,16 +442,7 @@ def shape(pattern: Pattern, sizes: Sizes, mesh: Mesh) -> tuple[int, ...]:
 
 def splits(term: Term) -> tuple[str, ...]:
     """The mesh axis of each evenly split run of a physical dimension: two where gate and up are each cut by itself."""
-    match term:
-        case Split():
-            return (term.mesh,)
-        case Interleaved(inner):
-            return splits(inner)
-        case Product(terms):
-            return tuple(axis for inner in terms for axis in splits(inner))
-        case Sum(branches):
-            return tuple(axis for _, body in branches for axis in splits(body))
-    return ()
+    return tuple(inner.mesh for inner in _walk(term) if isinstance(inner, Split))
 
 
 def rows(pattern: Pattern, dim: int, sizes: Sizes, mesh: Mesh) -> list[Leaf]:

@@ -27,7 +27,7 @@ SCHEDULER = "opt_param_scheduler"
 
 
 def is_trained(source: Checkpoint) -> bool:
-    """Whether an optimizer lies with the weights."""
+    """Whether there are optimizer states besides the weights."""
     return "optimizer" in source.state
 
 

@@ -242,7 +242,7 @@ def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[Place, dict
 
 
 def flattened(found: Mapping[Place, Mapping[str, Fragment]]) -> dict[Place, dict[str, Fragment]]:
-    """The tensors, with those of `GROUPED` as the elements that they are, one behind the other."""
+    """The tensors, with those of `GROUPED` as the elements that they are, in order."""
     return {
         place: {
             key: fragment._replace(shape=(prod(fragment.shape),), strides=(1,))

@@ -48,7 +48,7 @@ rope_scaling         yarn                        yarn
 have a gated SiLU, no biases, a serial residual, and heads that rotate as a whole; those with LayerNorm an MLP without a
 gate, biases everywhere, and a key and value for each head."""
 WINDOW = "sliding_window_width"
-"""How many tokens before itself a token sees: flash-attn is told so much to the left (transformer.py:602), and the mask
+"""Number of earlier tokens that a token attends to: the left window of flash-attn (transformer.py:602), and the mask
 has so many diagonals below the main one (utils.py:77)."""
 CONSTANTS = ("rotary", "rmsnorm", "layernorm", "swiglu", "gelu", 1.0, 1, False, True)
 """What is written of every model, or of all of a kind."""

@@ -122,12 +122,12 @@ def agreed(
 def _as_in_family(
     values: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None, where: str
 ) -> dict[str, Any]:
-    """The settings as their family has them: None where it leaves no choice.
+    """The settings as the family has them: None where it fixes the value.
 
     Without a dense layer `ffn` is the width of nothing, and Megatron may say anything: it is that of the config.
 
     Raises:
-        UnsupportedError: it leaves no choice of a mixture of experts, and computes something else.
+        UnsupportedError: the family fixes a setting of the mixture of experts to another value.
     """
     family, values = family_named(values["family"]), dict(values)
     keys = family.keys

@@ -20,7 +20,7 @@ from formats.model.spec import real
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 """Activation: `bias_gelu_fusion`, whose kernel is the approximation with tanh, and adds a bias.
 
-The first two are one function. `openai_gelu` is a third name of it, which training on megatron-core does not heed
+The first two are one function. `openai_gelu` is a third name of it, which training on megatron-core ignores
 (megatron/training/arguments.py `core_transformer_config_from_args`).
 """
 SQUARED = "relu2"

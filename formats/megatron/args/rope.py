@@ -120,7 +120,7 @@ def direct(*_: str) -> Codec:
         if kind == "none":
             raise UnsupportedError(f"{where}: nothing rotates")
         fraction, llama3 = args.get("rotary_percent"), args.get("use_rope_scaling")
-        if kind == "yarn" and fraction not in (None, 1.0):  # which its class does not heed
+        if kind == "yarn" and fraction not in (None, 1.0):  # which its class ignores
             raise UnsupportedError(f"{where}: YaRN with rotary_percent = {short(fraction)} is not supported")
         if kind == "yarn":
             return _read_yarn(args, YARN, where)
@@ -196,5 +196,5 @@ def latent(*_: str) -> Codec:
 
 
 def write_base(theta: Any, _: Context) -> Any:
-    """The base, a whole number as such; 10000 where positions are learned, which heeds none."""
+    """The base, a whole number as such; 10000 where positions are learned, which ignores it."""
     return 10000 if theta is None else int(theta) if theta == int(theta) else theta

@@ -2,7 +2,7 @@
 
 A trait of a model is a row as any setting is: it is read back. A row without a setting is written as it follows from
 the others; if its codec is one value, no other is read. Facts: megatron/training/arguments.py at 0.18 and at d98e8a64;
-fusions/fused_layer_norm.py (`zero_centered_gamma`, of which older trees heed one name and newer ones the other).
+fusions/fused_layer_norm.py (`zero_centered_gamma`, of which older trees read one name and newer ones the other).
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _prove(masters: Checkpoint, request: Request) -> None:
         VerificationError: they are not the same model.
     """
     plan = make_plan(masters)
-    with Progress("comparing masters", plan.nbytes, request.quiet) as progress:
+    with Progress("comparing masters", plan.nbytes, request.quiet, request.tell) as progress:
         digest_of(plan.jobs, request.limits, progress.advance)
 
 
@@ -169,7 +169,7 @@ def _execute(
         with file.path.open("ab") as handle:
             handle.truncate(file.size)  # changes nothing in one that other shares have begun
     todo = [job for job in jobs if job.name not in journal.digests]
-    with Progress("converting", sum(job.nbytes for job in todo), request.quiet) as progress:
+    with Progress("converting", sum(job.nbytes for job in todo), request.quiet, request.tell) as progress:
         execute(
             todo,
             files,
@@ -258,7 +258,7 @@ def _reopened(plan: Plan, request: Request) -> Plan:
 def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool]) -> None:
     """Read the output with its own reader and compare settings and digests with what was planned."""
     again = plan.again(plan) if plan.again else _reopened(plan, request)
-    with Progress("verifying", again.nbytes, request.quiet) as progress:
+    with Progress("verifying", again.nbytes, request.quiet, request.tell) as progress:
         try:
             limits = replace(request.limits, replicas="verify")
             found = digest_of(again.jobs, limits, progress.advance, stopped, checked=False)

@@ -61,7 +61,6 @@ class Format:
         trains: the module that reads its optimizer; empty where no optimizer is read.
         to_folder: the command that makes a Hugging Face folder of it; empty where it is one.
         reader_options: the options of reading (`Settings`) that its reader knows, of those that not all know.
-        writer_options: the options that its writer knows, of those that not all know.
         ranked: whether each rank has tensors of its own in its files.
         replicas: what is done with further copies of a tensor unless the user says: `verify`, or `drift`.
     """
@@ -73,7 +72,6 @@ class Format:
     trains: str = ""
     to_folder: str = ""
     reader_options: tuple[str, ...] = ()
-    writer_options: tuple[str, ...] = ()
     ranked: bool = False
     replicas: str = "verify"
 

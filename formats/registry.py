@@ -35,6 +35,11 @@ FORMATS: dict[str, Format] = {form.name: form for form in (HUGGINGFACE, DIST, FS
 
 They are tried in this order. What Megatron saves as torch_dist would pass for FSDP, and its run for a classic one.
 """
+KNOWN_TO = {
+    name: [form for form in FORMATS.values() if name in form.reader_options]
+    for name in dict.fromkeys(name for form in FORMATS.values() for name in form.reader_options)
+}
+"""Setting of a reader: the formats that know it, of those that not every format knows."""
 FOREIGN = {
     "adapter_config.json": ("a PEFT adapter", "merge it into its model with merge_and_unload() of peft"),
     "lit_model.pth": ("a model of LitGPT", "make it one of Hugging Face: litgpt convert_from_litgpt"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,7 @@ from converters.commands.options import (
     opened,
     reading,
     replicas,
-    require_effect,
-    require_family,
+    settings_of,
     weights,
 )
 from formats.errors import (
@@ -31,11 +30,9 @@ from formats.errors import (
     VerificationError,
     some,
 )
-from formats.megatron import DIST, MEGATRON
 
 if TYPE_CHECKING:
-    from converters.plan.plan import Job
-    from formats.checkpoint import Checkpoint
+    from converters.library.proving import Effects
 
 
 @click.command()
@@ -48,15 +45,15 @@ if TYPE_CHECKING:
 @as_json
 def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
     """A hash of the weights, the same in every format and topology."""
-    from converters.prove.digest import total
+    from converters.library.proving import digest_with
 
-    found = _digests(opened(src, options), options, as_json)
+    found = digest_with(opened(src, options), _effects(options, as_json))
     if as_json:
-        click.echo(json.dumps({"digest": total(found), "tensors": found}, indent=1))
+        click.echo(json.dumps(found.to_dict(), indent=1))
         return
-    for name in sorted(found) if tensors else ():
-        click.echo(f"{found[name]}  {name}")
-    click.echo(f"{total(found)}  {src}")
+    for name in sorted(found.tensors) if tensors else ():
+        click.echo(f"{found.tensors[name]}  {name}")
+    click.echo(f"{found.digest}  {src}")
 
 
 @click.command()
@@ -73,59 +70,20 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32, and
     must make a checkpoint together.
     """
-    from converters.common.manifest import contradictions, is_verbatim, read_manifest, remembered_states
-    from converters.prove.digest import total
+    from converters.library.proving import verify_with
     from formats.checkpoint import MANIFEST
-    from formats.model.spec import Verbatim, differences
 
     if src is None and out.is_dir() and not any(out.rglob(MANIFEST)):
         _verify_archives(out, options, as_json)
         return
-    options["verbatim"] |= src is None and is_verbatim(out)
-    checkpoint = opened(out, _own_config(out, options), alone=src is None)
-    settings: list[str]
-    if src is not None:
-        source = opened(src, _own_config(src, options, out), alone=False)
-        require_effect(options, checkpoint, source)
-        require_family(options, checkpoint, source)
-        settings = differences(checkpoint.spec, source.spec)
-        against, name = _digests(source, options, as_json), str(src)
-    else:
-        remembered, name = read_manifest(checkpoint.home), MANIFEST
-        if remembered is None:
-            raise SourceError(
-                f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
-            )
-        facts, against = remembered
-        if isinstance(checkpoint.spec, Verbatim) and "layers" in facts and not options["verbatim"]:
-            raise VerificationError(
-                f"{out} is of a model that a table described when {name} was written, and none does now: "
-                f"{checkpoint.spec.why}",
-                "correct its config.json",
-            )
-        settings = contradictions(checkpoint.spec.settings(), facts)
-    found = _digests(checkpoint, options, as_json, checked=False)
-    states = remembered_states(checkpoint.home) if src is None else {}
-    held = _state_digests(checkpoint, options, as_json) if states else {}  # digests say more than a CRC-32
-    here, there = {**found, **held}, {**against, **states}
-    wrong = sorted(tensor for tensor in {*here, *there} if here.get(tensor) != there.get(tensor))
+    found = verify_with(out, src, _effects(options, as_json))
     if as_json:
-        record = {"equal": not (wrong or settings), "digest": total(found), "against": total(against)}
-        click.echo(json.dumps(record | {"settings": settings, "differing": wrong}, indent=1))
-    if settings:
-        raise VerificationError(f"{out} and {name} differ in settings (here | there): {'; '.join(settings)}")
-    if wrong:
-        names = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
-        raise VerificationError(
-            f"{len(wrong)} of {len({*here, *there})} tensors of {out} differ from {name}: {names}",
-            f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source",
-        )
+        click.echo(json.dumps(found.to_dict(), indent=1))
+    found.require(f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source")
     if not as_json:
-        click.echo(f"{out} equals {name}: {len(here)} tensors\ndigest {total(found)}")
-    if "optimizer" in checkpoint.state and not states:
-        click.echo("note: the weights were compared, the optimizer was not", err=True)
-    if src is None and isinstance(checkpoint.spec, Verbatim):
-        click.echo("note: no table says what its config.json means, which was not compared", err=True)
+        click.echo(f"{out} equals {found.name}: {found.tensors} tensors\ndigest {found.digest}")
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
 
 
 def _verify_archives(folder: Path, options: Mapping[str, Any], as_json: bool) -> None:
@@ -174,12 +132,14 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
     Raises:
         SourceError: its files do not belong together.
     """
+    from converters.library.proving import own_config
     from formats.registry import is_known
 
     if not is_known(folder):
         return f"{folder} is no checkpoint of a known format"
     try:
-        opened(folder, _own_config(folder, options))
+        effects = _effects(options, quiet=True)
+        effects.open(folder, own_config(folder, effects.settings))
     except (OptionNeededError, RefusedError, UnsupportedError, UsageError) as error:
         return str(error)
     return None
@@ -195,70 +155,29 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
 @as_json
 def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> None:
     """Compare two checkpoints in any formats; exit 6 when they differ."""
-    from converters.common.progress import Progress, table
-    from converters.plan.request import Limits
-    from converters.plan.targets import plan_reading
-    from converters.prove.diff import compare
-    from formats.model.spec import differences
+    from converters.common.progress import table
+    from converters.library.proving import diff_with
 
-    first = opened(one, _own_config(one, options, two), alone=False)
-    second = opened(two, _own_config(two, options, one), alone=False)
-    require_effect(options, first, second)
-    require_family(options, first, second)
-    settings = differences(first.spec, second.spec)
-    left, right = plan_reading(first), plan_reading(second)
-    with Progress("comparing", left.nbytes, as_json) as progress:
-        found = compare(left, right, Limits(1, memory, options["replicas"]), progress.advance)
+    found = diff_with(one, two, _effects({**options, "memory": memory, "threads": 1}, as_json))
     if as_json:
-        tensors = [{"name": d.name, "what": d.what, "elements": d.count, "largest": d.largest} for d in found]
-        facts = {"equal": not settings and not found, "settings": settings, "tensors": tensors}
-        click.echo(json.dumps(facts, indent=1))
+        click.echo(json.dumps(found.to_dict(), indent=1))
     else:
-        for line in settings:
+        for line in found.settings:
             click.echo(f"setting {line}")
-        counts = (f"{d.count} elements differ by up to {d.largest:g}" if d.count else "" for d in found)
-        rows = [(d.name, d.what, count) for d, count in zip(found, counts, strict=True)]
+        counts = (f"{d.count} elements differ by up to {d.largest:g}" if d.count else "" for d in found.tensors)
+        rows = [(d.name, d.what, count) for d, count in zip(found.tensors, counts, strict=True)]
         click.echo(table(rows, ""), nl=bool(rows))
-    if settings or found:
-        raise VerificationError(f"{one} and {two} differ in {len(settings)} settings and {len(found)} tensors")
+    if not found.equal:
+        counted = f"{len(found.settings)} settings and {len(found.tensors)} tensors"
+        raise VerificationError(f"{one} and {two} differ in {counted}")
     if not as_json:
-        click.echo(f"{one} and {two} are equal: {len(left.jobs)} tensors, all settings")
+        click.echo(f"{one} and {two} are equal: {found.compared} tensors, all settings")
 
 
-def _own_config(path: Path, options: Mapping[str, Any], other: Path | None = None) -> dict[str, Any]:
-    """Options for one of two checkpoints: its own config, else the one that was named, else that of the other."""
-    own = (path / "config.json").is_file()
-    if other is not None and options["config"] is None and (other / "config.json").is_file():
-        return {**options, "config": None if own or _knows_itself(path) else other}
-    return {**options, "config": None if own else options["config"]}
-
-
-def _knows_itself(path: Path) -> bool:
-    """Whether a checkpoint's settings are in it: Megatron's are."""
-    return any(form.reader.detect(path) for form in (DIST, MEGATRON))
-
-
-def _digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool, checked: bool = True) -> dict[str, str]:
-    """The digest of each logical tensor of a checkpoint."""
-    from converters.plan.targets import plan_reading
-
-    return _hashed(plan_reading(source).jobs, options, quiet, checked)
-
-
-def _state_digests(source: Checkpoint, options: Mapping[str, Any], quiet: bool) -> dict[str, str]:
-    """The digest of each state of a run's optimizer."""
-    from converters.plan.training_state import state_jobs, training_of
-
-    states, _ = training_of(source).states(source)
-    return _hashed(state_jobs(source, states), options, quiet, checked=False)
-
-
-def _hashed(jobs: Iterable[Job], options: Mapping[str, Any], quiet: bool, checked: bool) -> dict[str, str]:
-    from converters.common.progress import Progress
-    from converters.move.engine import digest_of
+def _effects(options: Mapping[str, Any], quiet: bool) -> Effects:
+    """How a proof opens and reads its checkpoints."""
+    from converters.library.proving import Effects
     from converters.plan.request import Limits
 
-    every = list(jobs)
     limits = Limits(options["threads"], options["memory"], options["replicas"])
-    with Progress("hashing", sum(job.nbytes for job in every), quiet) as progress:
-        return digest_of(every, limits, progress.advance, checked=checked)
+    return Effects(settings_of(options), limits, options["family"], quiet)

@@ -3,52 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from converters.commands.options import (
-    DIALECTS,
     FOLDER,
-    OF_CORE,
     as_json,
     dtype,
     experts,
-    flag_of,
     megatron_version,
     opened,
     own_family,
     reading,
     topology,
 )
-from formats.deepspeed import NEOX
+from converters.commands.running import output_of
 from formats.errors import UnsupportedError, UsageError
-from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
-from formats.megatron import DIST, MEGATRON
 from formats.registry import FORMATS, open_checkpoint
 
 if TYPE_CHECKING:
     from formats.families.family import Family
 
-LLM = "megatron-llm"
-TARGETS = {
-    MEGATRON.name: MEGATRON, DIST.name: DIST, LLM: MEGATRON, HUGGINGFACE.name: HUGGINGFACE, FSDP.name: FSDP,
-    NEOX.name: NEOX,
-}  # fmt: skip
-"""What `plan` plans for: formats, and a dialect of one."""
-
-
-def _require_effect(name: str, given: object, format_name: str, known: Collection[str]) -> None:
-    """An option means something to a format.
-
-    Raises:
-        UsageError: it does not.
-    """
-    if given not in (None, 1, ()) and name not in known:
-        raise UsageError(f"--{flag_of(name)} has no effect on the format {format_name}", "leave it out")
+TARGETS: dict[str, dict[str, str]] = {
+    "megatron": {"to": "megatron"},
+    "megatron_dist": {"to": "megatron", "format": "torch_dist"},
+    "megatron-llm": {"to": "megatron", "format": "megatron-llm"},
+    "huggingface": {"to": "huggingface"},
+    "fsdp": {"to": "fsdp"},
+    "neox": {"to": "neox"},
+}
+"""What `plan` plans for: targets, and files of one."""
 
 
 @click.command()
@@ -58,7 +45,8 @@ def _require_effect(name: str, given: object, format_name: str, known: Collectio
 @as_json
 def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
     """What a checkpoint is: format, family, topology, sizes, files."""
-    from converters.commands.inspect_text import inspect_lines, inspect_record
+    from converters.commands.inspect_text import inspect_lines
+    from converters.library.records import inspect_record
 
     source = opened(src, options)
     click.echo(
@@ -83,34 +71,15 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @as_json
 def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> None:
     """What a conversion would do: coverage, changes, files, blocks."""
-    from converters.commands.inspect_text import block_lines, plan_lines, plan_record
+    from converters.commands.inspect_text import block_lines, plan_lines
+    from converters.library.records import plan_record
+    from converters.plan.output import plan_output
     from converters.plan.request import Request
-    from converters.plan.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
-    from formats.deepspeed.neox import writer as neox_writer
-    from formats.megatron.args.options import Options
 
-    known = {*TARGETS[to].writer_options}.difference(OF_CORE if to == LLM else ())
-    for name in [name for name in MEGATRON.writer_options if name in options]:
-        _require_effect(name, options[name], to, known)
     source = opened(src, options)
     request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
-    dialects = {MEGATRON.name: DIALECTS["torch"], DIST.name: DIALECTS["torch_dist"], LLM: DIALECTS[LLM]}
-    if to in dialects:
-        spread = {"ep": options["ep"] or 1, "etp": options["etp"], "experts": options["experts"]}
-        spread |= {
-            "interleave": options["interleave"] or 0,
-            "version": options["version"],
-            "accepted": options["accept"],
-        }
-        sizes = Options(options["tp"], options["pp"], options["vpp"], dialect=dialects[to], **spread)
-        planned = plan_megatron(source, request, sizes, None)
-    elif to == FSDP.name:
-        planned = plan_fsdp(source, request, ranks=1)
-    elif to == NEOX.name:
-        wanted = neox_writer.Options(options["tp"], options["pp"] if options["pp"] > 1 else 0)
-        planned = plan_neox(source, request, wanted)
-    else:
-        planned = plan_huggingface(source, request, None)
+    target = dict(TARGETS[to])
+    planned = plan_output(source, request, target.pop("to"), output_of({**options, **target}))
     listed = list(block_lines(planned)) if blocks else []
     if as_json:
         click.echo(json.dumps(plan_record(planned) | ({"list": listed} if blocks else {}), indent=1))
@@ -134,7 +103,8 @@ def explain(format_name: str, key: str, model: Path | None, tp: int | None, fami
     from formats.model.spec import ModelSpec
 
     ranked = format_name in FORMATS and FORMATS[format_name].ranked
-    _require_effect("tp", tp, format_name, ["tp"] * ranked)
+    if tp not in (None, 1) and not ranked:
+        raise UsageError(f"--tp has no effect on the format {format_name}", "leave it out")
     if family and format_name != HUGGINGFACE.name:
         raise UsageError("--family describes names of Hugging Face alone", "convert explain huggingface")
     if not key:

@@ -26,7 +26,7 @@ from converters.commands.options import (
     vocab_multiple,
     writing,
 )
-from converters.commands.running import carry_out, request_of, to_huggingface
+from converters.commands.running import convert_to
 from formats.deepspeed import NEOX
 from formats.errors import UsageError
 from formats.registry import format_of
@@ -85,7 +85,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
         if found:
             source = attached(source, found, Path(folder))
-        to_huggingface(source, out, options)
+        convert_to("huggingface", source, out, options)
 
 
 @click.command()
@@ -103,27 +103,10 @@ def hf2neox(src: Path, out: Path, **options: Any) -> None:
 
     From GPT-NeoX to GPT-NeoX it is `convert reshard`.
     """
-    from converters.plan.targets import plan_neox
-    from formats.deepspeed.neox.writer import Options
-
     source = opened(src, options)
     if format_of(source) is NEOX:
         raise UsageError(f"{src} is a checkpoint of GPT-NeoX already", "for another topology use `convert reshard`")
-    request = request_of(out, options, source)
-    pp = stages(options["layout"], options["pp"])
-    wanted = Options(options["tp"], pp, options["multiple"], options["iteration"])
-    carry_out(plan_neox(source, request, wanted), request, options)
-
-
-def stages(kind: str | None, pp: int) -> int:
-    """The pipeline stages of a checkpoint, 0 for a sequential one.
-
-    Raises:
-        UsageError: a sequential one should have several.
-    """
-    if kind == "sequential" and pp > 1:
-        raise UsageError(f"--layout sequential has no stages, --pp says {pp}", "leave one of them out")
-    return pp if kind == "pipeline" or pp > 1 else 0
+    convert_to("neox", source, out, options)
 
 
 @click.command("average-norms")

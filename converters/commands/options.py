@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from formats.errors import SourceError, UsageError
+from formats.errors import SourceError
 from formats.format import Format
 from formats.megatron.args.versions import VERSIONS
-from formats.registry import FORMATS, downloaded, format_of, open_checkpoint
+from formats.registry import FORMATS, KNOWN_TO
 
 if TYPE_CHECKING:
     from formats.checkpoint import Checkpoint, Settings
@@ -90,23 +90,14 @@ own_family = click.option(
 )  # fmt: skip
 
 
-def known_by(options_of: Callable[[Format], Iterable[str]]) -> dict[str, list[Format]]:
-    """Option: the formats that know it, of those that not every format knows."""
-    names = dict.fromkeys(name for form in FORMATS.values() for name in options_of(form))
-    return {name: [form for form in FORMATS.values() if name in options_of(form)] for name in names}
-
-
-READERS = known_by(lambda form: form.reader_options)
-
-
 def reading_of(*formats: Format) -> Callable[[Command], Command]:
     """The options for a source of one of these formats; help is silent about what none of them knows."""
-    hidden = {name: not set(known) & set(formats) for name, known in READERS.items()}
+    hidden = {name: not set(known) & set(formats) for name, known in KNOWN_TO.items()}
     return together(
         click.option("--vocab-size", type=click.IntRange(1), metavar="N",
                      help="True vocabulary, where the checkpoint only knows a padded one."),
         click.option("--config", type=FOLDER, metavar="BASE",
-                     help="Hugging Face folder whose settings and tokenizer belong to the weights."),
+                     help="Hugging Face folder (or ORG/NAME in the Hub's cache): settings and tokenizer."),
         click.option("--verbatim", is_flag=True, hidden=hidden["verbatim"],
                      help="Carry every tensor under its own name, without checking names against the family's table, "
                           "and where nothing tells which tensors the model has."),
@@ -151,10 +142,12 @@ dtype = click.option(
     help="Cast floating point weights.",
 )  # fmt: skip
 shard_size = click.option(
-    "--shard-size", type=Size(), default="5GB", show_default=True, help="Size of each safetensors file."
+    "--shard-size",
+    type=Size(),
+    help="Size of each safetensors file.  [default: 5GB; of Megatron, the files that the model once had]",
 )
 chat_template = click.option(
-    "--chat-template", "template", metavar="NAME|FILE",
+    "--chat-template", metavar="NAME|FILE",
     help="chatml, llama3, control, or a jinja file. Tokens that it needs are added; their rows are the mean of all.",
 )  # fmt: skip
 parallel = together(
@@ -173,30 +166,34 @@ stages = together(
     click.option("--pp-layout", metavar="LAYOUT",
                  help="Megatron: the stages as in --pipeline-model-parallel-layout, such as 'Et*3|(tt|)*29L'."),
 )  # fmt: skip
+megatron_files = together(
+    click.option("--format", type=click.Choice(["torch", "torch_dist", "megatron-llm"]),
+                 help="Megatron: megatron-core's --ckpt-format torch or torch_dist, or the files of Megatron-LLM."
+                      "  [default: torch; for reshard as in SRC]"),
+    click.option("--norm", type=click.Choice(["te", "local"]),
+                 help="Megatron: names of the norms, Transformer Engine's or those of the local layers."
+                      "  [default: te; for reshard as in SRC]"),
+)  # fmt: skip
 experts = together(
     click.option("--ep", type=click.IntRange(1), help="Megatron: ranks over which experts are spread.  [default: 1]"),
     click.option("--etp", type=click.IntRange(1), help="Megatron: tensor parallel size of an expert.  [default: tp]"),
     click.option("--experts", type=click.Choice(["te", "local"]),
                  help="Megatron: names of the experts, Transformer Engine's grouped ones or one by one."
                       "  [default: those of --norm]"),
-    click.option("--glu-interleave", "interleave", type=click.IntRange(0), metavar="N",
+    click.option("--glu-interleave", type=click.IntRange(0), metavar="N",
                  help="Megatron: in each expert N rows of gate, N of up, and so on (--moe-mlp-glu-interleave-size); "
                       "0 for all of gate first.  [default: 0; for reshard as in SRC]"),
 )  # fmt: skip
-DIALECTS = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
-"""--format of a Megatron folder: the dialect that its files are written in."""
-OF_CORE = ("norm", "experts", "interleave", "version")
-"""What only megatron-core's dialects can be told."""
 vocab_multiple = click.option(
-    "--make-vocab-size-divisible-by", "multiple", type=click.IntRange(1), default=128, show_default=True, metavar="N",
-    help="The vocabulary is padded to a multiple of this times tp.",
+    "--make-vocab-size-divisible-by", type=click.IntRange(1), metavar="N",
+    help="The vocabulary is padded to a multiple of this times tp.  [default: 128; for reshard as in SRC]",
 )  # fmt: skip
 true_vocab_size = click.option(
-    "--true-vocab-size", "tokens", type=click.IntRange(1), metavar="N",
+    "--true-vocab-size", type=click.IntRange(1), metavar="N",
     help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
 )  # fmt: skip
 megatron_version = click.option(
-    "--megatron-version", "version", type=click.Choice(VERSIONS),
+    "--megatron-version", type=click.Choice(VERSIONS),
     help="Megatron-LM that megatron_flags.txt is for.  [default: the newest that computes the model]",
 )  # fmt: skip
 optimizer_kind = click.option(
@@ -235,44 +232,6 @@ layout = click.option(
 )  # fmt: skip
 
 
-def flag_of(name: str) -> str:
-    """What an option is called on the command line."""
-    spelled = {
-        "settings": "set",
-        "interleave": "glu-interleave",
-        "version": "megatron-version",
-        "kind": "format",
-        "tokens": "true-vocab-size",
-        "samples": "consumed-samples",
-    }
-    return spelled.get(name, name.replace("_", "-"))
-
-
-def _is_yml(config: Path) -> bool:
-    """Whether a path is a yml of GPT-NeoX, or a folder of them."""
-    return (config.suffix in (".yml", ".yaml") and config.is_file()) or any(config.glob("*.y*ml"))
-
-
-def require_effect(
-    options: Mapping[str, Any], *sources: Checkpoint, known: Mapping[str, Sequence[Format]] = READERS
-) -> None:
-    """Every option that was given means something to one of the checkpoints.
-
-    Args:
-        options: all options.
-        sources: what was opened.
-        known: the formats that an option is for, by its name.
-
-    Raises:
-        UsageError: one means nothing to them.
-    """
-    for name, formats in known.items():
-        if options.get(name) in (None, False, "auto", ()) or any(format_of(source) in formats for source in sources):
-            continue
-        kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
-        raise UsageError(f"--{flag_of(name)} has no effect on {kinds}", "leave it out")
-
-
 def opened(path: Path, options: Mapping[str, Any], *wanted: Format, alone: bool = True) -> Checkpoint:
     """Open the checkpoint that a command was given.
 
@@ -282,33 +241,14 @@ def opened(path: Path, options: Mapping[str, Any], *wanted: Format, alone: bool 
         wanted: the formats that the command reads; none for any.
         alone: whether the options were meant for this one, so that each must have an effect on it.
     """
-    source = open_checkpoint(path, settings_of(options), wanted)
-    if wanted and format_of(source) not in wanted:
-        raise UsageError(
-            f"{path} is a checkpoint of the format {source.format}, this command reads "
-            f"{' and '.join(form.name for form in wanted)}",
-            format_of(source).commands,
-        )
+    from converters.plan.opening import open_source, require_effect, require_family
+
+    settings = settings_of(options)
+    source = open_source(path, settings, wanted)
     if alone:
-        require_effect(options, source)
-        require_family(options, source)
+        require_effect(settings, source)
+        require_family(options.get("family"), source)
     return source
-
-
-def require_family(options: Mapping[str, Any], *sources: Checkpoint) -> None:
-    """A family of the user's own is that of one of the checkpoints.
-
-    Raises:
-        UsageError: it is not.
-    """
-    from formats.model.spec import ModelSpec
-
-    family: Family | None = options.get("family")
-    specs = [source.spec for source in sources]
-    if family is None or any(isinstance(spec, ModelSpec) and spec.family == family.name for spec in specs):
-        return
-    is_a = f"a {specs[0].family}" if isinstance(specs[0], ModelSpec) else f"a model without a table: {specs[0].why}"
-    raise UsageError(f"--family {family.file} describes {family.name}, and {sources[0].root} is {is_a}")
 
 
 def iteration_folder(run: Path, number: int | None) -> Path:
@@ -337,14 +277,10 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
     from formats.checkpoint import Settings
     from formats.model.spec import parse_settings
 
-    config = options["config"]
-    if config is not None and not ((config / "config.json").is_file() or _is_yml(config)):
-        raise UsageError(f"--config {config} is no folder with a config.json", downloaded(config))
-    values = parse_settings(options["settings"])
     return Settings(
         options["vocab_size"],
-        values,
-        config,
+        parse_settings(options["settings"]),
+        options["config"],
         options["verbatim"],
         options["container"],
         options.get("tag"),

@@ -16,17 +16,6 @@ if TYPE_CHECKING:
     from converters.hub.push_plan import Push
 
 
-def problems_of(folder: Path) -> list[str]:
-    """What keeps a folder from being published; each problem is a sentence."""
-    from converters.assets.files import files
-    from converters.assets.token_files import held_template
-    from converters.hub.preflight import embedding_rows, findings
-
-    held = dict(files(folder))
-    chats = held_template(held) is not None
-    return [one.sentence for one in findings(held, embedding_rows(folder), need_template=chats) if one.blocks]
-
-
 @click.command()
 @click.argument("out", type=FOLDER)
 @click.argument("repo", metavar="ORG/NAME")
@@ -44,7 +33,7 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
     """
     from converters.hub.push_plan import plan_push, verify_folder
     from converters.hub.upload import require_token
-    from formats.errors import RefusedError
+    from converters.library.publishing import problems_of, require_fit
 
     quiet = quiet or as_json
     if not dry_run:
@@ -54,8 +43,7 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
     digest = None if problems else verify_folder(out, quiet=quiet)
     if dry_run:
         _show(plan, problems, as_json)
-    if problems:
-        raise RefusedError(f"{out} is not fit to be published: {'; '.join(problems)}")
+    require_fit(out, problems)
     if not dry_run:
         _send(plan, digest, quiet, as_json)
 
@@ -63,27 +51,21 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
 def _send(plan: Push, digest: str | None, quiet: bool, as_json: bool) -> None:
     """Send, and say what came of it; `digest` is that of the verified weights, None without a manifest."""
     from converters.common.progress import size
-    from converters.hub import upload
-    from formats.checkpoint import MANIFEST
+    from converters.library.publishing import notes_of, send
 
-    notes = [
-        *plan.notes,
-        *([] if digest else [f"{plan.folder} holds no {MANIFEST}: there was nothing to compare the weights with"]),
-    ]
+    notes = notes_of(plan, digest)
     for note in notes:
         click.echo(printable(f"note: {note}"), err=True)
     if not quiet:
         click.echo(f"sending {len(plan.files)} files, {size(plan.nbytes)}", err=True)
         sys.stderr.flush()
-    done = upload.push(plan, quiet=quiet)
-    for note in done.notes:
+    done = send(plan, digest, quiet=quiet)
+    for note in done.notes[len(notes) :]:
         click.echo(printable(f"note: {note}"), err=True)
     if as_json:
-        facts = {"repo": plan.repo, "revision": done.revision, "commit": done.commit, "url": done.url}
-        counts = {"files": len(plan.files), "bytes": plan.nbytes, "digest": digest}
-        click.echo(json.dumps({**facts, **counts, "notes": [*notes, *done.notes]}, indent=1))
+        click.echo(json.dumps(done.to_dict(), indent=1))
         return
-    click.echo(f"{done.url}: {len(plan.files)} files, {size(plan.nbytes)}, each compared with the Hub's hash of it")
+    click.echo(f"{done.url}: {done.files} files, {size(done.nbytes)}, each compared with the Hub's hash of it")
 
 
 def _show(plan: Push, problems: list[str], as_json: bool) -> None:

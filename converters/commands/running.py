@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,32 +10,37 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from formats.registry import format_of
-
 if TYPE_CHECKING:
-    from converters.move.source_checks import Verdict
-    from converters.plan.plan import Job, Plan
+    from converters.plan.output import Output
+    from converters.plan.plan import Plan
     from converters.plan.request import Request
     from formats.checkpoint import Checkpoint
 
 
 def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
-    """What the options of `writing` ask for. Copies that differ are a damage, where they do not drift by themselves."""
+    """What the options of `writing` ask for."""
+    from converters.plan.opening import replicas_of
     from converters.plan.request import Limits, Request
 
-    usual = format_of(source).replicas
-    replicas = options["replicas"] or ("mean" if usual == "drift" and source.proof is not None else usual)
-    limits = Limits(options["threads"], options["memory"], replicas)
+    limits = Limits(options["threads"], options["memory"], replicas_of(source, options["replicas"]))
     cast = None if options["dtype"] == "keep" else options["dtype"]
     return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])
 
 
-def to_huggingface(source: Checkpoint, out: Path, options: Mapping[str, Any]) -> None:
-    """Write a Hugging Face folder."""
-    from converters.plan.targets import plan_huggingface
+def output_of(options: Mapping[str, Any]) -> Output:
+    """How the options of a command lay out its output. Those that it does not have are left at their defaults."""
+    from converters.plan.output import DEFAULTS, Output
+
+    said = {name: value for name, value in options.items() if name in DEFAULTS and value is not None}
+    return Output(**said)
+
+
+def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any]) -> None:
+    """Write a checkpoint of some format."""
+    from converters.plan.output import plan_output
 
     request = request_of(out, options, source)
-    carry_out(plan_huggingface(source, request, options["shard_size"], options["template"]), request, options)
+    carry_out(plan_output(source, request, to, output_of(options)), request, options)
 
 
 def is_written(plan: Plan, request: Request) -> bool:
@@ -55,52 +59,27 @@ def is_written(plan: Plan, request: Request) -> bool:
 
 def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
     """Print the plan, or run it (or a share of it) and print what came out."""
-    from converters.commands.inspect_text import drift_lines, plan_lines, plan_record
-    from converters.common.manifest import check_manifest
+    from converters.commands.inspect_text import drift_lines, plan_lines
     from converters.common.progress import size
-    from converters.convert import check_paths, run, run_share
-    from converters.prove import digest
-    from formats.torch_files import saves
+    from converters.library import conversion
+    from converters.library.records import plan_record
 
-    record, share = plan_record(plan), options["share"]
+    record = plan_record(plan)
     if options["dry_run"]:
         click.echo(json.dumps(record, indent=1) if options["as_json"] else "\n".join(plan_lines(plan)))
-        check_paths(plan.source, request)
-        check_manifest(plan.source)
+        conversion.check(plan, request)
         return
     for note in record["notes"]:
         click.echo(f"note: {note}", err=True)
-    began = time.monotonic()
-    averaged: dict[str, float] = {}
-    verdicts: list[Verdict] = []
-
-    def drifted(job: Job, distance: float) -> None:
-        averaged[job.name] = distance
-
-    if share is not None:
-        jobs = run_share(plan, share, request, drifted)
-        name, tensors, nbytes = f"part {share} of {request.out}", len(jobs), sum(job.nbytes for job in jobs)
-        facts: dict[str, Any] = {"part": str(share)}
-        told = "the same command without --part finishes"
-    else:
-        digests = run(plan, request, drifted, verdicts.append)
-        name, tensors, nbytes, total = (
-            str(request.out),
-            len(digests),
-            plan.nbytes,
-            digest.total(digest.of_weights(plan, digests)),
-        )
-        (checked,) = verdicts
-        facts = {"digest": total, "verified": request.verify, "source_checksums": checked.record()}
-        told = f"{'read back and equal' if request.verify else 'not read back'}\n"
-        paths = {part.fragment.path for job in plan.jobs for part in job.sources if part.fragment.member}
-        loose = saves.untied(plan.source.home, paths, plan.source.ties)
-        told += f"source checksums: {checked}{loose and f' ({loose})'}\ndigest {total}"
-    seconds = time.monotonic() - began
+    done = conversion.carry_out(plan, request, options["share"], record["notes"])
     if options["as_json"]:
-        facts |= {"out": str(request.out), "tensors": tensors, "bytes": nbytes, "seconds": round(seconds, 3)}
-        click.echo(json.dumps(facts | {"averaged": averaged}))
+        click.echo(json.dumps(done.to_dict()))
         return
-    for line in drift_lines(averaged):
+    for line in drift_lines(done.averaged):
         click.echo(line, err=True)
-    click.echo(f"{name}: {tensors} tensors, {size(nbytes)} in {seconds:.1f} s, {told}")
+    if isinstance(done, conversion.Part):
+        name, told = f"part {done.part} of {done.out}", "the same command without --part finishes"
+    else:
+        name, told = str(done.out), f"{'read back and equal' if done.verified else 'not read back'}\n"
+        told += f"source checksums: {done.source_checksums}{done.mixed and f' ({done.mixed})'}\ndigest {done.digest}"
+    click.echo(f"{name}: {done.tensors} tensors, {size(done.nbytes)} in {done.seconds:.1f} s, {told}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,13 @@ from converters.commands.options import (
     places,
     reading,
     reading_of,
-    require_effect,
     settings_of,
     shard_size,
     tag,
     writing,
 )
-from converters.commands.running import carry_out, request_of, to_huggingface
-from formats.deepspeed import NEOX, ZERO
-from formats.errors import UsageError
-from formats.format import Format
-
-KNOWN: Mapping[str, Sequence[Format]] = {
-    "gqa_layout": (NEOX,),
-    "config": (NEOX,),
-    "vocab_size": (NEOX,),
-    "settings": (NEOX,),
-    "verbatim": (),
-    "container": (),
-}
-"""What a model with names of its own is not asked: every parameter stays as it is."""
+from converters.commands.running import carry_out, convert_to, output_of, request_of
+from formats.deepspeed import ZERO
 
 
 @click.command()
@@ -50,7 +36,7 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     SRC is the folder with `latest`, the checkpoint-N of the HF Trainer, or a global_stepN. Of stage 3, and with
     --weights fp32-master of every stage, the weights come out of the optimizer states of all ranks.
     """
-    to_huggingface(opened(src, options, ZERO), out, options)
+    convert_to("huggingface", opened(src, options, ZERO), out, options)
 
 
 @click.command()
@@ -65,18 +51,15 @@ def zero2universal(src: Path, out: Path, **options: Any) -> None:
     {load_universal: true}`. Of DeepSpeed ZeRO and GPT-NeoX, parameters keep the names of the training. Of any other
     checkpoint whose optimizer is read, they have those of transformers.
     """
-    from converters.plan.training_state import optimizer_of
-    from converters.plan.universal import is_partitioned, open_states, plan_of_optimizer, plan_universal
+    from converters.plan.opening import open_training, require_effect, require_family
+    from converters.plan.output import plan_output
+    from formats.deepspeed.universal import States
 
-    if options["dtype"] != "keep":
-        raise UsageError("a universal checkpoint holds float32 alone", "leave --dtype out")
-    if is_partitioned(src, options["tag"]):
-        states = open_states(src, settings_of(options))
-        require_effect(options, states.opened[0], known=KNOWN)
-        request = request_of(out, options, states.opened[0])
-        plan = plan_universal(states, request)
-    else:
-        source = opened(src, options)
-        request = request_of(out, options, source)
-        plan = plan_of_optimizer(source, optimizer_of(source), request)
-    carry_out(plan, request, options)
+    settings = settings_of(options)
+    training = open_training(src, settings)
+    source = training.opened[0] if isinstance(training, States) else training
+    if source is training:
+        require_effect(settings, source)
+        require_family(options["family"], source)
+    request = request_of(out, options, source)
+    carry_out(plan_output(training, request, "deepspeed", output_of(options)), request, options)

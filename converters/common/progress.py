@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -33,11 +33,15 @@ def table(rows: Iterable[Sequence[object]], indent: str = "  ") -> str:
     )
 
 
-class Progress:
-    """Bytes, rate and time left: one live line on a terminal, one line every 30 s in a log file."""
+Tell = Callable[[str, int, int], object]
+"""Called with what is being done, how many bytes of it are done, and how many there are; from any thread."""
 
-    def __init__(self, what: str, total: int, quiet: bool = False) -> None:
-        self.what, self.total, self.quiet = what, total, quiet
+
+class Progress:
+    """Bytes, rate and time left: one live line on a terminal, one line every 30 s in a log file; calls of `tell`."""
+
+    def __init__(self, what: str, total: int, quiet: bool = False, tell: Tell | None = None) -> None:
+        self.what, self.total, self.quiet, self.tell = what, total, quiet, tell
         self.done, self.lock = 0, threading.Lock()
         self.began = self.said = time.monotonic()
         self.bar: Any = None
@@ -64,6 +68,8 @@ class Progress:
         """Count bytes; called from any thread."""
         with self.lock:
             self.done += nbytes
+            if self.tell:
+                self.tell(self.what, self.done, self.total)
             now = time.monotonic()
             if self.bar:
                 self.bar.update(self.task, completed=self.done)

@@ -135,7 +135,8 @@ def finish_files(targets: Iterable[OutputFile], files: Files, threads: int) -> N
 # --- tiles -----------------------------------------------------------------------------------------------------------
 
 
-def _view(buffer: Array, position: int, dims: tuple[tuple[int, int, int], ...], side: int) -> Array:
+def strided(buffer: Array, position: int, dims: tuple[tuple[int, int, int], ...], side: int) -> Array:
+    """The elements of a region in a buffer, whose strides are in column `side` of its dims."""
     item = buffer.itemsize
     return np.lib.stride_tricks.as_strided(
         buffer[position:], [dim[0] for dim in dims], [dim[side] * item for dim in dims]
@@ -148,14 +149,14 @@ def gather(
     """Read the leaves of one copy of a tensor into a tile."""
     item = tile.itemsize
     for part in parts(start, shape):
-        where = region(part, start, shape)
+        where = region(part.leaf, start, shape)
         fragment = part.fragment
         for address, position, span, dims in runs(where, len(scratch), SPARSEST):
             if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
                 files.read(fragment, address * item, tile[position : position + span].data.cast("B"))
             else:
                 files.read(fragment, address * item, scratch[:span].data.cast("B"))
-                _view(tile, position, dims, 2)[...] = _view(scratch, 0, dims, 1)
+                strided(tile, position, dims, 2)[...] = strided(scratch, 0, dims, 1)
 
 
 def scatter(
@@ -164,7 +165,7 @@ def scatter(
     """Write a tile out to the leaves that hold it. Of one that is woven all is read and written that lies between."""
     item = tile.itemsize
     for part in parts(start, shape):
-        where, sparsest = region(part, start, shape), SPARSEST if part.woven else 1
+        where, sparsest = region(part.leaf, start, shape), SPARSEST if part.woven else 1
         with files.weaving(part.fragment) if part.woven else nullcontext():
             for address, position, span, dims in runs(where, len(scratch), sparsest):
                 piece = scratch[:span].data.cast("B")
@@ -173,5 +174,5 @@ def scatter(
                     continue
                 if prod(count for count, _, _ in dims) < span:
                     files.read(part.fragment, address * item, piece)
-                _view(scratch, 0, dims, 1)[...] = _view(tile, position, dims, 2)
+                strided(scratch, 0, dims, 1)[...] = strided(tile, position, dims, 2)
                 files.write(part.fragment, address * item, piece)

@@ -10,10 +10,10 @@ averaged, their total is as many floats again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,11 +29,14 @@ from converters.plan.request import Limits
 from formats.disk.safetensors import DTYPES, FLOATS
 from formats.errors import Interrupted, RefusedError, UsageError, VerificationError
 
+Box = tuple[tuple[int, int], ...]
+"""A start and a stop along each axis of a logical tensor."""
+
 # --- jobs ------------------------------------------------------------------------------------------------------------
 
 
-class _Buffers(threading.local):
-    """One thread's memory."""
+class Buffers(threading.local):
+    """One thread's memory: a tile, another one for casts and further copies, and what is read around strided blocks."""
 
     def __init__(self, nbytes: int) -> None:
         try:
@@ -44,6 +47,11 @@ class _Buffers(threading.local):
             ) from None
 
 
+def buffers_of(limits: Limits) -> Buffers:
+    """The memory of each of some threads."""
+    return Buffers(max(64 << 10, limits.memory // (3 * limits.threads)) // 64 * 64)
+
+
 class Outcome(NamedTuple):
     """What came of a job: the digest of the tensor as it was written, and how far apart its averaged copies were."""
 
@@ -51,8 +59,44 @@ class Outcome(NamedTuple):
     drift: float = 0.0
 
 
+class Piece(NamedTuple):
+    """A part of a logical tensor as it is written: a box from `start`, of `shape`, and its elements row-major."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    values: Array
+
+
+def pieces_of(job: Job, copies: Copies, files: Files, buffers: Buffers, box: Box | None = None) -> Iterator[Piece]:
+    """The elements of a job's tensor as they are written, in canonical order; `copies` knows at the end of any others.
+
+    Args:
+        job: what is read, summed, averaged, grown and cast.
+        copies: what is done with its further copies.
+        files: open files.
+        buffers: this thread's memory. Each piece is in it, and overwritten by the next.
+        box: the part of the tensor, as a start and a stop along each axis; None for all of it.
+    """
+    word = WORDS[DTYPES[job.source_dtype]]
+    tile, scratch = buffers.tile.view(word), buffers.scratch.view(word)
+    sources = Nearby(job.sources, len(job.shape))
+    box = box or tuple((0, n) for n in job.shape)
+    grows = job.rows is not None and box[0][1] > job.rows
+    fill = (_last_row if job.last else _mean_row)(job, sources, files, tile, scratch) if grows else tile[:0]
+    widest = max(tile.itemsize, DTYPES[job.dtype])
+    for at, shape in tiles(tuple(stop - start for start, stop in box), buffers.tile.nbytes // widest):
+        start = tuple(low + offset for (low, _), offset in zip(box, at, strict=True))
+        values = tile[: prod(shape)]
+        gather(files, sources, start, shape, values, scratch)
+        copies.settle(values, Tile(start, shape, buffers.other, buffers.scratch))
+        if grows:
+            _grow(values, job.rows or 0, fill, start, shape)
+        room = buffers.other.view(WORDS[DTYPES[job.dtype]])[: len(values)]
+        yield Piece(start, shape, casts.cast(values, job.source_dtype, job.dtype, job.name, room))
+
+
 def run_job(
-    job: Job, files: Files, buffers: Any, limits: Limits, advance: Callable[[int], None], stop: Callable[[], bool]
+    job: Job, files: Files, buffers: Buffers, limits: Limits, advance: Callable[[int], None], stop: Callable[[], bool]
 ) -> Outcome:
     """Execute one job.
 
@@ -60,34 +104,18 @@ def run_job(
         VerificationError: copies of the tensor differ, and nothing said which one counts.
         Interrupted: `stop` was true.
     """
-    word, digest = WORDS[DTYPES[job.source_dtype]], hasher(job)
-    item = np.dtype(word).itemsize
-    tile, scratch = buffers.tile.view(word), buffers.scratch.view(word)
-    axes = len(job.shape)
-    sources, targets = Nearby(job.sources, axes), Nearby(job.targets, axes)
-    copies = Copies(job, files, limits.replicas)
-    new_row = _last_row if job.last else _mean_row
-    fill = new_row(job, sources, files, tile, scratch) if job.rows is not None else tile[:0]
-    widest = max(item, DTYPES[job.dtype])
-    for start, shape in tiles(job.shape, buffers.tile.nbytes // widest):
+    digest, targets, copies = hasher(job), Nearby(job.targets, len(job.shape)), Copies(job, files, limits.replicas)
+    for start, shape, values in pieces_of(job, copies, files, buffers):
         if stop():
             raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
-        count = prod(shape)
-        values = tile[:count]
-        gather(files, sources, start, shape, values, scratch)
-        copies.settle(values, Tile(start, shape, buffers.other, buffers.scratch))
-        if job.rows is not None:
-            _grow(values, job.rows, fill, start, shape)
-        room = buffers.other.view(WORDS[DTYPES[job.dtype]])[:count]
-        result = casts.cast(values, job.source_dtype, job.dtype, job.name, room)
-        if limits.finite and not casts.finite(result, job.dtype):
+        if limits.finite and not casts.finite(values, job.dtype):
             raise VerificationError(
                 f"{job.name} holds NaN or infinity", "the training has diverged; take an earlier one"
             )
-        digest.update(result.data.cast("B"))
-        if job.targets and count and (not limits.fresh or result[0] or result.any()):
-            scatter(files, targets, start, shape, result, buffers.scratch.view(result.dtype))
-        advance(count * item)
+        digest.update(values.data.cast("B"))
+        if job.targets and len(values) and (not limits.fresh or values[0] or values.any()):
+            scatter(files, targets, start, shape, values, buffers.scratch.view(values.dtype))
+        advance(len(values) * DTYPES[job.source_dtype])
     copies.judge()
     return Outcome(str(digest.hexdigest()), copies.drift)
 
@@ -150,8 +178,7 @@ def execute(
     Raises:
         Interrupted: `stop` was true before all jobs were done.
     """
-    nbytes = max(64 << 10, limits.memory // (3 * limits.threads)) // 64 * 64
-    buffers = _Buffers(nbytes)
+    buffers = buffers_of(limits)
     waiting = sorted(jobs, key=lambda job: -job.nbytes)[::-1]
     with ThreadPoolExecutor(limits.threads) as pool:
         running: dict[Future[Outcome], Job] = {}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from converters.plan.plan import Part
+from formats.layout.pattern import Leaf
 
 
 class Region(NamedTuple):
@@ -50,14 +51,14 @@ class Nearby:
         return [self.parts[i] for i in np.flatnonzero(meets.all(axis=1)).tolist()]
 
 
-def region(part: Part, start: tuple[int, ...], shape: tuple[int, ...]) -> Region:
+def region(leaf: Leaf, start: tuple[int, ...], shape: tuple[int, ...]) -> Region:
     """The part of a tile that a leaf holds, given that they meet.
 
     `start` and `shape` are the tile's, in the coordinates of the job's box. A `layer` span counts as coordinate 0: a
     job has one layer.
     """
-    address, position, dims, tile_stride = part.leaf.base, 0, [], 1
-    for span, low, count in zip(reversed(part.leaf.spans), reversed(start), reversed(shape), strict=True):
+    address, position, dims, tile_stride = leaf.base, 0, [], 1
+    for span, low, count in zip(reversed(leaf.spans), reversed(start), reversed(shape), strict=True):
         first, stop = (0, 1) if span.axis == "layer" else (span.start, span.stop)
         begin, end = max(first, low), min(stop, low + count)
         address += (begin - first) * span.stride

@@ -253,14 +253,19 @@ def _repeated(target: Target) -> dict[tuple[str, int | None], list[Part]]:
     """The rows of vocabulary padding, each as a leaf of the last row that a token has."""
     found: dict[tuple[str, int | None], list[Part]] = {}
     for placed in (placed for file in target.files for placed in file.tensors):
-        last = dict(placed.slot.sizes)["vocab"]
-        for leaf in padding_leaves(placed):
-            rows = leaf.spans[0]
-            spans = (rows._replace(start=last - 1, stop=last), *leaf.spans[1:])
-            bases = (leaf.base + row * rows.stride for row in range(rows.size))
-            parts = [Part(Leaf(leaf.tensor, spans, base), placed.fragment) for base in bases]
-            found.setdefault((leaf.tensor, placed.slot.layer), []).extend(parts)
+        for leaf in repeated_leaves(placed):
+            found.setdefault((leaf.tensor, placed.slot.layer), []).append(Part(leaf, placed.fragment))
     return found
+
+
+def repeated_leaves(placed: Placed) -> Iterator[Leaf]:
+    """The rows of vocabulary padding in a tensor, each as a leaf of the last row that a token has."""
+    last = dict(placed.slot.sizes)["vocab"]
+    for leaf in padding_leaves(placed):
+        rows = leaf.spans[0]
+        spans = (rows._replace(start=last - 1, stop=last), *leaf.spans[1:])
+        for row in range(rows.size):
+            yield Leaf(leaf.tensor, spans, leaf.base + row * rows.stride)
 
 
 def prove_tiling(leaves: Sequence[Leaf], shape: tuple[int, ...], name: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from formats.errors import (
-    OutputError,
-)
+from converters.common.progress import Tell
+from formats.errors import OutputError
 
 COMMIT_SECONDS = 0.25
 """How much work a killed run may lose, and how soon the disk begins to write."""
@@ -46,7 +45,8 @@ class Request:
         limits: threads, memory, replica policy.
         force: replace an output that exists.
         verify: read the output back and compare.
-        quiet: no progress.
+        quiet: no progress is printed.
+        tell: called with progress.
         commit_seconds: how often finished work is forced to disk and noted.
     """
 
@@ -56,6 +56,7 @@ class Request:
     force: bool = False
     verify: bool = True
     quiet: bool = False
+    tell: Tell | None = field(default=None, compare=False)
     commit_seconds: float = COMMIT_SECONDS
 
     @property

@@ -13,6 +13,7 @@ from formats.checkpoint import Checkpoint, Target
 from formats.errors import UnsupportedError, VerificationError
 from formats.format import Training
 from formats.fsdp import optimizer as fsdp_optim
+from formats.layout.pattern import Leaf
 from formats.layout.table import ORIGINAL, Placed
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import optimizer_reader, portable_optimizer
@@ -232,9 +233,14 @@ def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, Copies]:
     """The rows of vocabulary padding, by tensor and by the copy to which they belong; the first one counts 0."""
     found: dict[str, Copies] = {}
     for placed in tensors if rows else ():
-        for leaf in padding_leaves(placed, rows.stop):
-            first, *others = leaf.spans
-            moved = first._replace(start=first.start - rows.start, stop=first.stop - rows.start)
-            part = Part(replace(leaf, spans=(moved, *others)), placed.fragment)
-            found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(part)
+        for leaf in rows_of_padding(placed, rows):
+            found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(Part(leaf, placed.fragment))
     return found
+
+
+def rows_of_padding(placed: Placed, rows: range) -> Iterator[Leaf]:
+    """Some rows of vocabulary padding in a tensor, counted from the first of them."""
+    for leaf in padding_leaves(placed, rows.stop):
+        first, *others = leaf.spans
+        moved = first._replace(start=first.start - rows.start, stop=first.stop - rows.start)
+        yield replace(leaf, spans=(moved, *others))

@@ -19,7 +19,6 @@ NEOX = Format(
     "formats.deepspeed.optimizer",
     "neox2hf",
     ("tag", "weights", "gqa_layout"),
-    ("tp", "pp", "layout"),
     ranked=True,
     replicas="drift",  # of norms between tensor parallel ranks, in every long training: the mean is wanted, and told
 )

@@ -11,8 +11,6 @@ MEGATRON = Format(
     "formats.megatron.classic",
     "formats.megatron.portable_optimizer",
     "megatron2hf",
-    (),
-    ("tp", "pp", "vpp", "norm", "kind", "iteration", "tokens", "ep", "etp", "experts", "interleave", "version"),
     ranked=True,
 )
 ABOUT = "Megatron-LM's --ckpt-format torch_dist: torch DCP (.metadata, .distcp) with metadata.json"

@@ -209,8 +209,15 @@ def test_what_cannot_go_on(runs, model, convert, tmp_path):
         ran = convert("reshard", *more, "--with-optimizer")
         assert (ran.code, words in ran.err) == (code, True), ran.err
 
-    refused(2, "cannot go on with --dtype fp32", runs["plain"], tmp_path / "out", "--dtype", "fp32")
-    refused(2, "cannot go on with the format megatron-llm", runs["plain"], tmp_path / "out", "--format", "megatron-llm")
+    refused(2, "--with-optimizer excludes --dtype fp32", runs["plain"], tmp_path / "out", "--dtype", "fp32")
+    refused(
+        2,
+        "--with-optimizer has no effect on the format megatron-llm",
+        runs["plain"],
+        tmp_path / "out",
+        "--format",
+        "megatron-llm",
+    )
     convert("hf2megatron", model("llama"), tmp_path / "release")
     refused(3, "is a release, of which Megatron loads no optimizer", tmp_path / "release", tmp_path / "out")
     uneven = tmp_path / "uneven"

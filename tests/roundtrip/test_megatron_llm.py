@@ -81,10 +81,10 @@ def test_what_it_cannot_hold_is_refused(model, convert, tmp_path, name, flags, r
 def test_what_means_nothing_is_refused(model, convert, tmp_path):
     ran = convert("hf2megatron", model("llama"), tmp_path / "out", "--true-vocab-size", 300)
     assert ran.code == 2
-    assert "--true-vocab-size is for Megatron folders of the format megatron-llm" in ran.err
+    assert "--true-vocab-size has no effect on the format megatron-core" in ran.err
     ran = convert("hf2megatron", model("llama"), tmp_path / "out", *LLM, "--norm", "local")
     assert ran.code == 2
-    assert "--norm is for Megatron folders of the format torch" in ran.err
+    assert "--norm has no effect on the format megatron-llm" in ran.err
     ran = convert("hf2megatron", model("llama"), tmp_path / "out", *LLM, "--pp", 2, "--vpp", 2)
     assert ran.code == 4
     assert "virtual pipeline chunks" in ran.err

@@ -1,0 +1,186 @@
+"""An opened checkpoint, and views of it in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.library.options import (
+    Effort,
+    Place,
+    Reading,
+    Target,
+    known_family,
+    limits_of,
+    output_of,
+    require_known,
+    settings_of,
+)
+from converters.library.options import (
+    View as ViewOptions,
+)
+from converters.library.records import inspect_record
+from converters.library.view import View, tensors_of
+from converters.move.casts import Array
+from converters.plan.opening import open_source, replicas_of, require_effect, require_family
+from converters.plan.output import plan_output
+from converters.plan.request import Request
+from formats import checkpoint
+from formats.errors import UnsupportedError, UsageError, some
+from formats.model.spec import Spec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+NOWHERE = Path("view")
+"""Where the files of a view would be."""
+AXES = ("tp", "pp", "ep")
+
+
+class Checkpoint:
+    """A checkpoint of any format: what its headers say, and its tensors in any layout.
+
+    Attributes:
+        path: its folder.
+        source: what the reader of its format made of it.
+    """
+
+    def __init__(self, path: Path, options: Reading) -> None:
+        require_known(options, Reading.__optional_keys__)
+        self.path, self.options = path, options
+        settings = settings_of(options)
+        with known_family(options) as family:
+            self.source: checkpoint.Checkpoint = open_source(path, settings)
+            require_effect(settings, self.source)
+            require_family(family, self.source)
+
+    def __repr__(self) -> str:
+        sizes = "".join(f", {name}={size}" for name, size in self.topology.items())
+        return f"Checkpoint({str(self.path)!r}, {self.format}{sizes}, {self.family})"
+
+    @property
+    def format(self) -> str:
+        """The name of its format, such as `fsdp`."""
+        return self.source.format
+
+    @property
+    def spec(self) -> Spec:
+        """The settings of the model."""
+        return self.source.spec
+
+    @property
+    def family(self) -> str:
+        """The name of the model's family."""
+        return self.source.spec.family
+
+    @property
+    def topology(self) -> dict[str, int]:
+        """Its parallel sizes, such as `{"tp": 4, "pp": 2}`; empty when nothing is sharded."""
+        return dict(self.source.topology)
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """What `convert inspect --json` says of it."""
+        with known_family(self.options):
+            return inspect_record(self.source, tensors=False)
+
+    def __getitem__(self, to: Target) -> View:
+        """A view in a layout at its defaults: `checkpoint["huggingface"]["lm_head.weight"].shape`."""
+        return self.as_(to)
+
+    def tensors(self, to: Target = "huggingface", **options: Unpack[Effort]) -> Iterator[tuple[str, Array]]:
+        """Name and elements of every tensor in a layout, in the order of its files, one at a time in memory.
+
+        The bytes are those of a conversion, and bfloat16 is in the type of ml_dtypes if that is installed, else as
+        bits. At the end the checksums of the source are compared.
+
+        Raises:
+            DamagedError: what was read has not the checksum that the source keeps of it.
+            VerificationError: copies of a tensor differ.
+        """
+        with self.as_(to, **options) as view:
+            yield from view.read()
+
+    def as_(self, to: Target, **options: Unpack[ViewOptions]) -> View:
+        """The tensors in a layout, as one rank of it would load them, without a conversion.
+
+        Args:
+            to: `huggingface`, `megatron`, `fsdp` (the names that transformers has in memory) or `neox`.
+            options: how it is laid out, by the flags of the command; a size of which a rank is asked for is
+                `(rank, size)`: `as_("megatron", tp=(3, 8), pp=(0, 4))`. With `with_optimizer` states are among the
+                tensors, as `exp_avg.NAME`.
+
+        Raises:
+            UsageError: an option means nothing to the layout, or no rank is named where several hold tensors of one
+                name.
+            RefusedError: something would be lost, guessed or duplicated.
+            UnsupportedError: the layout cannot hold the model.
+        """
+        require_known(options, ViewOptions.__optional_keys__)
+        if to == "deepspeed":
+            raise UnsupportedError("a universal checkpoint has no view", "its tensors are those of as_('fsdp')")
+        laid_out: dict[str, Any] = dict(options)
+        ranks = {
+            name: _rank(name, laid_out[name]) for name in (*AXES, "ranks") if isinstance(laid_out.get(name), tuple)
+        }
+        laid_out |= {name: size for name, (_, size) in ranks.items()}
+        limits = limits_of(laid_out, replicas_of(self.source, laid_out.get("replicas")))
+        with known_family(self.options):
+            plan = plan_output(self.source, Request(NOWHERE, limits=limits), to, output_of(laid_out))
+        assert plan.target is not None
+        root = Request(NOWHERE).root
+        every = list(tensors_of(plan.target))
+        if ranks:
+            of_rank = _file_of(to, ranks, laid_out)
+            every = [one for one in every if of_rank in one[0].relative_to(root).parts]
+        tensors = {name: (str(file.relative_to(root)), state, placed) for file, state, name, placed in every}
+        if len(tensors) < len(every):
+            names = some([*dict.fromkeys(str(file.relative_to(root)) for file, *_ in every)], 3)
+            raise UsageError(f"several files hold tensors of one name: {names}", "name a rank, such as tp=(0, 2)")
+        return View(plan, limits, tensors)
+
+
+def _rank(name: str, size: tuple[int, int]) -> tuple[int, int]:
+    if len(size) != 2 or not 0 <= size[0] < size[1]:
+        raise UsageError(f"{name}={size} is no rank and size, such as {name}=(0, 2)")
+    return size
+
+
+def _file_of(to: str, ranks: Mapping[str, tuple[int, int]], options: Mapping[str, Any]) -> str:
+    """The name that the file of a rank has, or the folder of its files.
+
+    Raises:
+        UsageError: its layout has no files of ranks, or a rank is missing.
+    """
+    if to == "fsdp" and ranks.keys() == {"ranks"}:
+        return f"__{ranks['ranks'][0]}_0.distcp"
+    if to != "megatron" or options.get("format", "torch") == "torch_dist":
+        raise UsageError(f"the layout {to} has no files of such ranks", "megatron has tp, pp and ep, fsdp has ranks")
+    from formats.megatron.mesh import Mesh
+    from formats.megatron.shards import folder_of
+
+    size = {axis: options.get(axis) or 1 for axis in AXES}
+    if open_axes := [axis for axis in AXES if size[axis] > 1 and axis not in ranks]:
+        raise UsageError(
+            f"{open_axes[0]}={size[open_axes[0]]} names no rank", f"{open_axes[0]}=(0, {size[open_axes[0]]})"
+        )
+    tp, pp, ep = (ranks[axis][0] if axis in ranks else 0 for axis in AXES)
+    return folder_of(tp, pp, ep, size["pp"], Mesh(size["tp"], size["ep"], options.get("etp") or size["tp"]))
+
+
+def open_checkpoint(path: Place, **options: Unpack[Reading]) -> Checkpoint:
+    """Open a checkpoint of any format. Headers are read, and none of the weights.
+
+    Args:
+        path: its folder.
+        options: what it does not say of itself, by the flags of `convert inspect`: `config="BASE"`.
+
+    Raises:
+        SourceError: there is none, or it is damaged or incomplete.
+        UnsupportedError: it is sound, but of a kind that has no layout here.
+        RefusedError: it holds two models, and nobody said which.
+        UsageError: an option means nothing to it.
+    """
+    return Checkpoint(Path(path), options)

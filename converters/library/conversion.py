@@ -1,0 +1,274 @@
+"""Plans and conversions: the engine of the commands, with typed results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.common.manifest import check_manifest
+from converters.convert import check_paths, run, run_share
+from converters.library.options import (
+    Conversion,
+    Place,
+    Planning,
+    Reading,
+    Target,
+    cast_of,
+    known_family,
+    limits_of,
+    output_of,
+    require_known,
+    settings_of,
+)
+from converters.library.records import plan_record
+from converters.move.journal import Share
+from converters.move.source_checks import Verdict
+from converters.plan import plan as plans
+from converters.plan.opening import open_source, open_training, replicas_of, require_effect, require_family
+from converters.plan.output import UNIVERSAL, plan_output
+from converters.plan.request import Request
+from converters.prove import digest
+from formats.deepspeed.universal import States
+from formats.errors import UsageError
+from formats.torch_files import saves
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What came of a conversion.
+
+    Attributes:
+        out: the folder.
+        tensors: how many logical tensors were written, states of an optimizer among them.
+        nbytes: their bytes.
+        seconds: how long it took.
+        digest: the hash of the weights, the same in every format and topology.
+        verified: whether the output was read back and compared.
+        source_checksums: which checksums of the source were compared: `checked` is `verified` or says why not.
+        mixed: what would not be seen if files of several saves were mixed; empty if nothing.
+        averaged: tensors whose copies differed and were averaged: how far apart they were.
+        notes: what else to know.
+    """
+
+    out: Path
+    tensors: int
+    nbytes: int
+    seconds: float
+    digest: str
+    verified: bool
+    source_checksums: Verdict
+    mixed: str = ""
+    averaged: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `convert --json` prints."""
+        return {
+            "digest": self.digest, "verified": self.verified, "source_checksums": self.source_checksums.record(),
+            "out": str(self.out), "tensors": self.tensors, "bytes": self.nbytes, "seconds": round(self.seconds, 3),
+            "averaged": self.averaged, "notes": list(self.notes),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """What came of one of several processes of a conversion; the call without `part` finishes.
+
+    Attributes:
+        part: which one, such as `2/8`.
+        out: the folder that the finished conversion will be.
+        tensors: how many logical tensors the part has.
+        nbytes: their bytes.
+        seconds: how long it took.
+        averaged: tensors whose copies differed and were averaged: how far apart they were.
+        notes: what else to know.
+    """
+
+    part: str
+    out: Path
+    tensors: int
+    nbytes: int
+    seconds: float
+    averaged: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `convert --part --json` prints."""
+        return {
+            "part": self.part, "out": str(self.out), "tensors": self.tensors, "bytes": self.nbytes,
+            "seconds": round(self.seconds, 3), "averaged": self.averaged, "notes": list(self.notes),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion would do: every element has one source and one place, which is proved when it is made."""
+
+    plan: plans.Plan
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """What `convert plan --json` says."""
+        return plan_record(self.plan)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know before it is carried out."""
+        return tuple(self.record["notes"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all logical tensors."""
+        return self.plan.nbytes
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The weight files that would be written, and their sizes in bytes."""
+        held: dict[str, int] = self.record["target"]["files"]
+        return held
+
+    @property
+    def changes(self) -> dict[str, int]:
+        """Each named change of value, such as a cast, and how many tensors it applies to. Empty: all bits are kept."""
+        return self.plan.edges
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as `record`."""
+        return self.record
+
+
+def carry_out(
+    planned: plans.Plan, request: Request, share: Share | None = None, notes: Sequence[str] = ()
+) -> Converted | Part:
+    """Run a plan, or a share of it. `converters.convert` says what is raised."""
+    began, averaged, verdicts = time.monotonic(), dict[str, float](), list[Verdict]()
+
+    def drifted(job: plans.Job, distance: float) -> None:
+        averaged[job.name] = distance
+
+    if share is not None:
+        jobs = run_share(planned, share, request, drifted)
+        nbytes, seconds = sum(job.nbytes for job in jobs), time.monotonic() - began
+        return Part(str(share), request.out, len(jobs), nbytes, seconds, averaged, tuple(notes))
+    digests = run(planned, request, drifted, verdicts.append)
+    paths = {part.fragment.path for job in planned.jobs for part in job.sources if part.fragment.member}
+    return Converted(
+        request.out,
+        len(digests),
+        planned.nbytes,
+        time.monotonic() - began,
+        digest.total(digest.of_weights(planned, digests)),
+        request.verify,
+        verdicts[0],
+        saves.untied(planned.source.home, paths, planned.source.ties),
+        averaged,
+        tuple(notes),
+    )
+
+
+def check(planned: plans.Plan, request: Request) -> None:
+    """What a plan could fail at before a byte of the weights is read, the room on the disk apart.
+
+    Raises:
+        OutputError: OUT exists, or is in the source.
+        VerificationError: the source contradicts its manifest.
+    """
+    check_paths(planned.source, request)
+    check_manifest(planned.source)
+
+
+def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning]) -> Plan:
+    """What a conversion would do. Headers are read, and none of the weights.
+
+    Args:
+        src: the folder of the source.
+        to: what would be written.
+        options: by the flags of the commands: `tp=4`, `dtype="bf16"`, `config="BASE"`.
+
+    Raises:
+        VitruvianError: as `convert`, output and weights apart.
+    """
+    require_known(options, Planning.__optional_keys__)
+    with known_family(options) as family:
+        return Plan(_planned(Path(src), Path("OUT"), to, options, family)[0])
+
+
+def convert(src: Place, out: Place, *, to: Target = "huggingface", **options: Unpack[Conversion]) -> Converted:
+    """Convert a checkpoint. OUT is complete or absent; the same call resumes what was interrupted.
+
+    Args:
+        src: the folder of the source, in any format.
+        out: the folder that is written.
+        to: `huggingface`, `megatron`, `fsdp`, `neox`, or `deepspeed` (a universal checkpoint).
+        options: by the flags of the commands: `tp=4`, `dtype="bf16"`, `config="BASE"`, `force=True`. `progress` is
+            called with what is done, bytes done and bytes to do; `memory` counts bytes.
+
+    Raises:
+        UsageError: options contradict each other, or mean nothing here.
+        SourceError: the source cannot be read, is damaged or incomplete.
+        UnsupportedError: it holds something that has no layout in the target.
+        RefusedError: something would be lost, guessed or duplicated.
+        VerificationError: copies of a tensor differ, or the output does not read back as planned.
+        OutputError: OUT exists, or there is no room.
+        Interrupted: a signal came.
+    """
+    done = _convert(Path(src), Path(out), None, to, options)
+    assert isinstance(done, Converted)
+    return done
+
+
+def convert_part(
+    src: Place, out: Place, part: tuple[int, int], *, to: Target = "huggingface", **options: Unpack[Conversion]
+) -> Part:
+    """Do the I-th of N parts (I, N) of a conversion, beside other processes on any nodes; `convert` then finishes.
+
+    Args:
+        src: as in `convert`, and so are the others.
+        out: the folder that the finished conversion will be.
+        part: which one, from (1, N) to (N, N).
+        to: the target.
+        options: by the flags of the commands.
+
+    Raises:
+        UsageError: there is no such part. Else as `convert`.
+    """
+    if not 1 <= part[0] <= part[1]:
+        raise UsageError(f"part={part} is none such as (1, 8) or (8, 8)")
+    done = _convert(Path(src), Path(out), Share(*part), to, options)
+    assert isinstance(done, Part)
+    return done
+
+
+def _convert(src: Path, out: Path, share: Share | None, to: str, options: Mapping[str, Any]) -> Converted | Part:
+    require_known(options, Conversion.__optional_keys__)
+    with known_family(options) as family:
+        planned, request = _planned(src, out, to, options, family)
+        return carry_out(planned, request, share, plan_record(planned)["notes"])
+
+
+def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: Any) -> tuple[plans.Plan, Request]:
+    """The plan of a conversion, and what is asked for."""
+    reading = {name: value for name, value in options.items() if name in Reading.__optional_keys__}
+    settings = settings_of(reading)
+    opened = open_training(src, settings) if to == UNIVERSAL else open_source(src, settings)
+    source = opened.opened[0] if isinstance(opened, States) else opened
+    if source is opened:
+        require_effect(settings, source)
+        require_family(family, source)
+    request = Request(
+        out,
+        cast_of(options),
+        limits_of(options, replicas_of(source, options.get("replicas"))),
+        force=options.get("force", False),
+        verify=options.get("verify", True),
+        quiet=True,
+        tell=options.get("progress"),
+    )
+    return plan_output(opened, request, to, output_of(options)), request

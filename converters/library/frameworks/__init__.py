@@ -1,0 +1,1 @@
+"""What of the library hands tensors to torch and transformers."""

@@ -1,0 +1,204 @@
+"""Weights of any checkpoint into a model of torch, and tensors of torch for whoever takes them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from converters.library.checkpoint import Checkpoint, open_checkpoint
+from converters.library.options import Effort, Place, Reading, Target
+from converters.library.torch_tensor import as_torch, dtype_of
+from converters.library.view import Tensor
+from formats.errors import RefusedError, UnsupportedError, some
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+SHOWN = 4
+
+
+class Loading(Reading, Effort, total=False):
+    """What loading depends on."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded into a model.
+
+    Attributes:
+        names: tensors of the model that were filled.
+        missing: those that the checkpoint does not hold; none if `strict`.
+        unexpected: tensors of the checkpoint that the model does not have; none if `strict`.
+    """
+
+    names: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def iterate(
+    src: Place | Checkpoint,
+    *,
+    to: Target = "huggingface",
+    device: torch.device | str | None = None,
+    prefetch: int = 1,
+    **options: Unpack[Loading],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of all that a checkpoint holds, in a layout, in the order of its files.
+
+    Args:
+        src: the folder of a checkpoint in any format, or what `vitruvian.open` gave.
+        to: the layout: `huggingface` for the names of the Hub, `fsdp` for those that transformers has in memory.
+        device: where the tensors go; None for the CPU.
+        prefetch: how many further tensors are read, and are in memory, while the caller uses one.
+        options: by the flags of the commands.
+
+    Raises:
+        DamagedError: at the end, if what was read has not the checksum that the source keeps of it.
+        VerificationError: copies of a tensor differ.
+    """
+    checkpoint, effort = _opened(src, options)
+    with checkpoint.as_(to, **effort) as view:
+        for tensor, words in view.read_words(prefetch):
+            made = as_torch(words, tensor.dtype)
+            yield tensor.name, made if device is None else made.to(device, non_blocking=True)
+
+
+def load(
+    model: nn.Module, src: Place | Checkpoint, *, strict: bool = True, cast: bool = False, **options: Unpack[Loading]
+) -> Loaded:
+    """Fill a model of transformers from a checkpoint of any format. Each rank reads the rows that it holds.
+
+    Parameters on the meta device are made on the CPU. Parameters may be DTensors that are sharded (FSDP2, tensor
+    parallel) or replicated.
+
+    Args:
+        model: what is filled in place.
+        src: the folder of a checkpoint, or what `vitruvian.open` gave.
+        strict: refuse a model and a checkpoint whose names differ, before anything is filled.
+        cast: whether a tensor may be rounded to the type of the model's.
+        options: by the flags of the commands.
+
+    Raises:
+        RefusedError: names, shapes or (without `cast`) element types differ.
+        UnsupportedError: a DTensor is placed otherwise.
+        DamagedError: what was read has not the checksum that the source keeps of it; the model is filled then.
+    """
+    checkpoint, effort = _opened(src, options)
+    with checkpoint.as_("fsdp", **effort) as view:
+        wanted = dict(_tensors(model))
+        shared = _shared(wanted)
+        missing = [name for name in wanted if name not in view and not shared.get(name, set()) & view.keys()]
+        unexpected = [name for name in view if name not in wanted]
+        if strict and (missing or unexpected):
+            parts = [f"{what} {len(names)}: {some(names, SHOWN)}" for what, names in
+                     (("the checkpoint lacks", missing), ("the model lacks", unexpected)) if names]  # fmt: skip
+            raise RefusedError(
+                f"{type(model).__name__} and {checkpoint.path} differ in names: {'; '.join(parts)}",
+                "strict=False fills what both have",
+            )
+        both = [name for name in wanted if name in view]
+        for name in both:
+            _require_fit(name, wanted[name], view[name], cast=cast)
+        for name in both:
+            _fill(model, name, wanted[name], view[name], shared.get(name, {name}))
+        view.reader.complete()
+    if stranded := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise RefusedError(
+            f"{type(model).__name__} has {len(stranded)} buffers on the meta device that no checkpoint holds: "
+            f"{some(stranded, SHOWN)}",
+            "make the model with accelerate.init_empty_weights(), which computes its buffers",
+        )
+    return Loaded(tuple(both), tuple(missing), tuple(unexpected))
+
+
+def _opened(src: Place | Checkpoint, options: Any) -> tuple[Checkpoint, Effort]:
+    effort: Any = {name: value for name, value in options.items() if name in Effort.__optional_keys__}
+    rest = {name: value for name, value in options.items() if name not in effort}
+    return (src if isinstance(src, Checkpoint) else open_checkpoint(src, **rest)), effort
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and the buffers that are saved, by name; the same tensor under each of its names."""
+    kept = model.state_dict(keep_vars=True)
+    for name, tensor in kept.items():
+        if isinstance(tensor, torch.Tensor):
+            yield name, tensor
+
+
+def _shared(tensors: dict[str, torch.Tensor]) -> dict[str, set[str]]:
+    """Name: all names of the same tensor."""
+    groups: dict[int, set[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(id(tensor), set()).add(name)
+    return {name: groups[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _require_fit(name: str, tensor: torch.Tensor, held: Tensor, *, cast: bool) -> None:
+    """A tensor of the model can be filled as it is.
+
+    Raises:
+        RefusedError: it has another shape or type.
+        UnsupportedError: it is spread over ranks in a way that has no ranges.
+    """
+    if tuple(tensor.shape) != held.shape:
+        raise RefusedError(f"{name} is {list(held.shape)} in the checkpoint, {list(tensor.shape)} in the model")
+    if tensor.dtype != dtype_of(held.dtype) and not cast:
+        raise RefusedError(
+            f"{name} is {held.dtype} in the checkpoint, {tensor.dtype} in the model",
+            f"make the model in that type (dtype={dtype_of(held.dtype)}), or cast=True rounds",
+        )
+    if isinstance(tensor, DTensor):
+        _ranges(name, tensor)
+
+
+def _fill(model: nn.Module, name: str, tensor: torch.Tensor, held: Tensor, names: set[str]) -> None:
+    """Fill a tensor of a model; one on the meta device is replaced by one on the CPU, under all of its names."""
+    ranges = _ranges(name, tensor) if isinstance(tensor, DTensor) else ()
+    values = held.torch(*ranges)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        if not local.is_meta:
+            local.copy_(values)
+            return
+        values = values.to(tensor.dtype)
+        if isinstance(tensor, DTensor):
+            values = DTensor.from_local(
+                values,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+    parameter = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else None
+    for each in names:
+        path, _, last = each.rpartition(".")
+        module = model.get_submodule(path)
+        if parameter is not None:
+            module._parameters[last] = parameter  # noqa: SLF001
+        else:
+            module._buffers[last] = values  # noqa: SLF001
+
+
+def _ranges(name: str, tensor: DTensor) -> tuple[slice, ...]:
+    """The box of a DTensor that this rank holds: along a sharded axis chunks of ceil(n / ranks), as torch.chunk cuts.
+
+    Raises:
+        UnsupportedError: it is placed otherwise.
+    """
+    ranges = [(0, n) for n in tensor.shape]
+    coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or [])
+    for placement, rank, ranks in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
+        if type(placement) is Shard:
+            low, high = ranges[placement.dim]
+            step = -(-(high - low) // ranks)
+            ranges[placement.dim] = (min(low + rank * step, high), min(low + (rank + 1) * step, high))
+        elif type(placement) is not Replicate:
+            raise UnsupportedError(f"{name} is placed as {placement}, and only Shard and Replicate have ranges")
+    return tuple(slice(low, high) for low, high in ranges)

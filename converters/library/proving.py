@@ -1,0 +1,297 @@
+"""Show that nothing was lost: digests, comparisons with a manifest or another checkpoint, differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.common.manifest import contradictions, is_verbatim, read_manifest, remembered_states
+from converters.common.progress import Progress, Tell
+from converters.library.options import Effort, Place, Reading, known_family, limits_of, require_known, settings_of
+from converters.move.engine import digest_of
+from converters.plan.opening import open_source, require_effect, require_family
+from converters.plan.plan import Job
+from converters.plan.request import Limits
+from converters.plan.targets import plan_reading
+from converters.prove import digest as digests
+from converters.prove.diff import Difference, compare
+from formats.checkpoint import MANIFEST, Checkpoint, Settings
+from formats.errors import SourceError, VerificationError
+from formats.megatron import DIST, MEGATRON
+from formats.model.spec import Verbatim, differences
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from formats.families.family import Family
+
+UNCOMPARED_OPTIMIZER = "the weights were compared, the optimizer was not"
+UNCOMPARED_CONFIG = "no table says what its config.json means, which was not compared"
+
+
+class Proving(Reading, Effort, total=False):
+    """What a proof depends on."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The hash of a checkpoint's weights, the same in every format and topology; and that of each logical tensor."""
+
+    digest: str
+    tensors: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `convert digest --json` prints."""
+        return {"digest": self.digest, "tensors": self.tensors}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How a checkpoint compares with its manifest, or with another checkpoint in any format.
+
+    Attributes:
+        out: the checkpoint.
+        name: what it was compared with.
+        tensors: how many logical tensors were compared.
+        digest: the hash of its weights.
+        against: that of the other side.
+        settings: settings that differ, as `name: here | there`.
+        differing: names of the logical tensors that differ, or that one side lacks.
+        notes: what was not compared.
+    """
+
+    out: Path
+    name: str
+    tensors: int
+    digest: str
+    against: str
+    settings: tuple[str, ...]
+    differing: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.settings or self.differing)
+
+    def require(self, hint: str = "") -> None:
+        """Insist on it.
+
+        Raises:
+            VerificationError: something differs.
+        """
+        if self.settings:
+            settings = "; ".join(self.settings)
+            raise VerificationError(f"{self.out} and {self.name} differ in settings (here | there): {settings}")
+        if self.differing:
+            names = ", ".join(self.differing[:5]) + (" …" if len(self.differing) > 5 else "")
+            raise VerificationError(
+                f"{len(self.differing)} of {self.tensors} tensors of {self.out} differ from {self.name}: {names}", hint
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `convert verify --json` prints."""
+        sides = {"equal": self.equal, "digest": self.digest, "against": self.against}
+        return {**sides, "settings": list(self.settings), "differing": list(self.differing)}
+
+
+@dataclass(frozen=True)
+class Differences:
+    """In what two checkpoints differ: settings as `name: one | two`, and tensors."""
+
+    tensors: tuple[Difference, ...]
+    settings: tuple[str, ...]
+    compared: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether in nothing."""
+        return not (self.settings or self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `convert diff --json` prints."""
+        tensors = [
+            {"name": one.name, "what": one.what, "elements": one.count, "largest": one.largest} for one in self.tensors
+        ]
+        return {"equal": self.equal, "settings": list(self.settings), "tensors": tensors}
+
+
+# --- what the commands do --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Effects:
+    """How checkpoints are opened and read for a proof: by `settings`, perhaps with a family of the user's own."""
+
+    settings: Settings
+    limits: Limits
+    family: Family | None = None
+    quiet: bool = True
+    tell: Tell | None = None
+
+    def progress(self, what: str, nbytes: int) -> Progress:
+        """The progress of a part of the work."""
+        return Progress(what, nbytes, self.quiet, self.tell)
+
+    def open(self, path: Path, settings: Settings, *others: Checkpoint, alone: bool = True) -> Checkpoint:
+        """Open a checkpoint; if it is the last one, what was said has to mean something to one of them."""
+        source = open_source(path, settings)
+        if alone or others:
+            require_effect(settings if alone else self.settings, source, *others)
+            require_family(self.family, source, *others)
+        return source
+
+
+def digest_with(source: Checkpoint, effects: Effects) -> Digest:
+    """The digests of an opened checkpoint."""
+    found = _hashed(plan_reading(source).jobs, effects)
+    return Digest(digests.total(found), found)
+
+
+def verify_with(out: Path, src: Path | None, effects: Effects) -> Verified:
+    """Compare a checkpoint with its manifest, or with another one.
+
+    Raises:
+        SourceError: there is no manifest.
+        VerificationError: the manifest is of a model that a table described, and none does now.
+    """
+    if src is not None:
+        return _verify_with_source(out, src, effects)
+    settings = own_config(out, effects.settings)
+    settings = replace(settings, verbatim=settings.verbatim or is_verbatim(out))
+    checkpoint = effects.open(out, settings)
+    remembered = read_manifest(checkpoint.home)
+    if remembered is None:
+        raise SourceError(
+            f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
+        )
+    facts, against = remembered
+    if isinstance(checkpoint.spec, Verbatim) and "layers" in facts and not settings.verbatim:
+        raise VerificationError(
+            f"{out} is of a model that a table described when {MANIFEST} was written, and none does now: "
+            f"{checkpoint.spec.why}",
+            "correct its config.json",
+        )
+    differing = contradictions(checkpoint.spec.settings(), facts)
+    notes = [UNCOMPARED_CONFIG] if isinstance(checkpoint.spec, Verbatim) else []
+    states = remembered_states(checkpoint.home)
+    return _verified(checkpoint, out, MANIFEST, {**against}, states, differing, notes, effects)
+
+
+def _verify_with_source(out: Path, src: Path, effects: Effects) -> Verified:
+    checkpoint = effects.open(out, own_config(out, effects.settings), alone=False)
+    source = effects.open(src, own_config(src, effects.settings, out), checkpoint, alone=False)
+    differing = differences(checkpoint.spec, source.spec)
+    against = _hashed(plan_reading(source).jobs, effects)
+    return _verified(checkpoint, out, str(src), against, {}, differing, [], effects)
+
+
+def _verified(
+    checkpoint: Checkpoint,
+    out: Path,
+    name: str,
+    against: dict[str, str],
+    states: dict[str, str],
+    settings: list[str],
+    notes: list[str],
+    effects: Effects,
+) -> Verified:
+    """Compare the digests of a checkpoint, and of its optimizer where those are known, with what they should be."""
+    from converters.plan.training_state import state_jobs, training_of
+
+    found = _hashed(plan_reading(checkpoint).jobs, effects, checked=False)  # digests say more than a CRC-32
+    here, there = dict(found), {**against, **states}
+    if states:
+        held, _ = training_of(checkpoint).states(checkpoint)
+        here |= _hashed(state_jobs(checkpoint, held), effects, checked=False)
+    elif "optimizer" in checkpoint.state:
+        notes = [UNCOMPARED_OPTIMIZER, *notes]
+    wrong = sorted(tensor for tensor in {*here, *there} if here.get(tensor) != there.get(tensor))
+    counted = len({*here, *there})
+    totals = digests.total(found), digests.total(against)
+    return Verified(out, name, counted, *totals, tuple(settings), tuple(wrong), tuple(notes))
+
+
+def diff_with(one: Path, two: Path, effects: Effects) -> Differences:
+    """In what two checkpoints differ, tensor by tensor, whatever formats they are in."""
+    first = effects.open(one, own_config(one, effects.settings, two), alone=False)
+    second = effects.open(two, own_config(two, effects.settings, one), first, alone=False)
+    left, right = plan_reading(first), plan_reading(second)
+    with effects.progress("comparing", left.nbytes) as progress:
+        found = compare(left, right, effects.limits, progress.advance)
+    return Differences(tuple(found), tuple(differences(first.spec, second.spec)), len(left.jobs))
+
+
+def own_config(path: Path, settings: Settings, other: Path | None = None) -> Settings:
+    """Settings for one of two checkpoints: its own config, else the one that was named, else that of the other."""
+    own = (path / "config.json").is_file()
+    if other is not None and settings.config is None and (other / "config.json").is_file():
+        knows_itself = any(form.reader.detect(path) for form in (DIST, MEGATRON))
+        return replace(settings, config=None if own or knows_itself else other)
+    return replace(settings, config=None if own else settings.config)
+
+
+def _hashed(jobs: Iterable[Job], effects: Effects, checked: bool = True) -> dict[str, str]:
+    every = list(jobs)
+    with effects.progress("hashing", sum(job.nbytes for job in every)) as progress:
+        return digest_of(every, effects.limits, progress.advance, checked=checked)
+
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+
+def digest(src: Place, **options: Unpack[Proving]) -> Digest:
+    """A hash of the weights, the same in every format and topology. All of them are read once.
+
+    Args:
+        src: the folder of a checkpoint.
+        options: by the flags of `convert digest`.
+
+    Raises:
+        SourceError: it cannot be read, is damaged or incomplete.
+        VerificationError: copies of a tensor in it differ.
+    """
+    with known_family(options) as family:
+        effects = _effects(options, family)
+        return digest_with(effects.open(Path(src), effects.settings), effects)
+
+
+def verify(out: Place, src: Place | None = None, **options: Unpack[Proving]) -> Verified:
+    """Compare a checkpoint with its manifest, or with another one in any format; both are read once.
+
+    Args:
+        out: the folder of a checkpoint that Vitruvian wrote, or of any with `src`.
+        src: the folder of the other one; None for the manifest.
+        options: by the flags of `convert verify`.
+
+    Raises:
+        VerificationError: they differ, in settings or tensors.
+        SourceError: one cannot be read, or there is no manifest.
+    """
+    with known_family(options) as family:
+        found = verify_with(Path(out), None if src is None else Path(src), _effects(options, family))
+    found.require()
+    return found
+
+
+def diff(one: Place, two: Place, **options: Unpack[Proving]) -> Differences:
+    """In what two checkpoints differ, in any formats: settings, and elements of tensors.
+
+    Args:
+        one: the folder of a checkpoint.
+        two: the folder of another.
+        options: by the flags of `convert diff`.
+
+    Raises:
+        SourceError: one cannot be read, is damaged or incomplete.
+    """
+    with known_family(options) as family:
+        return diff_with(Path(one), Path(two), _effects(options, family))
+
+
+def _effects(options: Proving, family: Family | None) -> Effects:
+    require_known(options, Proving.__optional_keys__)
+    limits = limits_of(options, options.get("replicas", "verify"))
+    return Effects(settings_of(options), limits, family, tell=options.get("progress"))

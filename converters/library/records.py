@@ -1,0 +1,128 @@
+"""What is known of a checkpoint and of a plan, as records for programs; the commands make lines for people of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import Any
+
+from converters.assets import files as assets
+from converters.plan.plan import PADDING, Plan, filled
+from formats.checkpoint import MANIFEST, Checkpoint
+from formats.errors import VitruvianError, some
+from formats.huggingface import config as hf_config
+from formats.registry import format_of
+
+FILL = {"zeros": "zeros", "last": "copies of the last row"}
+
+
+def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
+    """Everything that `inspect` knows."""
+    counted = Counter(placed.fragment.dtype for placed in source.tensors)
+    weights = sum(placed.fragment.nbytes for placed in source.tensors)
+    record: dict[str, Any] = {
+        "path": str(source.root),
+        "format": source.format,
+        "topology": dict(source.topology),
+        "settings": source.spec.settings(),
+        "parameters": _parameters(source),
+        "dtypes": dict(counted),
+        "tensors": len(source.tensors),
+        "files": len(source.files),
+        "bytes": weights,
+        "dropped": len(source.dropped),
+        "assets": [name for name, _ in assets.files(source.assets)] if source.assets else [],
+        "optimizer": _optimizer(source),
+        "manifest": (source.home / MANIFEST).is_file(),
+        "notes": _notes(source),
+    }
+    record |= source.details.shown
+    if tensors:
+        record["list"] = [
+            {"key": placed.key, "dtype": placed.fragment.dtype, "shape": list(placed.fragment.shape),
+             "file": str(placed.fragment.path.relative_to(source.root)), "offset": placed.fragment.offset,
+             "pattern": placed.slot.rule.pattern.text, "replica": str(placed.slot.replica)}
+            for placed in source.tensors
+        ]  # fmt: skip
+    return record
+
+
+def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
+    """The states of a training's optimizer, or why it cannot be taken along; None without one."""
+    training = format_of(source).training
+    if training is None:
+        return None
+    try:
+        if not training.is_trained(source):
+            return None
+        states, about = training.states(source)
+    except VitruvianError as error:
+        return {"states": [], "why": str(error)}
+    return {"states": [*states], **about}
+
+
+def _parameters(source: Checkpoint) -> int:
+    """Elements of the model, padding and copies left out."""
+    return sum(prod(shape) for _, _, shape in source.spec.boxes(source.padded_vocab))
+
+
+def _notes(source: Checkpoint) -> list[str]:
+    notes = [*source.spec.notes, *source.notes]
+    if source.state:
+        state = ", ".join(source.state)
+        notes.append(f"only weights are carried: {state} stay behind; train on with {source.details.fresh}")
+    if source.assets is None:
+        notes.append("no config or tokenizer travels with it; --config BASE supplies them")
+    else:
+        notes += assets.checks(source.assets, source.spec)
+        if left := assets.left_behind(source.assets):
+            notes.append(f"{some(left, 4)} in {source.assets} stay behind: not names of model files")
+    if source.spec.vocab is None:
+        notes.append("its true vocabulary is unknown; --vocab-size N or --config BASE supplies it")
+    return notes
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """Everything that a plan says."""
+    source, target = plan.source, plan.target
+    notes = [*(_notes(source) if plan.again is None else ()), *plan.notes]
+    if source.dropped:
+        notes.append(f"what is no weight of the model stays behind: {len(source.dropped)} such as {source.dropped[0]}")
+    record: dict[str, Any] = {
+        "source": {
+            "path": str(source.root),
+            "format": source.format,
+            "topology": dict(source.topology),
+            "files": len(source.files),
+        },
+        "jobs": len(plan.jobs),
+        "blocks": plan.blocks,
+        "bytes": plan.nbytes,
+        "edges": plan.edges,
+        "masters compared": sum(1 for job in plan.jobs if job.twins),
+        "notes": notes,
+    }
+    padding = source.padded_vocab - source.spec.vocab if source.padded_vocab and source.spec.vocab else 0
+    if padding and plan.more is None:
+        notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
+    record["residue"] = _residue(source)
+    if target:
+        record["target"] = {
+            "files": {str(file.path).split(".partial/out/")[-1]: file.size for file in target.files},
+            "small files": sorted([*target.texts, *target.copies]),
+            "bytes": sum(file.size for file in target.files),
+            "filled elements": filled(target) - _carried_padding(plan),
+            "filled with": FILL[target.padding],
+        }
+    return record
+
+
+def _carried_padding(plan: Plan) -> int:
+    """How many elements of vocabulary padding come from the source."""
+    return sum(part.leaf.numel for job in plan.jobs if job.state == PADDING for part in job.targets)
+
+
+def _residue(source: Checkpoint) -> dict[str, list[str]]:
+    """Settings that no table knows, by the file that holds them."""
+    of_config = {} if source.config is None else {"config.json": hf_config.residue(source.config)}
+    return {name: keys for name, keys in (of_config | dict(source.details.residue)).items() if keys}

@@ -1,0 +1,127 @@
+"""How a conversion opens its source: the right format, no option without an effect, the policy for further copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from converters.common.hub_names import folder_of
+from formats.checkpoint import Checkpoint, Settings
+from formats.errors import UsageError
+from formats.format import Format
+from formats.registry import KNOWN_TO, downloaded, format_of, open_checkpoint
+
+if TYPE_CHECKING:
+    from formats.deepspeed.universal import States
+    from formats.families.family import Family
+
+
+DEFAULTS = {field.name: getattr(Settings(), field.name) for field in fields(Settings)}
+FLAGS = {"values": "set"}
+"""Setting of a reader: its flag, where that has another name."""
+
+
+def located(path: Path, settings: Settings) -> tuple[Path, Settings, list[str]]:
+    """The folders of a source and of its config, which may be names of the Hub; and notes that say which were taken.
+
+    Raises:
+        UsageError: the config is neither a folder with a config.json nor a yml of GPT-NeoX.
+        SourceError: a name that begins with `hf://` is not on this machine.
+    """
+    source, notes = folder_of(path), list[str]()
+    if source.note:
+        notes.append(source.note)
+    if settings.config is not None:
+        config = folder_of(settings.config)
+        yml = config.folder.suffix in (".yml", ".yaml") and config.folder.is_file()
+        if not yml and not any(config.folder.glob("*.y*ml")) and not (config.folder / "config.json").is_file():
+            raise UsageError(f"--config {settings.config} is no folder with a config.json", downloaded(settings.config))
+        notes += [f"--config {config.note}"] if config.note else []
+        settings = replace(settings, config=config.folder)
+    return source.folder, settings, notes
+
+
+def open_source(path: Path, settings: Settings, wanted: Sequence[Format] = ()) -> Checkpoint:
+    """Open a checkpoint of one of some formats.
+
+    Args:
+        path: its folder, or a name of the Hub (`converters.common.hub_names`).
+        settings: what the user said.
+        wanted: the formats that are read; none for any.
+
+    Raises:
+        SourceError: there is none, or it is damaged.
+        UsageError: it is of another format.
+    """
+    path, settings, notes = located(path, settings)
+    source = open_checkpoint(path, settings, wanted)
+    source = replace(source, notes=(*source.notes, *notes))
+    if wanted and format_of(source) not in wanted:
+        raise UsageError(
+            f"{path} is a checkpoint of the format {source.format}, this command reads "
+            f"{' and '.join(form.name for form in wanted)}",
+            format_of(source).commands,
+        )
+    return source
+
+
+def open_training(path: Path, settings: Settings) -> Checkpoint | States:
+    """Open what a universal checkpoint is made of: states whose ranks keep a part each, or any checkpoint."""
+    from converters.plan.universal import is_partitioned, open_states
+
+    if not is_partitioned(path, settings.tag):
+        return open_source(path, settings)
+    path, settings, _ = located(path, settings)
+    from formats.deepspeed import NEOX
+
+    states = open_states(path, settings)
+    of_neox = dict.fromkeys(("gqa_layout", "config", "vocab_size", "values"), (NEOX,))
+    require_effect(settings, states.opened[0], known={**of_neox, "verbatim": (), "container": ()})
+    return states
+
+
+def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str, Sequence[Format]] = KNOWN_TO) -> None:
+    """Every setting that was given means something to one of the checkpoints.
+
+    Args:
+        settings: what the user said.
+        sources: what was opened.
+        known: the formats that a setting is for, by its name.
+
+    Raises:
+        UsageError: one means nothing to them.
+    """
+    for name, formats in known.items():
+        given = getattr(settings, name) != DEFAULTS[name]
+        if given and not any(format_of(source) in formats for source in sources):
+            flag = FLAGS.get(name, name).replace("_", "-")
+            kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
+            raise UsageError(f"--{flag} has no effect on {kinds}", "leave it out")
+
+
+def require_family(family: Family | None, *sources: Checkpoint) -> None:
+    """A family of the user's own is that of one of the checkpoints.
+
+    Raises:
+        UsageError: it is not.
+    """
+    from formats.model.spec import ModelSpec
+
+    specs = [source.spec for source in sources]
+    if family is None or any(isinstance(spec, ModelSpec) and spec.family == family.name for spec in specs):
+        return
+    is_a = f"a {specs[0].family}" if isinstance(specs[0], ModelSpec) else f"a model without a table: {specs[0].why}"
+    raise UsageError(f"--family {family.file} describes {family.name}, and {sources[0].root} is {is_a}")
+
+
+def replicas_of(source: Checkpoint, said: str | None) -> str:
+    """What is done with further copies of a tensor. Those that differ are a damage, but where they drift by themselves.
+
+    Args:
+        source: the opened checkpoint.
+        said: `verify`, `first` or `mean`; None for what is usual in its format.
+    """
+    usual = format_of(source).replicas
+    return said or ("mean" if usual == "drift" and source.proof is not None else usual)

@@ -1,0 +1,255 @@
+"""How an output is laid out, for every target: the options by the names of their flags, and the plan they give.
+
+What an option is left at means: as in the source where that is of the same format, else the target's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from converters.plan.request import Request
+from formats.deepspeed import NEOX
+from formats.errors import UsageError, some
+from formats.megatron import DIST, MEGATRON
+from formats.registry import format_of
+
+if TYPE_CHECKING:
+    from converters.plan.plan import Plan
+    from formats.checkpoint import Checkpoint
+    from formats.deepspeed.universal import States
+    from formats.megatron.args.options import Options
+
+HUGGINGFACE, MEGATRON_RUN, FSDP, GPT_NEOX, UNIVERSAL = "huggingface", "megatron", "fsdp", "neox", "deepspeed"
+"""What can be written."""
+OF_MEGATRON = (MEGATRON.name, DIST.name)
+"""The formats of Megatron as a source."""
+DIALECTS = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
+"""`format` of a Megatron folder: the dialect that its files are written in."""
+OF_CORE, OF_LLM = ("torch", "torch_dist"), ("megatron-llm",)
+OF_DIALECTS = {"norm": OF_CORE, "experts": OF_CORE, "glu_interleave": OF_CORE, "megatron_version": OF_CORE,
+               "with_optimizer": OF_CORE, "true_vocab_size": OF_LLM}  # fmt: skip
+"""Option: each `format` of Megatron that it is for, of those that are not for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """The options of every target, each named as its flag.
+
+    Attributes:
+        tp: tensor parallel size.
+        pp: pipeline parallel size.
+        vpp: Megatron: virtual pipeline chunks of each stage.
+        first_stage_layers: Megatron: layers of the first pipeline stage; the others share the rest evenly.
+        last_stage_layers: Megatron: the same for the last.
+        pp_layout: Megatron: the stages as in `--pipeline-model-parallel-layout`.
+        ep: Megatron: ranks over which experts are spread; None for 1.
+        etp: Megatron: tensor parallel size of an expert; None for `tp`.
+        norm: Megatron: names of the norms, `te` or `local`.
+        experts: Megatron: names of the experts, `te` or `local`.
+        glu_interleave: Megatron: in each expert so many rows of gate, then of up, and so on; 0 for all of gate first.
+        megatron_version: the Megatron-LM that its flags are for; None for the newest that computes the model.
+        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times `tp`.
+        format: Megatron: `torch`, `torch_dist` or `megatron-llm`.
+        true_vocab_size: Megatron-LLM: tokens that its training will have.
+        iteration: the iteration that is written; None for a release of Megatron, and 0 of GPT-NeoX.
+        layout: GPT-NeoX: `sequential` or `pipeline`.
+        ranks: FSDP: data files.
+        with_optimizer: FP32 master weights, moments and step too.
+        optimizer: Megatron: the optimizer that is written, `plain` or `distributed`.
+        consumed_samples: Megatron: where schedule and data resume; None for what the source says.
+        shard_size: Hugging Face: bytes of a safetensors file; None for 5 GB, of Megatron for the files that the model
+            once had.
+        chat_template: Hugging Face: chatml, llama3, control, or a jinja file.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    pp_layout: str | None = None
+    ep: int | None = None
+    etp: int | None = None
+    norm: str | None = None
+    experts: str | None = None
+    glu_interleave: int | None = None
+    megatron_version: str | None = None
+    make_vocab_size_divisible_by: int | None = None
+    format: str | None = None
+    true_vocab_size: int | None = None
+    iteration: int | None = None
+    layout: str | None = None
+    ranks: int = 1
+    with_optimizer: bool = False
+    optimizer: str | None = None
+    consumed_samples: int | None = None
+    shard_size: int | None = None
+    chat_template: str | None = None
+
+
+NEOX_OPTIONS = {"tp", "pp", "make_vocab_size_divisible_by", "iteration", "layout"}
+FSDP_OPTIONS = {"ranks", "with_optimizer"}
+HUGGINGFACE_OPTIONS = {"shard_size", "chat_template"}
+MEGATRON_OPTIONS = {field.name for field in fields(Output)} - {"layout", "ranks"} - HUGGINGFACE_OPTIONS
+DEFAULTS = {field.name: field.default for field in fields(Output)}
+
+
+def flag_of(name: str) -> str:
+    """What an option is called on the command line."""
+    return name.replace("_", "-")
+
+
+def plan_output(source: Checkpoint | States, request: Request, to: str, output: Output) -> Plan:
+    """The plan of a conversion.
+
+    Args:
+        source: the opened checkpoint; the states of a training of DeepSpeed, for the target `deepspeed`.
+        request: where to, and the cast.
+        to: the target: `huggingface`, `megatron`, `fsdp`, `neox` or `deepspeed`.
+        output: how it is laid out.
+
+    Raises:
+        UsageError: there is no such target, or an option means nothing to it.
+        RefusedError: something would be lost, guessed or duplicated.
+        UnsupportedError: the source holds something that has no layout in the target.
+    """
+    if to not in TARGETS:
+        raise UsageError(f"there is no target {to}", f"one of {', '.join(TARGETS)}")
+    known, planned = TARGETS[to]
+    odd = [name for name, default in DEFAULTS.items() if name not in known and getattr(output, name) != default]
+    if odd:
+        flags = some([f"--{flag_of(name)}" for name in odd], 4)
+        raise UsageError(f"{flags} {'has' if len(odd) == 1 else 'have'} no effect on the target {to}", "leave it out")
+    return planned(source, request, output)
+
+
+def _huggingface(source: Checkpoint, request: Request, output: Output) -> Plan:
+    from converters.plan.targets import SHARD_SIZE, plan_huggingface
+
+    size = output.shard_size or (None if source.format in OF_MEGATRON else SHARD_SIZE)
+    return plan_huggingface(source, request, size, output.chat_template)
+
+
+def _fsdp(source: Checkpoint, request: Request, output: Output) -> Plan:
+    if output.with_optimizer:
+        _require_no_cast(request)
+        from converters.plan.training_state import plan_fsdp_run
+
+        return plan_fsdp_run(source, request, output.ranks)
+    from converters.plan.targets import plan_fsdp
+
+    return plan_fsdp(source, request, output.ranks)
+
+
+def _require_no_cast(request: Request) -> None:
+    """An optimizer that moves as it is belongs to weights that move as they are."""
+    if request.cast:
+        raise UsageError(f"--with-optimizer excludes --dtype {request.cast}", "leave one of them out")
+
+
+def _neox(source: Checkpoint, request: Request, output: Output) -> Plan:
+    from converters.plan.targets import plan_neox
+    from formats.deepspeed.neox.checkpoint import Neox
+    from formats.deepspeed.neox.writer import Options
+
+    layout, multiple, iteration = output.layout, output.make_vocab_size_divisible_by, output.iteration
+    config: Mapping[str, Any] = {}
+    if format_of(source) is NEOX:
+        saved, config = source.details_of(Neox), source.run_config
+        layout = layout or ("pipeline" if saved.layered else "sequential" if output.pp == 1 else None)
+        multiple = multiple or saved.vocab_multiple
+        iteration = saved.iteration if iteration is None else iteration
+    if layout == "sequential" and output.pp > 1:
+        raise UsageError(f"--layout sequential has no stages, --pp says {output.pp}", "leave one of them out")
+    stages = output.pp if layout == "pipeline" or output.pp > 1 else 0
+    return plan_neox(source, request, Options(output.tp, stages, multiple or 128, iteration or 0, config))
+
+
+def _deepspeed(source: Checkpoint | States, request: Request, _: Output) -> Plan:
+    from converters.plan.training_state import optimizer_of
+    from converters.plan.universal import plan_of_optimizer, plan_universal
+    from formats.deepspeed.universal import States
+
+    if request.cast:
+        raise UsageError("a universal checkpoint holds float32 alone", "leave --dtype out")
+    if isinstance(source, States):
+        return plan_universal(source, request)
+    return plan_of_optimizer(source, optimizer_of(source), request)
+
+
+def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
+    from converters.plan.targets import plan_megatron
+
+    again = source.format in OF_MEGATRON
+    options = _megatron_options(source, output)
+    iteration = _iteration(source) if again and output.iteration is None else output.iteration
+    if not output.with_optimizer:
+        for name in ("optimizer", "consumed_samples"):
+            if getattr(output, name) is not None:
+                raise UsageError(f"--{flag_of(name)} is for a training that is resumed", "add --with-optimizer")
+        return plan_megatron(source, request, options, iteration, output.true_vocab_size)
+    from converters.plan.training_state import plan_resumed, plan_run
+
+    if again:
+        _require_no_cast(request)
+        if output.consumed_samples is not None:
+            raise UsageError("--consumed-samples is for a training of another framework", "leave it out")
+        return plan_run(source, request, options, iteration, output.optimizer)
+    return plan_resumed(source, request, options, iteration, output.consumed_samples, output.optimizer or "plain")
+
+
+def _iteration(source: Checkpoint) -> int | None:
+    """The iteration that a run of Megatron was read from, None for a release."""
+    from formats.megatron.details import Megatron
+
+    return None if source.home.name == "release" else source.details_of(Megatron).iteration
+
+
+def _megatron_options(source: Checkpoint, output: Output) -> Options:
+    """How the Megatron folder is written. A pipeline layout says itself how many virtual chunks there are."""
+    from formats.megatron.args.options import Options
+    from formats.megatron.details import Megatron
+    from formats.megatron.pipeline import virtual_chunks
+
+    saved = source.details if isinstance(source.details, Megatron) else None
+    ends, layout = (output.first_stage_layers, output.last_stage_layers), output.pp_layout
+    if layout is not None and ends != (None, None):
+        raise UsageError("--pp-layout says how many layers each stage has", "leave --first/last-stage-layers out")
+    if output.pp == 1 and (layout is not None or ends != (None, None)):
+        raise UsageError("one pipeline stage holds all layers", "add --pp")
+    dialect = DIALECTS[output.format] if output.format else saved.dialect if saved else DIALECTS["torch"]
+    for name, kinds in OF_DIALECTS.items():
+        if getattr(output, name) not in (None, False) and dialect not in map(DIALECTS.get, kinds):
+            hint = f"it is for Megatron folders of the format {' and '.join(kinds)}: leave it out"
+            raise UsageError(f"--{flag_of(name)} has no effect on the format {dialect}", hint)
+    interleaves = {**saved.interleaves} if saved else {}
+    if output.glu_interleave is not None:
+        interleaves["interleave"] = output.glu_interleave
+    return Options(
+        output.tp,
+        output.pp,
+        output.vpp if layout is None or output.vpp > 1 else virtual_chunks(layout, output.pp),
+        output.norm or (saved.norm if saved else "te"),
+        output.make_vocab_size_divisible_by or (saved.vocab_multiple if saved else 128),
+        dialect,
+        *ends,
+        layout,
+        output.ep or 1,
+        output.etp,
+        output.experts or (saved.experts if saved else None),
+        **interleaves,
+        version=output.megatron_version,
+        accepted=source.settings.accept,
+    )
+
+
+TARGETS: Mapping[str, tuple[set[str], Callable[..., Plan]]] = {
+    HUGGINGFACE: (HUGGINGFACE_OPTIONS, _huggingface),
+    MEGATRON_RUN: (MEGATRON_OPTIONS, _megatron),
+    FSDP: (FSDP_OPTIONS, _fsdp),
+    GPT_NEOX: (NEOX_OPTIONS, _neox),
+    UNIVERSAL: (set(), _deepspeed),
+}
+"""Target: the options that mean something to it, and what plans it."""

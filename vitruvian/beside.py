@@ -1,0 +1,47 @@
+"""The packages that are installed beside this one: imported even where the current folder has others of their names.
+
+Python looks into the current folder first when it runs a module (`python -m`, a notebook): a `train.py`, or a folder
+`formats`, of the user's own would be taken for ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+HOME = Path(__file__).parents[1]
+PACKAGES = ("formats", "converters", "train")
+
+
+def load(name: str) -> ModuleType:
+    """Import a module of ours.
+
+    Raises:
+        ImportError: a foreign package of the same name was imported before.
+    """
+    for package in PACKAGES:
+        _own(package)
+    return import_module(name)
+
+
+def _own(package: str) -> None:
+    """Make sure that a package is ours."""
+    home = HOME / package / "__init__.py"
+    held = sys.modules.get(package)
+    if held is not None:
+        if held.__file__ is None or not Path(held.__file__).samefile(home):
+            where = held.__file__ or "a folder without __init__.py"
+            raise ImportError(
+                f"vitruvian needs its own package {package!r}, and another one is imported already: {where}. "
+                f"Import vitruvian before it, or rename it."
+            )
+        return
+    spec = spec_from_file_location(package, home, submodule_search_locations=[str(home.parent)])
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[package] = module
+    spec.loader.exec_module(module)

@@ -100,6 +100,7 @@ lint: $(VENV)/.test  ## ruff: rules and format
 
 type: $(VENV)/.test  ## mypy --strict
 	$(BIN)/mypy
+	$(BIN)/mypy tests/library/typed_use.py
 
 bench: $(VENV)/.test  ## compare with cp, with other converters, tokenizers and packers, as ratios
 	$(BIN)/python -m tests.bench.bench

@@ -95,8 +95,8 @@ def test_a_folder_without_a_manifest_is_sent_with_a_note(hub, push, folder):
 
 
 def test_problems_that_the_checks_find_are_listed_and_nothing_is_sent(hub, env, converted):
-    code = CONVERT.replace("cli.main()", "publish.problems_of = lambda folder: ['no EOS', 'NaN']\ncli.main()")
-    code = "from converters.library import publishing as publish\n" + code
+    code = CONVERT.replace("cli.main()", "publishing.problems_of = lambda folder: ['no EOS', 'NaN']\ncli.main()")
+    code = "from converters.library import publishing\n" + code
     for words in (["-n"], []):
         ran = finish(spawn(code, "push", converted, "acme/m", *words, env=env))
         assert ran.code == 5

@@ -1,0 +1,195 @@
+"""Conversions and proofs as functions: what the commands do, with typed results and errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vitruvian
+from tests.models import files
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("vitruvian", "formats", "converters", "train")
+
+
+def test_a_conversion_is_that_of_the_command(model, convert, tmp_path):
+    source, seen = model("llama", "bfloat16"), []
+    done = vitruvian.convert(
+        source, tmp_path / "one", to="megatron", tp=2, pp=2, progress=lambda *what: seen.append(what)
+    )
+    assert convert("hf2megatron", source, tmp_path / "two", "--tp", "2", "--pp", "2").code == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert (done.out, done.verified, done.averaged) == (tmp_path / "one", True, {})
+    assert done.digest == json.loads(convert("digest", source, "--json").out)["digest"]
+    assert {what for what, _, _ in seen} == {"converting", "verifying"}
+    assert all(0 < count <= total for _, count, total in seen)
+    assert json.loads(json.dumps(done.to_dict()))["tensors"] == done.tensors
+
+
+@pytest.mark.parametrize(("to", "command"), [("huggingface", "hf2hf"), ("fsdp", "hf2fsdp"), ("neox", "hf2neox")])
+def test_every_target(model, convert, tmp_path, to, command):
+    source = model("gpt_neox", "bfloat16")
+    vitruvian.convert(source, tmp_path / "one", to=to)
+    assert convert(command, source, tmp_path / "two").code == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_a_reshard_keeps_what_the_source_has(model, convert, tmp_path):
+    source = tmp_path / "run"
+    vitruvian.convert(
+        model("llama", "bfloat16"),
+        source,
+        to="megatron",
+        tp=2,
+        norm="local",
+        make_vocab_size_divisible_by=8,
+        iteration=7,
+    )
+    vitruvian.convert(source, tmp_path / "one", to="megatron", tp=4)
+    assert convert("reshard", source, tmp_path / "two", "--tp", "4").code == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert (tmp_path / "one" / "iter_0000007").is_dir()
+
+
+def test_parts_and_the_call_that_finishes(model, tmp_path):
+    source = model("llama", "bfloat16")
+    for number in (1, 2):
+        part = vitruvian.convert_part(source, tmp_path / "out", (number, 2), to="fsdp", ranks=2)
+        assert part.part == f"{number}/2"
+        assert part.tensors
+    assert not (tmp_path / "out").exists()
+    done = vitruvian.convert(source, tmp_path / "out", to="fsdp", ranks=2)
+    assert done.digest == vitruvian.digest(source).digest
+    with pytest.raises(vitruvian.UsageError, match="none such as"):
+        vitruvian.convert_part(source, tmp_path / "other", (3, 2))
+
+
+def test_plans_say_what_would_be_done(model):
+    plan = vitruvian.plan(model("llama", "bfloat16"), to="megatron", tp=2, dtype="fp16")
+    assert list(plan.files) == [f"release/mp_rank_0{rank}/model_optim_rng.pt" for rank in range(2)]
+    assert sum(plan.changes.values()) == len(plan.plan.jobs)
+    assert plan.to_dict()["target"]["bytes"] == sum(plan.files.values())
+    assert vitruvian.plan(model("llama", "bfloat16")).changes == {}
+
+
+def test_proofs(model, tmp_path):
+    source, other = model("llama", "bfloat16"), model("llama", "float32")
+    vitruvian.convert(source, tmp_path / "run", to="megatron", tp=2)
+    assert vitruvian.verify(tmp_path / "run").equal
+    verified = vitruvian.verify(tmp_path / "run", source)
+    assert verified.digest == verified.against == vitruvian.digest(source).digest
+    assert vitruvian.diff(tmp_path / "run", source).equal
+    found = vitruvian.diff(source, other)
+    assert {one.what for one in found.tensors} == {"BF16 | F32"}
+    with pytest.raises(vitruvian.VerificationError, match="tensors of") as error:
+        vitruvian.verify(other, source)
+    assert error.value.exit_code == 6
+    with pytest.raises(vitruvian.SourceError, match=r"holds no vitruvian\.json"):
+        vitruvian.verify(source)
+
+
+def test_errors_say_what_the_command_says(model, tmp_path):
+    with pytest.raises(vitruvian.OutputError) as error:
+        vitruvian.convert(model("llama"), model("llama"))
+    assert error.value.exit_code == 7
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("years of work")
+    with pytest.raises(vitruvian.OutputError) as error:
+        vitruvian.convert(model("llama"), tmp_path / "taken")
+    assert error.value.hint
+    for words, options in (
+        ("there is no dtype int4", {"dtype": "int4"}),
+        ("there is no option colour", {"colour": 1}),
+        ("--tp has no effect on the target huggingface", {"tp": 2}),
+        ("there is no target gguf", {"to": "gguf"}),
+    ):
+        with pytest.raises(vitruvian.UsageError, match=words):
+            vitruvian.convert(model("llama"), tmp_path / "out", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_every_public_name_is_there():
+    assert all(getattr(vitruvian, name) is not None for name in vitruvian.__all__)
+    assert set(vitruvian.__all__) <= set(dir(vitruvian))
+    assert vitruvian.__version__ == "0.1.0"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = vitruvian.nothing
+
+
+def test_the_plain_path_loads_no_framework_and_no_network(model, tmp_path):
+    code = (
+        "import sys, vitruvian\nassert 'numpy' not in sys.modules\n"
+        "vitruvian.convert(sys.argv[1], sys.argv[2], to='megatron', tp=2)\n"
+        "assert sum(tensor.size for _, tensor in vitruvian.open(sys.argv[2]).tensors())\n"
+        "heavy = ('torch', 'transformers', 'huggingface_hub', 'httpx', 'requests', 'ssl', 'socket', 'obstore')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    words = [sys.executable, "-c", code, str(model("llama")), str(tmp_path / "out")]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
+    assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("trap", ["train.py", "formats/__init__.py", "converters.py", "convert.py"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "vitruvian", "convert", "formats", "--json"],
+        ["-m", "vitruvian", "train", "--help"],
+        ["-c", "import vitruvian; print(vitruvian.open)"],
+    ],
+    ids=lambda words: " ".join(words[:3]),
+)
+def test_files_of_the_user_with_our_names_are_not_taken_for_ours(tmp_path, trap, words):
+    (tmp_path / trap).parent.mkdir(exist_ok=True)
+    (tmp_path / trap).write_text("raise SystemExit('the trap was run')\n")
+    ran = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout
+
+
+def test_a_foreign_package_that_was_imported_before_is_named(tmp_path):
+    (tmp_path / "formats.py").write_text("WHOSE = 'the user'\n")
+    code = "import formats, vitruvian\nvitruvian.open('.')"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert ran.returncode == 1
+    assert f"another one is imported already: {tmp_path / 'formats.py'}" in ran.stderr
+
+
+def test_the_program(tmp_path):
+    for words, code, said in (
+        (["--version"], 0, "vitruvian 0.1.0"),
+        (["--help"], 0, "vitruvian convert COMMAND"),
+        (["convert", "--help"], 0, "fsdp2hf"),
+        (["train", "--help"], 0, "pack"),
+        (["paint"], 2, "there is no command paint"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-m", "vitruvian", *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert (ran.returncode, said in ran.stdout + ran.stderr) == (code, True), ran
+
+
+def test_each_package_says_that_it_has_types():
+    """What a checker sees of them is in `typed_use.py`, which `make type` reads."""
+    packed = (ROOT / "pyproject.toml").read_text().partition("package-data]")[2]
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").is_file()
+        assert f'"{package}" = ["py.typed"]' in packed
+
+
+def test_paths_may_be_text(model, tmp_path):
+    vitruvian.convert(str(model("llama")), str(tmp_path / "out"))
+    assert vitruvian.open(str(tmp_path / "out")).path == Path(tmp_path / "out")

@@ -1,0 +1,233 @@
+"""Views: a tensor of any layout is, byte for byte, what a conversion writes. Judges: safetensors, torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+import vitruvian
+from tests.optimizers import add_optimizer
+from vitruvian import VitruvianError
+
+
+def held_by_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder, as the official reader has it, in the order of the files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    return found
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The elements as bytes."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def shard(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a file of Megatron, by chunk and name."""
+    stored = torch.load(path, weights_only=False)
+    chunks = {key: value for key, value in stored.items() if key.startswith("model")}
+    found: dict[str, torch.Tensor] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[prefix] = value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else key, inner)
+
+    for chunk, value in chunks.items():
+        walk("" if chunk == "model" else chunk, value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+    """A run of Megatron at TP 4, PP 2."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    vitruvian.convert(model("llama", "bfloat16"), out, to="megatron", tp=4, pp=2)
+    return out
+
+
+def test_tensors_of_a_run_are_those_of_its_conversion(run, model, tmp_path):
+    vitruvian.convert(run, tmp_path / "hf", shard_size=100_000)
+    written = held_by_safetensors(tmp_path / "hf")
+    checkpoint = vitruvian.open(run)
+    assert (checkpoint.format, checkpoint.family, checkpoint.topology) == (
+        "megatron",
+        "llama",
+        {"tp": 4, "pp": 2},
+    )
+    names = []
+    with checkpoint.as_("huggingface", shard_size=100_000) as view:
+        for name, tensor in view.read(ahead=2):
+            names.append(name)
+            assert tensor.dtype.name == "bfloat16"
+            assert np.array_equal(tensor.view(np.uint8).reshape(-1), bits(written[name]))
+            assert tensor.shape == tuple(written[name].shape)
+    assert names == list(written)
+    assert [name for name, _ in checkpoint.tensors()] == list(held_by_safetensors(model("llama", "bfloat16")))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "ranks"),
+    [
+        ("llama", {"tp": 4, "pp": 2}, [(tp, pp, 0) for tp in range(4) for pp in range(2)]),
+        ("qwen2-tied", {"tp": 2, "pp": 2, "vpp": 2}, [(tp, pp, 0) for tp in range(2) for pp in range(2)]),
+        ("mixtral", {"tp": 2, "ep": 2, "etp": 1, "pp": 2}, [(tp, pp, tp) for tp in range(2) for pp in range(2)]),
+        ("gpt2", {"tp": 2, "pp": 1, "norm": "local"}, [(0, 0, 0), (1, 0, 0)]),
+    ],
+)
+def test_a_rank_of_megatron_is_its_file(model, tmp_path, name, layout, ranks):
+    source = model(name, "bfloat16")
+    vitruvian.convert(source, tmp_path / "run", to="megatron", **layout)
+    checkpoint = vitruvian.open(source)
+    for tp, pp, ep in ranks:
+        asked = {"tp": (tp, layout["tp"]), "pp": (pp, layout["pp"]), "ep": (ep, layout.get("ep", 1))}
+        view = checkpoint.as_("megatron", **{**layout, **asked})
+        (file,) = {tensor.file for tensor in view.values()}
+        wanted = shard(tmp_path / "run" / file)
+        assert dict(view).keys() == wanted.keys()
+        for key, tensor in view.items():
+            assert np.array_equal(tensor.words().reshape(-1).view(np.uint8), bits(wanted[key])), key
+            assert torch.equal(tensor.torch(), wanted[key])
+
+
+@pytest.mark.parametrize("kind", ["plain", "distributed"])
+def test_states_of_an_optimizer_are_those_of_a_reshard(model, tmp_path, kind):
+    source = tmp_path / "run"
+    vitruvian.convert(model("llama", "bfloat16"), source, to="megatron", tp=2, iteration=3)
+    add_optimizer(source, kind)
+    vitruvian.convert(source, tmp_path / "out", to="megatron", tp=4, with_optimizer=True, optimizer="plain")
+    checkpoint = vitruvian.open(source)
+    for rank in range(4):
+        view = checkpoint.as_("megatron", tp=(rank, 4), with_optimizer=True, optimizer="plain")
+        (file,) = {tensor.file for tensor in view.values()}
+        stored = torch.load(tmp_path / "out" / file, weights_only=False)["optimizer"]
+        states = stored["optimizer"]["state"]
+        for state in ("exp_avg", "exp_avg_sq"):
+            held = [tensor for key, tensor in view.items() if key.startswith(f"{state}.")]
+            assert len(held) == len(states)
+            assert {tuple(one.shape) for one in held} == {tuple(one[state].shape) for one in states.values()}
+            ours = sorted(one.words().tobytes() for one in held)
+            assert ours == sorted(bits(one[state]).tobytes() for one in states.values())
+
+
+def test_a_box_is_a_slice(run):
+    with vitruvian.open(run)["huggingface"] as view:
+        for name in (
+            "model.embed_tokens.weight",
+            "model.layers.1.self_attn.k_proj.weight",
+            "model.layers.0.mlp.up_proj.weight",
+        ):
+            whole = view[name].words()
+            rows = whole.shape[0]
+            for box in (
+                (slice(3, 9),),
+                (slice(None), slice(5, 17)),
+                (slice(rows - 1, None), slice(0, 1)),
+                (slice(2, 2),),
+            ):
+                assert np.array_equal(view[name].words(*box), whole[box])
+            assert np.array_equal(view[name][1:4].view(np.uint16), whole[1:4])
+        with pytest.raises(IndexError, match="no step"):
+            view[name][::2]
+        with pytest.raises(IndexError, match="2 axes"):
+            view[name].words(slice(1), slice(1), slice(1))
+
+
+def test_rows_of_a_shard_with_padding(model):
+    """203 tokens, padded to 256: a slice over the last token and the padding."""
+    view = vitruvian.open(model("llama", "bfloat16", vocab_size=203)).as_(
+        "megatron", tp=(1, 2), make_vocab_size_divisible_by=64
+    )
+    embedding = view["embedding.word_embeddings.weight"]
+    whole = embedding.words()
+    assert whole.shape[0] == 128
+    assert whole[74].any()
+    assert not whole[75:].any()
+    assert np.array_equal(embedding.words(slice(70, 90)), whole[70:90])
+
+
+def test_fsdp_names_are_those_in_memory(model):
+    from transformers import AutoModelForCausalLM
+
+    source = model("mixtral", "bfloat16")
+    names = AutoModelForCausalLM.from_pretrained(source).state_dict().keys()
+    assert vitruvian.open(source)["fsdp"].keys() == set(names)
+
+
+def test_what_cannot_be_asked(model, run):
+    checkpoint = vitruvian.open(run)
+    for words, asked in (
+        ("names no rank", lambda: checkpoint.as_("megatron", tp=(0, 2), pp=2)),
+        ("several files hold tensors of one name", lambda: checkpoint.as_("megatron", tp=2)),
+        ("is no rank and size", lambda: checkpoint.as_("megatron", tp=(2, 2))),
+        ("has no effect on the target huggingface", lambda: checkpoint.as_("huggingface", vpp=2)),
+        ("has no files of such ranks", lambda: checkpoint.as_("neox", tp=(0, 2))),
+        ("there is no option color", lambda: checkpoint.as_("huggingface", color=2)),
+        ("there is no target gguf", lambda: checkpoint["gguf"]),
+        ("has no view", lambda: checkpoint.as_("deepspeed")),
+        ("there is no option color", lambda: vitruvian.open(run, color=2)),
+        ("there is no setting 'color'", lambda: vitruvian.open(run, set={"color": 2})),
+        ("--container has no effect", lambda: vitruvian.open(run, container="model")),
+        ("does not exist", lambda: vitruvian.open(run / "nothing")),
+    ):
+        with pytest.raises(VitruvianError, match=words):
+            asked()
+
+
+def test_damage_is_found_when_it_is_read(model, tmp_path):
+    run = tmp_path / "run"
+    vitruvian.convert(model("llama", "bfloat16"), run, to="megatron", tp=2)
+    path = next(run.rglob("mp_rank_01/model_optim_rng.pt"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(vitruvian.DamagedError, match="mp_rank_01"):
+        for _ in vitruvian.open(run).tensors():
+            pass
+
+
+def test_a_view_keeps_memory_small(tmp_path):
+    """A tensor of 512 MB is read by rows: what the process had at most grows by less than 64 MB."""
+    import subprocess
+    import sys
+
+    rows, columns = 1 << 16, 4096
+    header = json.dumps(
+        {
+            "model.embed_tokens.weight": {
+                "dtype": "BF16",
+                "shape": [rows, columns],
+                "data_offsets": [0, rows * columns * 2],
+            }
+        }
+    ).encode()
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + rows * columns * 2)
+    (folder / "config.json").write_text(
+        '{"model_type": "nothing", "architectures": ["Nothing"], "vocab_size": 65536, "hidden_size": 4096}'
+    )
+    code = (
+        "import resource, sys, vitruvian\n"
+        "view = vitruvian.open(sys.argv[1], verbatim=True)['huggingface']\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "for row in range(0, 1 << 16, 4096): assert view['model.embed_tokens.weight'][row:row + 8].shape == (8, 4096)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 64 << 10

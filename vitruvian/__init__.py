@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from converters.library.checkpoint import Checkpoint
     from converters.library.checkpoint import open_checkpoint as open  # noqa: A004  # as the builtin opens files
     from converters.library.conversion import Converted, Part, Plan, convert, convert_part, plan
+    from converters.library.exporting import Export, Exporter, exporter
     from converters.library.proving import Differences, Digest, Verified, diff, digest, verify
     from converters.library.publishing import Pushed, push
     from converters.library.view import Tensor, View
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 ROOMS = {
     "converters.library.checkpoint": {"open": "open_checkpoint", "Checkpoint": "Checkpoint"},
     "converters.library.conversion": ("Converted", "Part", "Plan", "convert", "convert_part", "plan"),
+    "converters.library.exporting": ("Export", "Exporter", "exporter"),
     "converters.library.proving": ("Differences", "Digest", "Verified", "diff", "digest", "verify"),
     "converters.library.publishing": ("Pushed", "push"),
     "converters.library.view": ("Tensor", "View"),
@@ -59,10 +61,10 @@ PLACES = {
 }
 
 __all__ = [
-    "Checkpoint", "Converted", "DamagedError", "Difference", "Differences", "Digest", "Interrupted", "NetworkError",
-    "OptionNeededError", "OutputError", "Part", "Plan", "Pushed", "RefusedError", "SourceError", "Tensor",
-    "UnsupportedError", "UsageError", "VerificationError", "Verified", "View", "VitruvianError", "convert",
-    "convert_part", "diff", "digest", "open", "plan", "push", "verify",
+    "Checkpoint", "Converted", "DamagedError", "Difference", "Differences", "Digest", "Export", "Exporter",
+    "Interrupted", "NetworkError", "OptionNeededError", "OutputError", "Part", "Plan", "Pushed", "RefusedError",
+    "SourceError", "Tensor", "UnsupportedError", "UsageError", "VerificationError", "Verified", "View",
+    "VitruvianError", "convert", "convert_part", "diff", "digest", "exporter", "open", "plan", "push", "verify",
 ]  # fmt: skip
 
 

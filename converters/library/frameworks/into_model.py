@@ -108,6 +108,8 @@ def load(
         for name in both:
             _fill(model, name, wanted[name], view[name], shared.get(name, {name}))
         view.reader.complete()
+    if any(wanted[name].is_meta for name in both) and callable(tie := getattr(model, "tie_weights", None)):
+        tie()  # what is made on the meta device is not tied yet
     if stranded := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise RefusedError(
             f"{type(model).__name__} has {len(stranded)} buffers on the meta device that no checkpoint holds: "

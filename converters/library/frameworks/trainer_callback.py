@@ -1,0 +1,56 @@
+"""Export at each save of the Trainer of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from converters.library.exporting import Exporter, exporter
+from converters.library.options import Conversion, Place
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class ExportCallback(TrainerCallback):
+    """Exports each checkpoint that the Trainer saves, on the first rank, while the training goes on.
+
+    `save_total_limit` may delete a checkpoint before its turn: then it counts as failed. At the end of the training
+    the exports that are left are waited for.
+
+    Args:
+        out: the folder in which each `checkpoint-N` becomes a Hugging Face folder.
+        push: ORG/NAME to which each is pushed afterwards, into a branch `checkpoint-N`.
+        waiting: how many checkpoints may wait for the one that is exported; a further one is skipped.
+        strict: at the end of the training, raise if one failed or was skipped.
+        options: those of `vitruvian.convert`: of sharded checkpoints `config="BASE"`.
+    """
+
+    def __init__(
+        self,
+        out: Place,
+        *,
+        push: str | None = None,
+        waiting: int = 1,
+        strict: bool = False,
+        **options: Unpack[Conversion],
+    ) -> None:
+        self.out, self.push, self.waiting, self.strict, self.options = out, push, waiting, strict, options
+        self.exporter: Exporter | None = None
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Submit what was saved."""
+        del control
+        if state.is_world_process_zero:
+            if self.exporter is None:
+                self.exporter = exporter(self.out, push=self.push, waiting=self.waiting, **self.options)
+            self.exporter.submit(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait for what is left."""
+        del args, state, control
+        if self.exporter is not None:
+            self.exporter.close(strict=self.strict)
+            self.exporter = None

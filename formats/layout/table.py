@@ -23,7 +23,9 @@ from typing import NamedTuple
 
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError
-from formats.layout.pattern import Leaf, Mesh, Pattern, at, cut, lower, parse, shape
+from formats.layout.leaves import Leaf, at, cut
+from formats.layout.lowering import Mesh, lower, shape
+from formats.layout.pattern import Pattern, parse
 from formats.layout.tensors import TENSORS
 
 CONDITIONS = {

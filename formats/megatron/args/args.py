@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-from formats.errors import RefusedError, UnsupportedError, short
+from formats.errors import RefusedError
 from formats.families import family_named
 from formats.megatron.args import ambiguous, fields, mlp
 from formats.megatron.args.fitting import fitting
@@ -101,7 +101,7 @@ def agreed(
     if values["sliding_window"] is not None:
         whole(values["sliding_window"], "sliding_window", where)
     values["family"], values["biases"] = fitting(values, holding, base, where)
-    values = _as_in_family(values, settings, base, where)
+    values = _as_in_family(values, settings, base)
     notes = [*values.get("notes", ())]
     rotary = family_named(values["family"]).rope_theta is not None  # otherwise there is a weight for each position
     if rotary and base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
@@ -119,15 +119,10 @@ def agreed(
     return spec
 
 
-def _as_in_family(
-    values: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None, where: str
-) -> dict[str, Any]:
+def _as_in_family(values: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None) -> dict[str, Any]:
     """The settings as the family has them: None where it fixes the value.
 
     Without a dense layer `ffn` is the width of nothing, and Megatron may say anything: it is that of the config.
-
-    Raises:
-        UnsupportedError: the family fixes a setting of the mixture of experts to another value.
     """
     family, values = family_named(values["family"]), dict(values)
     keys = family.keys
@@ -139,10 +134,6 @@ def _as_in_family(
         values["ffn"] = values["expert_ffn"]
     elif base and not values["dense_layers"]:
         values["ffn"] = base.ffn
-    for name, fixed in EXPERTS.items():
-        if name not in keys and fixed is not None and values[name] != fixed:
-            reason = f"{name} = {short(values[name])} is not supported for {family.name}, only {fixed}"
-            raise UnsupportedError(f"{where}: {reason}")
     return values | {name: None for name in EXPERTS if name not in keys}
 
 

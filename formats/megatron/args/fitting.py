@@ -1,14 +1,18 @@
-"""Which family a model is that names none: one fits if its rows write the arguments that were read."""
+"""Which family a model is that names none.
+
+One fits if its rows write the arguments that were read, and if it fixes no setting to something else than they say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.families.family import TRAITS, Family
+from formats.huggingface.settings_table import required
 from formats.megatron.args.table import TABLE, conditions, described
 from formats.model.codec import write
 from formats.model.spec import FIXED, ModelSpec
@@ -32,14 +36,14 @@ def fitting(values: Args, holding: Collection[str], base: ModelSpec | None, wher
 
     Raises:
         RefusedError: a model of the config's family has other args.
-        UnsupportedError: no family fits.
+        UnsupportedError: no family fits, or each that does fixes a setting to another value.
     """
     args = write(FITTED, {"family": "model", **values}, holding, where)
-    if base and (biases := _biases(family_named(base.family), values, args)) is not None:
-        return base.family, biases
     choices = {family.name: _biases(family, values, args) for family in FAMILIES.values()}
     fits = {name: biases for name, biases in choices.items() if biases is not None}
-    if base:
+    if base and base.family in fits:
+        fits = {base.family: fits[base.family]}
+    elif base:
         raise RefusedError(
             f"{where} describes a model like {' or '.join(_ordered(fits)) or 'none known'}, its config a {base.family}"
             f"{_differing(base, values, args)}"
@@ -49,7 +53,10 @@ def fitting(values: Args, holding: Collection[str], base: ModelSpec | None, wher
             f"{where}: no known family has this combination of norms, biases, query/key norms, sliding window, partial "
             "rotary embedding or learned positions, and experts"
         )
-    name = _ordered(fits)[0]
+    otherwise = {name: next(_fixed_otherwise(family_named(name), values), "") for name in _ordered(fits)}
+    name = next((name for name, reason in otherwise.items() if not reason), None)
+    if name is None:
+        raise UnsupportedError(f"{where}: {next(iter(otherwise.values()))}")
     return name, fits[name]
 
 
@@ -67,6 +74,18 @@ def _written(family: Family, biases: Collection[str], values: Args) -> Args | No
         theirs = {**values, "family": family.name, **fixed, **described(traits)}
         return write(FITTED, theirs, conditions(traits), "")
     return None
+
+
+def _fixed_otherwise(family: Family, values: Args) -> Iterator[str]:
+    """What a family fixes to something else than these settings say, each as a sentence."""
+    fixed = {name: only for name, only in FIXED.items() if name not in (*family.keys, *FREE) and only is not None}
+    if family.keys.get("kv_heads") == "":
+        fixed["kv_heads"] = family.defaults.get("kv_heads", values["heads"])
+    said = {name: (values[name], only) for name, only in fixed.items() if values.get(name) is not None}
+    said |= {key: (value, family.requires[key]) for key, value in required(family, values).items()}
+    for name, (value, only) in said.items():
+        if value != only:
+            yield f"{name} = {short(value)} is not supported for {family.name}, only {short(only)}"
 
 
 def _ordered(fits: Mapping[str, tuple[str, ...]]) -> list[str]:

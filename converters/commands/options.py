@@ -335,7 +335,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         UsageError: --config names no configuration.
     """
     from formats.checkpoint import Settings
-    from formats.model.spec import parse_settings
+    from formats.model.settings import parse_settings
 
     config = options["config"]
     if config is not None and not ((config / "config.json").is_file() or _is_yml(config)):

@@ -28,7 +28,8 @@ from formats.megatron.args.options import Options, main_dtype
 from formats.megatron.args.table import conditions, described
 from formats.megatron.pipeline import Pipeline
 from formats.model.codec import Context, read, rows, write
-from formats.model.spec import ModelSpec, real, whole
+from formats.model.spec import ModelSpec
+from formats.model.values import real, whole
 from formats.torch_files.pickle_values import Dtype, Opaque, keeps
 
 NAME = "megatron-llm"

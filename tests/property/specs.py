@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from formats.families.family import Family
 from formats.huggingface.layers import FULL, SLIDING
 from formats.huggingface.settings_table import LINES, USUAL
-from formats.model.spec import EXPERTS, LISTS, ModelSpec, checked
+from formats.model.checks import checked
+from formats.model.settings import EXPERTS, LISTS
+from formats.model.spec import ModelSpec
 
 SIZE = st.integers(1, 300)
 FACTOR = st.sampled_from([4.0, 8.0, 1.5])

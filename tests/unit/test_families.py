@@ -225,8 +225,8 @@ def test_what_has_no_table_is_refused(name, changes, reason):
     [
         ({"rope_theta": 1e4}, "a gpt2 has no rotary embedding"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "a gpt2 has no rotary embedding"),
-        ({"kv_heads": 4}, "a gpt2 with 8 heads has no 4 key/value groups"),
-        ({"head_dim": 16}, "hidden / heads = 8 elements, not 16"),
+        ({"kv_heads": 4}, "kv_heads = 4 is not supported for gpt2, only 8"),
+        ({"head_dim": 16}, "head_dim = 16 is not supported for gpt2, only 8"),
     ],
 )
 def test_settings_that_are_none_of_gpt_2(settings, reason):

@@ -30,7 +30,8 @@ from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.flags import flags
 from formats.megatron.args.options import Options, namespace
 from formats.megatron.args.rope import LLAMA3_SCALING
-from formats.model.spec import differences, parse_settings
+from formats.model.settings import parse_settings
+from formats.model.spec import differences
 from formats.model.untabled import describe
 from tests.models import EXPERTS, FUSED_HERE, IN_MEGATRON, LLAMA3, MODELS, PLAIN_YARN, YARN, settings_of
 

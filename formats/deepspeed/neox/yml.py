@@ -13,8 +13,10 @@ from typing import Any
 from formats.deepspeed.neox.settings_table import FUSED, ROWS, WINDOW, number, yarn_of
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
+from formats.model.checks import checked
 from formats.model.codec import read, write
-from formats.model.spec import MOST_LAYERS, ModelSpec, checked, real, whole
+from formats.model.spec import ModelSpec
+from formats.model.values import MOST_LAYERS, real, whole
 
 DEFAULTS = {
     "rotary_emb_base": 10000, "no_weight_tying": False, "rms_norm_epsilon": 1e-8, "layernorm_epsilon": 1e-5,

@@ -14,8 +14,11 @@ from formats.families import family_named
 from formats.megatron.args import ambiguous, fields, mlp
 from formats.megatron.args.fitting import fitting
 from formats.megatron.args.table import MARKS, TABLE, conditions, described, marks, values_of
+from formats.model.checks import checked, layers_of
 from formats.model.codec import read, write
-from formats.model.spec import EXPERTS, FIXED, ModelSpec, checked, differences, layers_of, whole
+from formats.model.settings import EXPERTS, FIXED
+from formats.model.spec import ModelSpec, differences
+from formats.model.values import whole
 
 SCALING = [row for row in TABLE if row.setting == "rope_scaling"]
 READ = [row for row in TABLE if row not in SCALING]

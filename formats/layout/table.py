@@ -105,12 +105,6 @@ def rules(table: str) -> tuple[Rule, ...]:
     return tuple(parsed)
 
 
-def without(table: str, conditions: Collection[str]) -> str:
-    """A layout table without the lines that hold only under one of some conditions."""
-    lines = table.splitlines()
-    return "\n".join(line for line in lines if not set(conditions) & {*" ".join(re.split(r"\s{2,}", line)[2:]).split()})
-
-
 class Cut(NamedTuple):
     """The part of a physical tensor that is stored in one place.
 

@@ -5,12 +5,13 @@ What a setting may be by itself follows from its type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from formats.errors import SourceError, UnsupportedError, VitruvianError, short
 from formats.families import family_named
 from formats.families.family import Family
+from formats.model.codec import Row
 from formats.model.settings import CHOICES, FIXED, LISTS, OPTIONAL, REQUIRED, TYPES
 from formats.model.spec import ModelSpec
 from formats.model.values import KINDS, MOST_EXPERTS, MOST_LAYERS, some_layers, whole
@@ -119,3 +120,11 @@ def fixed_otherwise(family: Family, values: Mapping[str, Any]) -> list[str]:
         for name, only in fixed.items()
         if values.get(name) not in (None, only)
     ]
+
+
+def unsaid(table: Iterable[Row], conditions: Collection[str], spec: ModelSpec) -> str:
+    """A setting of a model that no row of a format's table says, and that is not what then holds; empty if all are."""
+    said = {row.setting for row in table if not row.condition or row.condition in conditions}
+    silent = {name: getattr(spec, name) for name in CHOICES if name not in said}
+    lost = (name for name, value in silent.items() if value not in (None, FIXED[name]))
+    return next((f"{name} = {short(silent[name])}" for name in lost), "")

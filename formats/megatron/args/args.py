@@ -14,9 +14,9 @@ from formats.families import family_named
 from formats.megatron.args import ambiguous, fields, mlp
 from formats.megatron.args.fitting import fitting
 from formats.megatron.args.table import MARKS, TABLE, conditions, described, marks, values_of
-from formats.model.checks import checked, layers_of
+from formats.model.checks import checked, layers_of, unsaid
 from formats.model.codec import read, write
-from formats.model.settings import EXPERTS, FIXED
+from formats.model.settings import FIXED
 from formats.model.spec import ModelSpec, differences
 from formats.model.values import whole
 
@@ -98,8 +98,7 @@ def agreed(
         RefusedError: args and config contradict each other.
     """
     values = {**values, **settings}
-    if values.get("rotary_fraction") is None:
-        values["rotary_fraction"] = FIXED["rotary_fraction"]
+    values |= {name: fixed for name, fixed in FIXED.items() if values.get(name) is None}  # what has no argument
     values |= layers_of(values, where)
     if values["sliding_window"] is not None:
         whole(values["sliding_window"], "sliding_window", where)
@@ -123,21 +122,19 @@ def agreed(
 
 
 def _as_in_family(values: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None) -> dict[str, Any]:
-    """The settings as the family has them: None where it fixes the value.
+    """The settings as the family has them: None where it leaves no choice.
 
     Without a dense layer `ffn` is the width of nothing, and Megatron may say anything: it is that of the config.
     """
     family, values = family_named(values["family"]), dict(values)
     keys = family.keys
-    values |= {name: None for name in FIXED if name not in (*EXPERTS, *keys, *settings)}
     values["own"] = {key: values[key] for key in family.own}
-    if "moe" not in family.traits:
-        return values
-    if keys.get("expert_ffn") in (None, keys.get("ffn")):  # one key for both, or one width
+    if "moe" in family.traits and keys.get("expert_ffn") in (None, keys.get("ffn")):  # one key for both, or one width
         values["ffn"] = values["expert_ffn"]
-    elif base and not values["dense_layers"]:
+    elif "moe" in family.traits and base and not values["dense_layers"]:
         values["ffn"] = base.ffn
-    return values | {name: None for name in EXPERTS if name not in keys}
+    fixed = (name for name, only in FIXED.items() if name not in keys and (only is not None or name not in settings))
+    return values | dict.fromkeys(fixed)
 
 
 def _as_in_config(values: Mapping[str, Any], holding: Collection[str], base: ModelSpec) -> dict[str, Any]:
@@ -158,4 +155,7 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
     Raises:
         RefusedError: Megatron has no such model.
     """
-    return write(TABLE, values_of(spec), conditions(spec.traits), "")
+    holding = conditions(spec.traits)
+    if lost := unsaid(TABLE, holding, spec):
+        raise RefusedError(f"megatron-core has no {lost}")
+    return write(TABLE, values_of(spec), holding, "")

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from formats.errors import RefusedError, UsageError
 from formats.families.family import Family
-from formats.layout.pattern import Leaf, lower, rows, shape
+from formats.layout.leaves import Leaf
+from formats.layout.lowering import lower, rows, shape
 from formats.layout.table import Rule
 from formats.model.spec import ModelSpec
 from formats.registry import FORMATS

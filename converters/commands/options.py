@@ -275,7 +275,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         UsageError: --config names no configuration.
     """
     from formats.checkpoint import Settings
-    from formats.model.spec import parse_settings
+    from formats.model.settings import parse_settings
 
     return Settings(
         options["vocab_size"],

@@ -16,7 +16,7 @@ from formats.checkpoint import Checkpoint, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import RefusedError, UnsupportedError
 from formats.layout.boxes import overlap
-from formats.layout.pattern import Leaf
+from formats.layout.leaves import Leaf
 from formats.layout.table import ORIGINAL, Placed, Replica
 from formats.layout.tensors import UNTRAINED
 from formats.model.spec import Spec

@@ -24,6 +24,31 @@ model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
 """
 """The same with biases on query, key and value."""
 
+ALL_BIASES = """
+model.embed_tokens.weight                        embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden
+model.layers.{layer}.self_attn.q_proj.bias       query_bias: (group head half pair)
+model.layers.{layer}.self_attn.k_proj.weight     key: (group half pair) hidden
+model.layers.{layer}.self_attn.k_proj.bias       key_bias: (group half pair)
+model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
+model.layers.{layer}.self_attn.v_proj.bias       value_bias: (group dim)
+model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
+model.layers.{layer}.self_attn.o_proj.bias       output_bias: hidden
+"""
+"""The same with biases on the output too."""
+
+OPTIONAL_QKV_BIASES = """
+model.embed_tokens.weight                        embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden
+model.layers.{layer}.self_attn.q_proj.bias       query_bias: (group head half pair)    qkv_bias
+model.layers.{layer}.self_attn.k_proj.weight     key: (group half pair) hidden
+model.layers.{layer}.self_attn.k_proj.bias       key_bias: (group half pair)           qkv_bias
+model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
+model.layers.{layer}.self_attn.v_proj.bias       value_bias: (group dim)               qkv_bias
+model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
+"""
+"""The same with biases on query, key and value where a config key turns them on."""
+
 OPTIONAL_BIASES = """
 model.embed_tokens.weight                                embedding: vocab hidden
 model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
@@ -35,7 +60,7 @@ model.layers.{layer}.self_attn.v_proj.bias               value_bias: (group dim)
 model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
 model.layers.{layer}.self_attn.o_proj.bias               output_bias: hidden         output_bias
 """
-"""The same with biases on query, key and value, and on the output, where a config key turns them on."""
+"""The same with one on the output too, likewise."""
 
 PAIRED_ATTENTION = """
 model.embed_tokens.weight                        embedding: vocab hidden
@@ -72,6 +97,12 @@ model.layers.{layer}.mlp.down_proj.weight     down: hidden ffn
 """
 """An MLP without one."""
 
+FUSED_MLP = """
+model.layers.{layer}.mlp.gate_up_proj.weight     (gate: ffn | up: ffn) hidden
+model.layers.{layer}.mlp.down_proj.weight        down: hidden ffn
+"""
+"""One with a gate, whose two matrices are one tensor."""
+
 DENSE_MLP = """
 model.layers.{layer}.mlp.gate_proj.weight     gate: ffn hidden    dense
 model.layers.{layer}.mlp.up_proj.weight       up: ffn hidden      dense
@@ -88,6 +119,17 @@ model.layers.{layer}.mlp.experts.down_proj                     expert_down: expe
 """
 """Experts with a gate: the Hub's names of each, and those that transformers 5 has in memory."""
 
+ROUTER = """
+model.layers.{layer}.mlp.gate.weight     router: expert hidden    sparse
+"""
+"""What scores experts."""
+
+BIASED_ROUTER = """
+model.layers.{layer}.mlp.gate.weight                         router: expert hidden    sparse
+model.layers.{layer}.mlp.gate.e_score_correction_bias        router_bias: expert      sparse
+"""
+"""The same with a bias for their choice alone."""
+
 SHARED_EXPERTS = """
 model.layers.{layer}.mlp.shared_experts.gate_proj.weight     shared_gate: shared_ffn hidden    sparse
 model.layers.{layer}.mlp.shared_experts.up_proj.weight       shared_up: shared_ffn hidden      sparse
@@ -95,11 +137,36 @@ model.layers.{layer}.mlp.shared_experts.down_proj.weight     shared_down: hidden
 """
 """What is shared of them."""
 
+MIXTURE = DENSE_MLP + EXPERTS + BIASED_ROUTER + SHARED_EXPERTS
+"""All of it, in the order of DeepSeek-V3."""
+
 NORMS = """
 model.layers.{layer}.input_layernorm.weight              input_norm: hidden
 model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
 """
 """The norms before attention and MLP."""
+
+LAYER_NORMS = """
+model.layers.{layer}.input_layernorm.weight              input_norm: hidden
+model.layers.{layer}.input_layernorm.bias                input_norm_bias: hidden
+model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
+model.layers.{layer}.post_attention_layernorm.bias       post_norm_bias: hidden
+"""
+"""The same as LayerNorms, which have biases."""
+
+NORMS_BEHIND = """
+model.layers.{layer}.post_attention_layernorm.weight       output_norm: hidden
+model.layers.{layer}.post_feedforward_layernorm.weight     down_norm: hidden
+"""
+"""Norms of what attention and MLP return."""
+
+NORMS_AROUND = """
+model.layers.{layer}.input_layernorm.weight               input_norm: hidden
+model.layers.{layer}.post_attention_layernorm.weight      output_norm: hidden
+model.layers.{layer}.pre_feedforward_layernorm.weight     post_norm: hidden
+model.layers.{layer}.post_feedforward_layernorm.weight    down_norm: hidden
+"""
+"""Norms before and behind each, as in Gemma."""
 
 HEAD = """
 model.norm.weight     final_norm: hidden
@@ -107,3 +174,11 @@ lm_head.weight        head: vocab hidden         untied
 lm_head.weight        embedding: vocab hidden    tied optional
 """
 """The last norm, and the output head."""
+
+LAYER_NORM_HEAD = """
+model.norm.weight     final_norm: hidden
+model.norm.bias       final_norm_bias: hidden
+lm_head.weight        head: vocab hidden         untied
+lm_head.weight        embedding: vocab hidden    tied optional
+"""
+"""The same with a LayerNorm."""

@@ -1,13 +1,12 @@
 """CWM: the tensors of Llama, and a sliding window in most layers (transformers models/cwm, 5.23.0)."""
 
+from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS
 from formats.families.family import Family
-from formats.families.llama import TABLE
-from formats.layout.table import BIASES, without
 
 FAMILY = Family(
     name="cwm",
     architecture="CwmForCausalLM",
-    table=without(TABLE, BIASES),
+    table=ATTENTION + GATED_MLP + NORMS + HEAD,
     requires={"hidden_act": "silu", "mlp_bias": False},
     rope_theta=1000000.0,
     head_dim=128,

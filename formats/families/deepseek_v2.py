@@ -5,7 +5,7 @@ turned; its router heeds no norm_topk_prob. DeepSeek-V2-Lite has queries without
 the large one takes them out of groups that it ranks by their best expert.
 """
 
-from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
+from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, ROUTER, SHARED_EXPERTS
 from formats.families.family import Family
 
 LATENT_ATTENTION = """
@@ -18,9 +18,6 @@ model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight       latent_down: join
 model.layers.{layer}.self_attn.kv_a_layernorm.weight           latent_norm: latent_rank
 model.layers.{layer}.self_attn.kv_b_proj.weight                latent_up: (group up_dim) latent_rank
 model.layers.{layer}.self_attn.o_proj.weight                   output: hidden (group head dim)
-"""
-ROUTER = """
-model.layers.{layer}.mlp.gate.weight                           router: expert hidden                   sparse
 """
 TABLE = LATENT_ATTENTION + DENSE_MLP + EXPERTS + ROUTER + SHARED_EXPERTS + NORMS + HEAD
 

@@ -7,11 +7,10 @@ second token, is not loaded of a model with 61 layers.
 from dataclasses import replace
 
 from formats.families import deepseek_v2
-from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
+from formats.families.blocks import HEAD, MIXTURE, NORMS
 from formats.families.deepseek_v2 import LATENT_ATTENTION
-from formats.families.dots1 import ROUTER
 
-TABLE = LATENT_ATTENTION + DENSE_MLP + EXPERTS + ROUTER + SHARED_EXPERTS + NORMS + HEAD
+TABLE = LATENT_ATTENTION + MIXTURE + NORMS + HEAD
 
 FAMILY = replace(
     deepseek_v2.FAMILY,

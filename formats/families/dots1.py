@@ -3,14 +3,10 @@
 Facts: transformers models/dots1/modeling_dots1.py and conversion_mapping.py, 5.23.0.
 """
 
-from formats.families.blocks import ATTENTION, DENSE_MLP, EXPERTS, HEAD, NORMS, QK_NORMS, SHARED_EXPERTS
+from formats.families.blocks import ATTENTION, HEAD, MIXTURE, NORMS, QK_NORMS
 from formats.families.family import Family
 
-ROUTER = """
-model.layers.{layer}.mlp.gate.weight                           router: expert hidden                   sparse
-model.layers.{layer}.mlp.gate.e_score_correction_bias          router_bias: expert                     sparse
-"""
-TABLE = ATTENTION + QK_NORMS + DENSE_MLP + EXPERTS + ROUTER + SHARED_EXPERTS + NORMS + HEAD
+TABLE = ATTENTION + QK_NORMS + MIXTURE + NORMS + HEAD
 
 FAMILY = Family(
     name="dots1",

@@ -5,9 +5,8 @@ missing, every `sliding_window_pattern`-th layer has no window; without that lis
 one of letters, or the window null.
 """
 
-from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, QK_NORMS
+from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_BEHIND, QK_NORMS
 from formats.families.family import Family
-from formats.families.olmo2 import NORMS_BEHIND
 
 TABLE = ATTENTION + QK_NORMS + GATED_MLP + NORMS_BEHIND + HEAD
 

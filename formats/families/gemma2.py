@@ -3,16 +3,10 @@
 The weights of its norms are stored less one, and stay so: no format but Hugging Face's and FSDP's holds them.
 """
 
-from formats.families.blocks import ATTENTION, GATED_MLP, HEAD
+from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_AROUND
 from formats.families.family import Family
 
-FOUR_NORMS = """
-model.layers.{layer}.input_layernorm.weight              input_norm: hidden
-model.layers.{layer}.post_attention_layernorm.weight     output_norm: hidden
-model.layers.{layer}.pre_feedforward_layernorm.weight    post_norm: hidden
-model.layers.{layer}.post_feedforward_layernorm.weight   down_norm: hidden
-"""
-TABLE = ATTENTION + GATED_MLP + FOUR_NORMS + HEAD
+TABLE = ATTENTION + GATED_MLP + NORMS_AROUND + HEAD
 
 FAMILY = Family(
     name="gemma2",

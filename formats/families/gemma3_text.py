@@ -1,15 +1,9 @@
 """Gemma 3 (text): Gemma 2 with norms on query and key, and two rotary bases (transformers models/gemma3, 5.23.0)."""
 
-from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, QK_NORMS
+from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_AROUND, QK_NORMS
 from formats.families.family import Family
 
-FOUR_NORMS = """
-model.layers.{layer}.input_layernorm.weight              input_norm: hidden
-model.layers.{layer}.post_attention_layernorm.weight     output_norm: hidden
-model.layers.{layer}.pre_feedforward_layernorm.weight    post_norm: hidden
-model.layers.{layer}.post_feedforward_layernorm.weight   down_norm: hidden
-"""
-TABLE = ATTENTION + QK_NORMS + GATED_MLP + FOUR_NORMS + HEAD
+TABLE = ATTENTION + QK_NORMS + GATED_MLP + NORMS_AROUND + HEAD
 
 FAMILY = Family(
     name="gemma3_text",

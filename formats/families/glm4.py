@@ -4,21 +4,16 @@ Facts: transformers models/glm4/modeling_glm4.py and configuration_glm4.py, 5.23
 neighbours in the part that rotates, which no layout here spells: `half pair` is just the order of a head.
 """
 
-from formats.families.blocks import HEAD
+from formats.families.blocks import FUSED_MLP, HEAD, OPTIONAL_QKV_BIASES
 from formats.families.family import Family
-from formats.families.glm4_moe import ATTENTION_WITH_BIASES
 
-FUSED_MLP = """
-model.layers.{layer}.mlp.gate_up_proj.weight     (gate: ffn | up: ffn) hidden
-model.layers.{layer}.mlp.down_proj.weight        down: hidden ffn
-"""
 FOUR_NORMS = """
 model.layers.{layer}.input_layernorm.weight              input_norm: hidden
 model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
 model.layers.{layer}.post_self_attn_layernorm.weight     output_norm: hidden
 model.layers.{layer}.post_mlp_layernorm.weight           down_norm: hidden
 """
-TABLE = ATTENTION_WITH_BIASES + FUSED_MLP + FOUR_NORMS + HEAD
+TABLE = OPTIONAL_QKV_BIASES + FUSED_MLP + FOUR_NORMS + HEAD
 
 FAMILY = Family(
     name="glm4",

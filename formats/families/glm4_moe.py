@@ -5,20 +5,10 @@ which predicts a second token, is not loaded of models with 46 and 92 layers; `a
 """
 
 from formats.families import dots1
-from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, QK_NORMS, SHARED_EXPERTS
+from formats.families.blocks import HEAD, MIXTURE, NORMS, OPTIONAL_QKV_BIASES, QK_NORMS
 from formats.families.family import Family
 
-ATTENTION_WITH_BIASES = """
-model.embed_tokens.weight                                      embedding: vocab hidden
-model.layers.{layer}.self_attn.q_proj.weight                   query: (group head half pair) hidden
-model.layers.{layer}.self_attn.q_proj.bias                     query_bias: (group head half pair)      qkv_bias
-model.layers.{layer}.self_attn.k_proj.weight                   key: (group half pair) hidden
-model.layers.{layer}.self_attn.k_proj.bias                     key_bias: (group half pair)             qkv_bias
-model.layers.{layer}.self_attn.v_proj.weight                   value: (group dim) hidden
-model.layers.{layer}.self_attn.v_proj.bias                     value_bias: (group dim)                 qkv_bias
-model.layers.{layer}.self_attn.o_proj.weight                   output: hidden (group head dim)
-"""
-TABLE = ATTENTION_WITH_BIASES + QK_NORMS + DENSE_MLP + EXPERTS + dots1.ROUTER + SHARED_EXPERTS + NORMS + HEAD
+TABLE = OPTIONAL_QKV_BIASES + QK_NORMS + MIXTURE + NORMS + HEAD
 
 FAMILY = Family(
     name="glm4_moe",

@@ -1,13 +1,12 @@
 """Ministral (2024): the tensors of Llama, and a sliding window in some layers (transformers models/ministral, 5.23.0)."""
 
+from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS
 from formats.families.family import Family
-from formats.families.llama import TABLE
-from formats.layout.table import BIASES, without
 
 FAMILY = Family(
     name="ministral",
     architecture="MinistralForCausalLM",
-    table=without(TABLE, BIASES),
+    table=ATTENTION + GATED_MLP + NORMS + HEAD,
     requires={"hidden_act": "silu"},
     window="sliding_window",
     window_default=4096,

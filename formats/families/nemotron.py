@@ -4,20 +4,10 @@ Facts: transformers models/nemotron/modeling_nemotron.py, 5.23.0. The weights of
 are in Megatron, where it comes from.
 """
 
-from formats.families.blocks import ATTENTION, PLAIN_MLP
+from formats.families.blocks import ATTENTION, LAYER_NORM_HEAD, LAYER_NORMS, PLAIN_MLP
 from formats.families.family import Family
 
-NORMS_AND_HEAD = """
-model.layers.{layer}.input_layernorm.weight              input_norm: hidden
-model.layers.{layer}.input_layernorm.bias                input_norm_bias: hidden
-model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
-model.layers.{layer}.post_attention_layernorm.bias       post_norm_bias: hidden
-model.norm.weight                                        final_norm: hidden
-model.norm.bias                                          final_norm_bias: hidden
-lm_head.weight                                           head: vocab hidden          untied
-lm_head.weight                                           embedding: vocab hidden     tied optional
-"""
-TABLE = ATTENTION + PLAIN_MLP + NORMS_AND_HEAD
+TABLE = ATTENTION + PLAIN_MLP + LAYER_NORMS + LAYER_NORM_HEAD
 
 FAMILY = Family(
     name="nemotron",

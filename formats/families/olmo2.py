@@ -3,13 +3,9 @@
 Facts: transformers models/olmo2/modeling_olmo2.py, 5.23.0.
 """
 
-from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, WIDTH_NORMS
+from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_BEHIND, WIDTH_NORMS
 from formats.families.family import Family
 
-NORMS_BEHIND = """
-model.layers.{layer}.post_attention_layernorm.weight     output_norm: hidden
-model.layers.{layer}.post_feedforward_layernorm.weight   down_norm: hidden
-"""
 TABLE = ATTENTION + WIDTH_NORMS + GATED_MLP + NORMS_BEHIND + HEAD
 
 FAMILY = Family(

@@ -1,11 +1,8 @@
 """OLMoE: Llama with experts, and norms over all queries and all keys (transformers models/olmoe, 5.23.0)."""
 
-from formats.families.blocks import ATTENTION, EXPERTS, HEAD, NORMS, WIDTH_NORMS
+from formats.families.blocks import ATTENTION, EXPERTS, HEAD, NORMS, ROUTER, WIDTH_NORMS
 from formats.families.family import Family
 
-ROUTER = """
-model.layers.{layer}.mlp.gate.weight                           router: expert hidden                   sparse
-"""
 TABLE = ATTENTION + WIDTH_NORMS + ROUTER + EXPERTS + NORMS + HEAD
 
 FAMILY = Family(

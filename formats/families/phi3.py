@@ -3,20 +3,15 @@
 In Phi-4-mini three quarters of a head rotate.
 """
 
+from formats.families.blocks import FUSED_MLP, HEAD, NORMS
 from formats.families.family import Family
 
-TABLE = """
+FUSED_ATTENTION = """
 model.embed_tokens.weight                                embedding: vocab hidden
 model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
 model.layers.{layer}.self_attn.qkv_proj.weight           (query: group head half pair | key: group half pair | value: group dim) hidden
-model.layers.{layer}.mlp.gate_up_proj.weight             (gate: ffn | up: ffn) hidden
-model.layers.{layer}.mlp.down_proj.weight                down: hidden ffn
-model.layers.{layer}.input_layernorm.weight              input_norm: hidden
-model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
-model.norm.weight                                        final_norm: hidden
-lm_head.weight                                           head: vocab hidden          untied
-lm_head.weight                                           embedding: vocab hidden     tied optional
 """
+TABLE = FUSED_ATTENTION + FUSED_MLP + NORMS + HEAD
 
 FAMILY = Family(
     name="phi3",

@@ -4,12 +4,9 @@ Facts: transformers models/qwen2_moe/modeling_qwen2_moe.py and conversion_mappin
 layer in memory.
 """
 
-from formats.families.blocks import BIASED_ATTENTION, DENSE_MLP, EXPERTS, HEAD, NORMS
+from formats.families.blocks import BIASED_ATTENTION, DENSE_MLP, EXPERTS, HEAD, NORMS, ROUTER
 from formats.families.family import Family
 
-ROUTER = """
-model.layers.{layer}.mlp.gate.weight                           router: expert hidden                   sparse
-"""
 SHARED = """
 model.layers.{layer}.mlp.shared_expert.gate_proj.weight        shared_gate: shared_ffn hidden          sparse
 model.layers.{layer}.mlp.shared_expert.up_proj.weight          shared_up: shared_ffn hidden            sparse

@@ -1,11 +1,8 @@
 """Qwen3-MoE: Qwen3 with experts (transformers models/qwen3_moe/modeling_qwen3_moe.py and conversion_mapping.py, 5.23.0)."""
 
-from formats.families.blocks import ATTENTION, DENSE_MLP, EXPERTS, HEAD, NORMS, QK_NORMS
+from formats.families.blocks import ATTENTION, DENSE_MLP, EXPERTS, HEAD, NORMS, QK_NORMS, ROUTER
 from formats.families.family import Family
 
-ROUTER = """
-model.layers.{layer}.mlp.gate.weight                           router: expert hidden                   sparse
-"""
 TABLE = ATTENTION + QK_NORMS + DENSE_MLP + EXPERTS + ROUTER + NORMS + HEAD
 
 FAMILY = Family(

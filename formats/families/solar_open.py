@@ -5,10 +5,10 @@ the width of nothing, and its class has no such key.
 """
 
 from formats.families import dots1
-from formats.families.blocks import ATTENTION, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
+from formats.families.blocks import ATTENTION, BIASED_ROUTER, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
 from formats.families.family import Family
 
-TABLE = ATTENTION + EXPERTS + dots1.ROUTER + SHARED_EXPERTS + NORMS + HEAD
+TABLE = ATTENTION + EXPERTS + BIASED_ROUTER + SHARED_EXPERTS + NORMS + HEAD
 
 FAMILY = Family(
     name="solar_open",

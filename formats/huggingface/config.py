@@ -17,8 +17,10 @@ from formats.huggingface.quantized import method_of
 from formats.huggingface.require import OF_ALL, class_names, require_table
 from formats.huggingface.rope import PARAMETERS, SCALING, THETA, Rope, assumed, own_value
 from formats.huggingface.settings_table import USUAL, keys_of, keys_read, rows_of
+from formats.model.checks import checked
 from formats.model.codec import Context, read, write
-from formats.model.spec import LISTS, ModelSpec, Spec, Verbatim, checked
+from formats.model.settings import LISTS
+from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.untabled import language
 
 RELATIVE = {

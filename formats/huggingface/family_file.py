@@ -27,10 +27,11 @@ from formats.families import FAMILIES
 from formats.families.family import Family
 from formats.huggingface.rope import SCALING
 from formats.huggingface.settings_table import USUAL
-from formats.layout.pattern import PatternError, lower
+from formats.layout.lowering import lower
+from formats.layout.pattern import PatternError
 from formats.layout.table import BIASES, CONDITIONS, Rule, model_tensors, rules
 from formats.layout.tensors import TENSORS
-from formats.model.spec import CHOICES, LISTS
+from formats.model.settings import CHOICES, LISTS
 
 if sys.version_info >= (3, 11):
     import tomllib

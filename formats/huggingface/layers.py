@@ -15,7 +15,7 @@ from typing import Any
 from formats.errors import RefusedError, SourceError, short
 from formats.families import family_named
 from formats.model.codec import Codec, Context, Spelled
-from formats.model.spec import some_layers, whole
+from formats.model.values import some_layers, whole
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """What `layer_types` calls a layer with a sliding window, and one without."""

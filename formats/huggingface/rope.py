@@ -16,7 +16,7 @@ from formats.families.family import Family
 from formats.huggingface.layers import FULL, SLIDING
 from formats.huggingface.nulls import require_rotary_values
 from formats.model.codec import Codec, Context, Spelled
-from formats.model.spec import whole
+from formats.model.values import whole
 
 PARAMETERS, THETA, SCALING, PARTIAL = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "longrope")

@@ -9,7 +9,7 @@ from formats.errors import UnsupportedError, short
 from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import layers, rope
-from formats.model.codec import Codec, Context, Maker, Row, Spelled, rows
+from formats.model.codec import Codec, Context, Maker, Row, Spelled, rows, write
 
 USUAL = {
     "layers": "num_hidden_layers",
@@ -97,3 +97,15 @@ def keys_read(family: Family) -> set[str]:
     keys |= {key for (name, _), line in LINES.items() if name in family.keys for key in line.split()[2:-1]}
     keys |= {*" ".join(family.keys.values()).split(), *family.switch.split()}
     return keys | {*family.requires, *family.marks, *family.own}
+
+
+def required(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys in `requires` of a family that spell a setting, as a model with these settings would have them."""
+    known = {**values, "family": family.name, "rope": rope.Rope(*map(values.get, rope.Rope._fields))}
+    table = [
+        row
+        for row in rows_of(family, family.requires)
+        if known.get(row.setting) is not None and {name for names in row.keys for name in names} & {*family.requires}
+    ]
+    written = write(table, known, (), family.name)
+    return {key: value for key, value in written.items() if key in family.requires}

@@ -1,1 +1,1 @@
-"""The layout algebra: patterns, boxes, tables of rules, pieces, the logical tensors and their axes."""
+"""The layout algebra: patterns, leaves, boxes, tables of rules, pieces, the logical tensors and their axes."""

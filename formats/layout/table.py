@@ -23,7 +23,9 @@ from typing import NamedTuple
 
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError
-from formats.layout.pattern import Leaf, Mesh, Pattern, at, cut, lower, parse, shape
+from formats.layout.leaves import Leaf, at, cut
+from formats.layout.lowering import Mesh, lower, shape
+from formats.layout.pattern import Pattern, parse
 from formats.layout.tensors import TENSORS
 
 CONDITIONS = {
@@ -101,12 +103,6 @@ def rules(table: str) -> tuple[Rule, ...]:
             raise ValueError(f"unknown tensor in: {line}")
         parsed.append(rule)
     return tuple(parsed)
-
-
-def without(table: str, conditions: Collection[str]) -> str:
-    """A layout table without the lines that hold only under one of some conditions."""
-    lines = table.splitlines()
-    return "\n".join(line for line in lines if not set(conditions) & {*" ".join(re.split(r"\s{2,}", line)[2:]).split()})
 
 
 class Cut(NamedTuple):

@@ -35,7 +35,8 @@ from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import ALIGNMENT, stored_name
 from formats.megatron.pipeline import pipeline_of
 from formats.megatron.shards import folder_of
-from formats.model.spec import ModelSpec, whole
+from formats.model.spec import ModelSpec
+from formats.model.values import whole
 from formats.optimizer import STATES
 from formats.torch_files import dcp
 from formats.torch_files.unpickle import DAMAGE

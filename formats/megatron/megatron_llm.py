@@ -27,8 +27,10 @@ from formats.megatron.args.codecs import choice, only, single
 from formats.megatron.args.options import Options, main_dtype
 from formats.megatron.args.table import conditions, described
 from formats.megatron.pipeline import Pipeline
+from formats.model.checks import unsaid
 from formats.model.codec import Context, read, rows, write
-from formats.model.spec import ModelSpec, real, whole
+from formats.model.spec import ModelSpec
+from formats.model.values import real, whole
 from formats.torch_files.pickle_values import Dtype, Opaque, keeps
 
 NAME = "megatron-llm"
@@ -274,11 +276,11 @@ def check_spec(spec: ModelSpec) -> None:
     Raises:
         RefusedError: it has other tensors or another rotary embedding than Megatron-LLM's Llama and Mistral.
     """
-    family_lacks = lacks(family_named(spec.family), spec.biases)
+    family_lacks, lost = lacks(family_named(spec.family), spec.biases), unsaid(TABLE, (), spec)
     scaling = dict(spec.rope_scaling or {})
     reasons = {
         family_lacks: bool(family_lacks),
-        "its rotary embedding turns whole heads": spec.rotary_fraction not in (None, 1.0),
+        f"it has no {lost}": bool(lost),
         "its Llama and Mistral have an output head of their own, and this model shares the embedding's": spec.tied,
         f"its rotary embedding turns hidden / heads = {spec.hidden // spec.heads} elements of a head, "
         f"and a head of this model has {spec.head_dim}": spec.head_dim * spec.heads != spec.hidden,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.model.spec import MOST_LAYERS
+from formats.model.values import MOST_LAYERS
 
 LONGEST = 100_000
 """Characters of an expanded pipeline layout."""

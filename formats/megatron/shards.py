@@ -16,7 +16,7 @@ from formats.megatron import megatron_llm
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.moe import interleaves_of
 from formats.megatron.mesh import Mesh
-from formats.model.spec import whole
+from formats.model.values import whole
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Namespace, TensorRef
 from formats.torch_files.saves import require_same

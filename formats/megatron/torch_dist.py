@@ -48,7 +48,8 @@ from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
 from formats.megatron.shards import DROPS, STATE, args_of
-from formats.model.spec import MOST_LAYERS, ModelSpec
+from formats.model.spec import ModelSpec
+from formats.model.values import MOST_LAYERS
 from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import packed
 from formats.torch_files.archive_writer import packed_plain

@@ -1,101 +1,31 @@
-"""ModelSpec: the settings that the weights depend on, whatever framework wrote them.
-
-Each framework's spelling is a table in a file of its own: `huggingface/config.py`, `megatron/args/`.
-"""
+"""ModelSpec: what the weights depend on, whatever framework wrote them, and what follows from it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from formats.errors import SourceError, UnsupportedError, UsageError, short
 from formats.families import family_named
 from formats.layout.table import KINDS, model_tensors
 from formats.layout.tensors import TENSORS
-
-SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positions")
-"""The settings that are natural numbers, all of them required."""
+from formats.model.settings import CHOICES, EVERY, LISTS, Parts
 
 
-EXPERTS: Mapping[str, Any] = {
-    "experts": None,
-    "top_k": None,
-    "expert_ffn": None,
-    "shared_ffn": None,
-    "dense_layers": (),
-    "router_normalized": True,
-    "router_scale": 1.0,
-    "router_groups": 1,
-    "router_top_groups": 1,
-}
-"""The settings of a mixture of experts: what holds in a family that leaves no choice."""
-FIXED: Mapping[str, Any] = {"rotary_fraction": 1.0, "nope_layers": (), "full_layers": (), **EXPERTS}
-"""The same of these and of rotary embeddings and windows."""
-LATENT = ("query_rank", "latent_rank", "nope_dim", "rope_dim")
-"""The settings of an attention with latents."""
-LISTS = ("dense_layers", "nope_layers", "full_layers")
-"""The settings that are some layers of the model."""
-CHOICES = ("rotary_fraction", "nope_layers", "full_layers", "parallel_residual", "activation", *EXPERTS, *LATENT)
-"""The settings that only some families have."""
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(Parts):
+    """The settings of a decoder, each under its own name (`settings.py`).
 
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """The settings of a decoder, whatever framework wrote it.
-
-    `vocab` is the true vocabulary, None while unknown; `rope_theta` is None where nothing rotates; `rope_scaling` is in
-    Hugging Face's terms (`rope_type` and its parameters), None for plain rotary embeddings; `sliding_window` counts the
-    tokens that a token sees, itself included. `own` are the config keys of the family that no other format has;
-    `biases` are the conditions of layout that hold, of those that the family leaves the choice of.
-    `rotary_fraction` (the part of a head that rotates), `nope_layers` (in which nothing does), `full_layers` (which no
-    sliding window holds for), `parallel_residual` and `activation` are None where the family leaves no choice. `notes`
-    say which settings came from a documented default.
-
-    So are those of an attention with latents: `query_rank` (None where queries have none) and `latent_rank` are their
-    widths, `nope_dim` and `rope_dim` the parts of a key that rotate not, and do; `head_dim` is then the value's.
-
-    So are those of a mixture of experts. A token goes to the `top_k` experts of the highest scores, out of the
-    `router_top_groups` best of `router_groups`; the weights of their outputs add up to 1 if `router_normalized`, and
-    are multiplied by `router_scale`. `expert_ffn` and `shared_ffn` are the widths of an expert and of what is shared;
-    `dense_layers` have one MLP for all tokens instead.
+    Attributes:
+        family: its family.
+        own: the config keys of the family that no other format has.
+        biases: the conditions of layout that hold, of those that the family leaves the choice of.
+        notes: which settings came from a documented default.
     """
 
     family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int | None
-    max_positions: int
-    norm_epsilon: float
-    rope_theta: float | None
-    rope_scaling: Mapping[str, Any] | None
-    sliding_window: int | None
-    tied: bool
     own: Mapping[str, Any] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
-    rotary_fraction: float | None = None
-    nope_layers: tuple[int, ...] | None = None
-    full_layers: tuple[int, ...] | None = None
-    parallel_residual: bool | None = None
-    activation: str | None = None
-    experts: int | None = None
-    top_k: int | None = None
-    expert_ffn: int | None = None
-    shared_ffn: int | None = None
-    dense_layers: tuple[int, ...] | None = None
-    router_normalized: bool | None = None
-    router_scale: float | None = None
-    router_groups: int | None = None
-    router_top_groups: int | None = None
-    query_rank: int | None = None
-    latent_rank: int | None = None
-    nope_dim: int | None = None
-    rope_dim: int | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -156,7 +86,7 @@ class ModelSpec:
 
     def settings(self) -> dict[str, Any]:
         """The settings by name, without those in which the family leaves no choice."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        values = {name: getattr(self, name) for name in ("family", *EVERY, "own", "biases", *CHOICES)}
         lists = (*LISTS, *(["biases"] if self.biases else []))
         values |= {name: list(values[name]) for name in lists if values[name] is not None}  # as JSON reads it back
         return {
@@ -214,191 +144,3 @@ def differences(one: Spec, other: Spec) -> list[str]:
     ours, theirs = one.settings(), other.settings()
     names = dict.fromkeys([*ours, *theirs])
     return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]
-
-
-MOST_LAYERS = 10_000
-MOST_EXPERTS = 1_000_000
-MOST = 2**31
-"""Larger sizes are no model: they would only exhaust memory."""
-LARGEST = 1e30
-"""No setting that is a fraction is as large."""
-
-
-def whole(value: Any, name: str, where: str, most: int = MOST) -> int:
-    """A size: a natural number above 0.
-
-    Raises:
-        SourceError: it is missing or no such number; the message names the flag that supplies it.
-    """
-    if value is None:
-        raise SourceError(f"{where} does not say {name}, and there is no safe default", f"add --set {name}=VALUE")
-    if type(value) is not int or not 0 < value <= most:
-        raise SourceError(f"{where} says {name} = {short(value)}", f"correct it with --set {name}=VALUE")
-    return value
-
-
-def real(value: Any, name: str, where: str) -> float:
-    """A finite number above 0. Raises as `whole` does."""
-    if value is None:
-        raise SourceError(f"{where} does not say {name}, and there is no safe default", f"add --set {name}=VALUE")
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < LARGEST or not 0 < float(value) < LARGEST:  # float(10**30) is above 10**30
-        raise SourceError(f"{where} says {name} = {short(value)}", f"correct it with --set {name}=VALUE")
-    return float(value)
-
-
-def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
-    """Build a spec from found values; each must be there and make sense.
-
-    Raises:
-        SourceError: one is missing, or makes no sense; the message names the flag that supplies it.
-        UnsupportedError: they make a model that has no layout here.
-    """
-    sizes: dict[str, Any] = {name: whole(values.get(name), name, where) for name in SIZES}
-    for name in ("vocab", "sliding_window"):
-        if values.get(name) is not None:
-            whole(values[name], name, where)
-    optional: dict[str, Any] = {name: values.get(name) for name in ("vocab", "sliding_window", *CHOICES)}
-    if not isinstance(values.get("tied"), bool):
-        said = "does not say tied" if values.get("tied") is None else f"says tied = {short(values['tied'])}"
-        raise SourceError(f"{where} {said}, and there is no safe default", "add --set tied=true or tied=false")
-    scaling: Any = values.get("rope_scaling")
-    if scaling is not None and not _is_scaling(scaling):
-        raise SourceError(f"{where} says rope_scaling = {short(scaling)}", "correct it with --set rope_scaling=none")
-    optional |= layers_of(values, where)
-    spec = ModelSpec(
-        **sizes,
-        **optional,
-        family=values["family"],
-        norm_epsilon=real(values.get("norm_epsilon"), "norm_epsilon", where),
-        rope_theta=values.get("rope_theta"),
-        rope_scaling=scaling,
-        tied=values["tied"],
-        own=values.get("own", {}),
-        biases=tuple(values.get("biases", ())),
-        notes=values.get("notes", ()),
-    )
-    whole(spec.layers, "layers", where, MOST_LAYERS)
-    family = family_named(spec.family)
-    if family.rope_theta is not None:
-        spec = replace(spec, rope_theta=real(spec.rope_theta, "rope_theta", where))
-    elif spec.rope_theta is not None or spec.rope_scaling is not None:
-        raise UnsupportedError(f"{where}: a {spec.family} has no rotary embedding")
-    if spec.heads % spec.kv_heads:
-        raise SourceError(f"{where}: {spec.heads} heads do not divide into {spec.kv_heads} key/value groups")
-    if family.keys.get("kv_heads") == "" and spec.kv_heads != family.defaults.get("kv_heads", spec.heads):
-        raise UnsupportedError(
-            f"{where}: a {spec.family} with {spec.heads} heads has no {spec.kv_heads} key/value groups"
-        )
-    if family.keys.get("head_dim") == "" and spec.head_dim * spec.heads != spec.hidden:
-        raise UnsupportedError(
-            f"{where}: the heads of a {spec.family} have hidden / heads = {spec.hidden / spec.heads:g} elements, not "
-            f"{spec.head_dim}"
-        )
-    if spec.sliding_window is not None and not family.window:
-        raise UnsupportedError(f"{where}: a {spec.family} has no sliding window")
-    foreign = [name for name in CHOICES if values.get(name) is not None and name not in family.keys]
-    if foreign:
-        raise UnsupportedError(f"{where}: a {spec.family} leaves no choice of {foreign[0]}")
-    if spec.full_layers is not None and spec.sliding_window is None and len(spec.full_layers) < spec.layers:
-        raise SourceError(f"{where} has layers with a sliding window, and does not say how wide it is")
-    fraction = spec.rotary_fraction
-    if fraction is not None and real(fraction, "rotary_fraction", where) > 1:
-        raise SourceError(f"{where} says rotary_fraction = {fraction}", "correct it with --set rotary_fraction=VALUE")
-    if "moe" in family.traits:
-        _check_experts(spec, where)
-    if "latent" in family.traits:
-        _check_latent(spec, where)
-    if spec.head_dim % 2:
-        raise UnsupportedError(f"{where}: a head dimension of {spec.head_dim} is odd, and no table here has such heads")
-    return spec
-
-
-def some_layers(count: Any) -> range:
-    """So many layers, as far as that is a number of layers: `checked` refuses what is none."""
-    return range(count if type(count) is int and 0 < count <= MOST_LAYERS else 0)
-
-
-def layers_of(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...] | None]:
-    """The settings of `LISTS`, in the order of the layers, each once.
-
-    Raises:
-        SourceError: one names no layers of the model.
-    """
-    numbers, layers = some_layers(values.get("layers")), dict[str, tuple[int, ...] | None]()
-    for name in LISTS:
-        value = values.get(name)
-        if value is not None and not (
-            isinstance(value, list | tuple) and all(type(layer) is int and layer in numbers for layer in value)
-        ):
-            raise SourceError(f"{where} says {name} = {short(value)}, these are no layers of {len(numbers)}")
-        layers[name] = None if value is None else tuple(sorted(set(value)))
-    return layers
-
-
-def _check_experts(spec: ModelSpec, where: str) -> None:
-    """The settings of a mixture of experts are there and make sense.
-
-    Raises:
-        SourceError: they are not.
-    """
-    keys = {"experts", "top_k", *family_named(spec.family).keys} & {*EXPERTS} - {"dense_layers", "router_normalized"}
-    for name in sorted(keys):
-        (real if name == "router_scale" else whole)(getattr(spec, name), name, where)
-    if "router_normalized" in family_named(spec.family).keys and not isinstance(spec.router_normalized, bool):
-        raise SourceError(f"{where} says router_normalized = {short(spec.router_normalized)}")
-    experts, top_k, groups = spec.experts or 0, spec.top_k or 0, spec.router_groups or 1
-    if not spec.sparse_layers:
-        raise UnsupportedError(f"{where}: none of {spec.layers} layers has experts, that is no {spec.family}")
-    if experts * spec.layers > MOST_EXPERTS:
-        raise SourceError(f"{where}: {experts} experts in each of {spec.layers} layers are no model")
-    if top_k > experts or experts % groups or (spec.router_top_groups or 1) > groups:
-        raise SourceError(
-            f"{where}: {top_k} of {experts} experts in {spec.router_top_groups or 1} of {groups} groups make no router"
-        )
-
-
-def _check_latent(spec: ModelSpec, where: str) -> None:
-    """The settings of an attention with latents are there and make sense.
-
-    Raises:
-        SourceError: one is missing.
-        UnsupportedError: heads share keys, or nothing can be turned by halves.
-    """
-    for name in LATENT:
-        if name != "query_rank" or spec.query_rank is not None:
-            whole(getattr(spec, name), name, where)
-    if spec.kv_heads != spec.heads or (spec.rope_dim or 0) % 2:
-        raise UnsupportedError(
-            f"{where}: {spec.heads} heads in {spec.kv_heads} groups, of which {spec.rope_dim} elements rotate, are not "
-            "supported with latents"
-        )
-
-
-def _is_scaling(value: Any) -> bool:
-    """Whether a value is a map of rotary settings with a type."""
-    if not isinstance(value, dict) or len(value) > 50 or not isinstance(value.get("rope_type"), str):
-        return False
-    kinds = (str, int, float, list, type(None))
-    return all(isinstance(name, str) and isinstance(one, kinds) for name, one in value.items())
-
-
-def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
-    """Parse `--set NAME=VALUE`; a value is JSON, or `none`.
-
-    Raises:
-        UsageError: no such setting, or no such value.
-    """
-    names = {one.name for one in fields(ModelSpec)} - {"family", "own", "biases", "notes"}
-    parsed = {}
-    for setting in settings:
-        name, _, text = setting.partition("=")
-        if name not in names:
-            raise UsageError(f"--set {setting}: there is no setting {name!r}", f"settings: {', '.join(sorted(names))}")
-        try:
-            parsed[name] = (
-                None if text.lower() == "none" else json.loads(text.lower() if text in ("True", "False") else text)
-            )
-        except ValueError:
-            raise UsageError(f"--set {setting}: {text!r} is no JSON value") from None
-    return parsed

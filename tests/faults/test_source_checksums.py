@@ -22,7 +22,7 @@ from converters.prove.digest import MANIFEST
 from formats.checkpoint import Settings
 from formats.disk.safetensors import Fragment, Member, read_into
 from formats.errors import DamagedError, Interrupted
-from formats.layout.pattern import Leaf
+from formats.layout.leaves import Leaf
 from formats.registry import open_checkpoint
 from formats.torch_files import crc32
 from tests.faults.dcp_tools import refused, save, weights

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from formats.families.family import Family
 from formats.huggingface.layers import FULL, SLIDING
 from formats.huggingface.settings_table import LINES, USUAL
-from formats.model.spec import EXPERTS, LISTS, ModelSpec, checked
+from formats.model.checks import checked
+from formats.model.settings import CHOICES, EXPERTS, LISTS, TYPES
+from formats.model.spec import ModelSpec
 
 SIZE = st.integers(1, 300)
 FACTOR = st.sampled_from([4.0, 8.0, 1.5])
@@ -46,22 +48,19 @@ SCALINGS = (
     scaling("longrope", {}, short_factor=[1.0] * 4, long_factor=[2.0] * 4),
 )
 ACTIVATIONS = ("relu2", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu")
-CHOICES: Mapping[str, st.SearchStrategy[Any]] = {
-    "rotary_fraction": st.sampled_from([1.0, 0.5, 0.25]),
-    "parallel_residual": st.booleans(),
+OF_TYPE = {"int": SIZE, "float": st.sampled_from([1.0, 0.5, 0.25]), "bool": st.booleans()}
+OFTEN: Mapping[str, st.SearchStrategy[Any]] = {
     "experts": st.sampled_from([4, 8, 12]),
     "top_k": st.sampled_from([4, 2, 4, 1, 3]),
-    "expert_ffn": SIZE,
-    "shared_ffn": SIZE,
     "router_normalized": st.sampled_from([True, True, True, False]),
     "router_scale": st.sampled_from([1.0, 1.8, 2.5]),
     "router_groups": st.sampled_from([2, 4, 1]),
     "query_rank": st.none() | SIZE,
-    "latent_rank": SIZE,
-    "nope_dim": SIZE,
     "rope_dim": SIZE.map(lambda half: 2 * half),
 }
-"""The settings that only some families have, and that nothing else of the model bounds."""
+"""Settings that only some families have, of which not any value of their type will do."""
+BOUNDED = ("router_top_groups", *LISTS)
+"""Those that others bound."""
 
 
 def some_of(layers: int) -> st.SearchStrategy[tuple[int, ...]]:
@@ -91,7 +90,7 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     head_dim = 2 * draw(st.integers(1, 32))
     usual = not keys["head_dim"] or draw(st.sampled_from([True, True, False]))
     biased = draw(st.sampled_from([None, None, True, False]))
-    choices = {**CHOICES, "activation": st.sampled_from([family.defaults.get("activation", "gelu"), *ACTIVATIONS])}
+    often = {**OFTEN, "activation": st.sampled_from([family.defaults.get("activation", "gelu"), *ACTIVATIONS])}
     values: dict[str, Any] = {
         "family": family.name,
         "layers": layers,
@@ -112,7 +111,8 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
         values["rope_theta"] = draw(st.sampled_from([10000.0, 5e5, 1234.5]))
         values["rope_scaling"] = draw(st.one_of(SCALINGS)) if draw(st.booleans()) else None
     needed = {*family.keys, *(("experts", "top_k") if "moe" in traits else ())}
-    values |= {name: draw(choice) for name, choice in choices.items() if name in needed}
+    free = (name for name in CHOICES if name in needed and name not in BOUNDED)
+    values |= {name: draw(often[name] if name in often else OF_TYPE[TYPES[name]]) for name in free}
     if "router_top_groups" in keys:
         most = values["router_groups"]
         values["router_top_groups"] = draw(st.sampled_from([*[max(1, min(most, values["top_k"] // 2))] * 3, most, 1]))

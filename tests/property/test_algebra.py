@@ -18,7 +18,9 @@ from converters.plan.plan import Job, Part, prove_tiling
 from converters.plan.request import Limits
 from formats.disk.safetensors import Fragment, row_major
 from formats.layout.boxes import overlap
-from formats.layout.pattern import Leaf, Pattern, Span, at, clip, lower, parse, shape
+from formats.layout.leaves import Leaf, Span, at, clip
+from formats.layout.lowering import lower, shape
+from formats.layout.pattern import Pattern, parse
 from formats.layout.table import _in_order
 from formats.layout.tensors import TENSORS
 

@@ -157,6 +157,8 @@ def test_from_other_formats(form, name):
             return
         assert FORMATS[form].read(said, spec) == spec
         bare = FORMATS[form].read(said, None)
+        with suppress(RefusedError):
+            assert from_huggingface(to_huggingface(bare, {}), {}, "its config") == bare
         if spec.experts and len(spec.sparse_layers) == spec.layers:  # `ffn` is the width of nothing
             bare = replace(bare, ffn=spec.ffn)
         assert FORMATS[form].write(bare) == said

@@ -49,7 +49,7 @@ REFUSED = {
     "llama3": {"megatron-llm": "only knows linear ones", "neox": "no rotary embedding of the kind llama3"},
     "mistral": {"megatron-llm": "a head of this model has 16", "neox": "heads of hidden / heads = 8"},
     "mistral-tied": {"megatron-llm": "an output head of their own"},
-    "phi3": {"megatron-llm": "turns whole heads", "neox": "has no phi3"},
+    "phi3": {"megatron-llm": "has no rotary_fraction", "neox": "has no phi3"},
     "phi3-whole": {"neox": "has no phi3"},
     "phi3-tied": {"megatron-llm": "an output head of their own", "neox": "has no phi3"},
     "qwen2": {"megatron-llm": "biases everywhere or nowhere", "neox": "has no qwen2"},

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "window": ("mistral", {"sliding_window": 8, "head_dim": 8}, EVERYWHERE, ""),
     "no window": ("mistral", {"sliding_window": None, "head_dim": 8}, EVERYWHERE, ""),
     "wide heads": ("mistral", {"head_dim": 16}, MEGATRON, "hidden / heads"),
-    "partial rotary": ("phi3", {"rope_parameters": PARTIAL}, MEGATRON, "turns whole heads|no phi3"),
+    "partial rotary": ("phi3", {"rope_parameters": PARTIAL}, MEGATRON, "has no rotary_fraction|no phi3"),
     "partial rotary of NeoX": ("gpt_neox", rope("default", partial_rotary_factor=0.5), ("neox",), "residuals"),
     "serial residual": ("gpt_neox", {"use_parallel_residual": False}, ("neox",), "residuals"),
     "gelu_fast": ("gpt_neox", {"hidden_act": "gelu_fast"}, ("neox",), "residuals"),

@@ -120,7 +120,7 @@ def test_copies_are_added_up_one_by_one(tmp_path, partial):
     from converters.plan.plan import Job, Part
     from converters.plan.request import Limits
     from formats.disk.safetensors import Fragment
-    from formats.layout.pattern import Leaf, Span
+    from formats.layout.leaves import Leaf, Span
 
     count, size = 40, 1 << 18
     values = np.random.default_rng(0).normal(size=(count, size)).astype(np.float32)

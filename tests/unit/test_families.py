@@ -225,8 +225,8 @@ def test_what_has_no_table_is_refused(name, changes, reason):
     [
         ({"rope_theta": 1e4}, "a gpt2 has no rotary embedding"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "a gpt2 has no rotary embedding"),
-        ({"kv_heads": 4}, "a gpt2 with 8 heads has no 4 key/value groups"),
-        ({"head_dim": 16}, "hidden / heads = 8 elements, not 16"),
+        ({"kv_heads": 4}, "kv_heads = 4 is not supported for gpt2, only 8"),
+        ({"head_dim": 16}, "head_dim = 16 is not supported for gpt2, only 8"),
     ],
 )
 def test_settings_that_are_none_of_gpt_2(settings, reason):
@@ -265,7 +265,7 @@ def test_positions_are_weights_of_gpt_2_and_only_a_limit_of_others():
 
 def test_grouped_queries_with_learned_positions_are_no_gpt_2():
     args = to_megatron(from_huggingface(config("gpt2"), {}, "config.json"))
-    with pytest.raises(UnsupportedError, match="has no 2 key/value groups"):
+    with pytest.raises(UnsupportedError, match="kv_heads = 2 is not supported for gpt2, only 8"):
         from_megatron(args | {"group_query_attention": True, "num_query_groups": 2}, {}, None, "args")
     with pytest.raises(RefusedError, match="describes a model like gpt2, its config a starcoder2"):
         from_megatron(args, {}, from_huggingface(config("starcoder2"), {}, "config.json"), "args")

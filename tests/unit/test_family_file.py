@@ -17,6 +17,8 @@ from formats.families.family import Family
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.family_file import load
 from formats.huggingface.settings_table import USUAL
+from formats.megatron.args.args import from_megatron, to_megatron
+from tests.models import settings_of
 from tests.roundtrip.test_own_family import example
 
 OUTPUT = "output: hidden (group head dim)"
@@ -184,6 +186,27 @@ def test_a_family_that_megatron_lacks_says_why(tmp_path):
     path = tmp_path / "own.toml"
     path.write_text('only_here = "its norms are elsewhere"\n' + example().replace("input_norm:", "down_norm:"))
     assert load(path).only_here == "its norms are elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("more", "own", "other"),
+    [
+        ("tie_word_embeddings = false", "llama", "llama-tied"),
+        ("num_attention_heads = 8", "llama", "llama-16"),
+        ('rope_scaling = "none"', "llama", "llama3"),
+        ('[keys]\nkv_heads = ""', "llama-mha", "llama"),
+    ],
+)
+def test_a_checkpoint_of_which_a_family_fixes_a_setting_otherwise_is_of_another(tmp_path, more, own, other):
+    """Megatron's args name none: they are those of the user's own family where these can be a model of it."""
+    path = tmp_path / "own.toml"
+    path.write_text(f"{example()}\n{more}\n")
+    with known(load(path)):
+        for name, family in ((own, "internlm2"), (other, "llama")):
+            changes = {"num_attention_heads": 16} if name.endswith("16") else {}
+            config = settings_of(name.removesuffix("-16"), rms_norm_eps=1e-6, **changes)
+            args = to_megatron(from_huggingface(config, {}, "config.json"))
+            assert from_megatron(args, {}, None, "args").family == family
 
 
 def test_every_setting_may_have_a_key_of_its_own(tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from formats.errors import RefusedError
-from formats.layout.pattern import PatternError, lower, parse, shape
+from formats.layout.lowering import lower, shape
+from formats.layout.pattern import PatternError, parse
 from formats.layout.table import rules
 
 SIZES = {"group": 2, "head": 2, "half": 2, "pair": 2, "dim": 4, "hidden": 3, "ffn": 6, "vocab": 5, "padding": 3}

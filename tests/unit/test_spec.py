@@ -30,7 +30,8 @@ from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.flags import flags
 from formats.megatron.args.options import Options, namespace
 from formats.megatron.args.rope import LLAMA3_SCALING
-from formats.model.spec import differences, parse_settings
+from formats.model.settings import parse_settings
+from formats.model.spec import differences
 from formats.model.untabled import describe
 from tests.models import EXPERTS, FUSED_HERE, IN_MEGATRON, LLAMA3, MODELS, PLAIN_YARN, YARN, settings_of
 
@@ -791,6 +792,24 @@ def test_a_deep_model_has_full_attention_in_every_layer_without_a_config_too():
     assert alone.family == "dots1"
     assert from_huggingface(written, {}, "written") == alone
     assert set(AutoConfig.for_model(**written).layer_types) == {"full_attention"}
+
+
+def test_a_family_that_fixes_another_value_is_no_candidate():
+    """A Solar Open has the same tensors as a GLM-4.5-Air without biases, and no dense layer."""
+    changes = {"attention_bias": False, "partial_rotary_factor": 1.0}
+    args = to_megatron(from_huggingface(config("glm4_moe_air", **changes), {}, "config.json"))
+    alone = from_megatron(args, {}, None, "args")
+    assert (alone.family, alone.dense_layers) == ("glm4_moe_air", (0, 1))
+    assert from_megatron(args | {"moe_layer_freq": 1}, {}, None, "args").family == "solar_open"
+
+
+def test_a_model_of_no_family_but_one_that_requires_another_value_is_refused():
+    """The router of a DeepSeek-V2 heeds no norm_topk_prob: its config would say what is not computed."""
+    args = to_megatron(from_huggingface(config("deepseek_v2"), {}, "config.json")) | {"moe_router_pre_softmax": False}
+    with pytest.raises(
+        UnsupportedError, match="args: norm_topk_prob = True is not supported for deepseek_v2, only False"
+    ):
+        from_megatron(args, {}, None, "args")
 
 
 def test_groups_that_transformers_ranks_otherwise_are_refused():

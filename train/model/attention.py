@@ -28,8 +28,13 @@ BACKENDS = {
 """Our names, and the names in transformers."""
 UNPLACED = ("falcon", "gpt_oss")
 """Model types whose decoder makes masks without passing positions to the mask function (transformers 5.23.0)."""
-OWN_KERNELS = ("falcon",)
-"""Model types with attention classes of their own instead of the interface (transformers 5.23.0): sdpa and eager."""
+LACKING = {
+    "falcon": {"flash", "varlen", "flex"},
+    "gemma2": {"sdpa", "varlen"},
+    "gpt_oss": {"sdpa", "varlen", "flash"},
+}
+"""Model type: the backends that do not compute it (transformers 5.23.0). A Falcon has attention classes of its own
+instead of the interface; sdpa and varlen have no soft caps and no sinks, flash-attn 2 has no sinks."""
 WIDEST = 256
 """Largest head dimension of flash-attn 2 and of torch's varlen kernel, which takes multiples of 8 only."""
 
@@ -48,19 +53,17 @@ def resolve(requested: str, config: Any, device: torch.device, dtype: torch.dtyp
     """
     rocm = torch.version.hip is not None
     half = device.type == "cuda" and dtype != torch.float32
-    # sdpa and varlen have no softcap and no sinks; transformers 5.23.0 has no sdpa for these types, with a cap or not
-    capped = config.model_type in ("gemma2", "gpt_oss") or getattr(config, "attn_logit_softcapping", None) is not None
-    common = config.model_type not in OWN_KERNELS
-    fits = half and common and _width(config) <= WIDEST
+    capped = getattr(config, "attn_logit_softcapping", None) is not None  # sdpa and varlen have no soft caps
+    fits = half and _width(config) <= WIDEST
     # varlen has no attention dropout
     dropped = any(getattr(config, name, 0) for name in DROPOUTS["attention_dropout"])
     has = {
-        "flash": fits and config.model_type != "gpt_oss" and _has_flash(),
+        "flash": fits and _has_flash(),
         "varlen": fits and not capped and not dropped and _width(config) % 8 == 0 and _has_varlen(),
-        "flex": device.type == "cuda" and common and not rocm,
+        "flex": device.type == "cuda" and not rocm,
         "sdpa": not capped,
         "eager": True,
-    }
+    } | dict.fromkeys(LACKING.get(config.model_type, ()), False)
     if requested == "auto":
         return next(name for name, there in has.items() if there and name != "flex")
     if not has[requested]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from formats.model.codec import Codec, Maker, opposite, rows, same, scalar
-from formats.model.spec import real, whole
+from formats.model.values import real, whole
 
 TABLE = """
 layers               num_layers

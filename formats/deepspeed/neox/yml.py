@@ -13,8 +13,10 @@ from typing import Any
 from formats.deepspeed.neox.settings_table import FUSED, ROWS, WINDOW, number, yarn_of
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
+from formats.model.checks import checked, unsaid
 from formats.model.codec import read, write
-from formats.model.spec import MOST_LAYERS, ModelSpec, checked, real, whole
+from formats.model.spec import ModelSpec
+from formats.model.values import MOST_LAYERS, real, whole
 
 DEFAULTS = {
     "rotary_emb_base": 10000, "no_weight_tying": False, "rms_norm_epsilon": 1e-8, "layernorm_epsilon": 1e-5,
@@ -188,6 +190,8 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str,
     if spec.sliding_window == 1:
         raise UnsupportedError(f"sliding_window = 1 is not supported for GPT-NeoX: {WINDOW} would be 0")
     kind = _kind(spec)
+    if lost := unsaid(ROWS, {kind}, spec):
+        raise UnsupportedError(f"GPT-NeoX has no {lost}")
     kept = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
     topology = {"pipe_parallel_size": pp, "model_parallel_size": tp, "make_vocab_size_divisible_by": multiple}
     values = {one.name: getattr(spec, one.name) for one in fields(spec)}

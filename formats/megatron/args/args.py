@@ -9,13 +9,16 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-from formats.errors import RefusedError, UnsupportedError, short
+from formats.errors import RefusedError
 from formats.families import family_named
 from formats.megatron.args import ambiguous, fields, mlp
 from formats.megatron.args.fitting import fitting
 from formats.megatron.args.table import MARKS, TABLE, conditions, described, marks, values_of
+from formats.model.checks import checked, layers_of, unsaid
 from formats.model.codec import read, write
-from formats.model.spec import EXPERTS, FIXED, ModelSpec, checked, differences, layers_of, whole
+from formats.model.settings import FIXED
+from formats.model.spec import ModelSpec, differences
+from formats.model.values import whole
 
 SCALING = [row for row in TABLE if row.setting == "rope_scaling"]
 READ = [row for row in TABLE if row not in SCALING]
@@ -95,13 +98,12 @@ def agreed(
         RefusedError: args and config contradict each other.
     """
     values = {**values, **settings}
-    if values.get("rotary_fraction") is None:
-        values["rotary_fraction"] = FIXED["rotary_fraction"]
+    values |= {name: fixed for name, fixed in FIXED.items() if values.get(name) is None}  # what has no argument
     values |= layers_of(values, where)
     if values["sliding_window"] is not None:
         whole(values["sliding_window"], "sliding_window", where)
     values["family"], values["biases"] = fitting(values, holding, base, where)
-    values = _as_in_family(values, settings, base, where)
+    values = _as_in_family(values, settings, base)
     notes = [*values.get("notes", ())]
     rotary = family_named(values["family"]).rope_theta is not None  # otherwise there is a weight for each position
     if rotary and base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
@@ -119,31 +121,20 @@ def agreed(
     return spec
 
 
-def _as_in_family(
-    values: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None, where: str
-) -> dict[str, Any]:
-    """The settings as the family has them: None where it fixes the value.
+def _as_in_family(values: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None) -> dict[str, Any]:
+    """The settings as the family has them: None where it leaves no choice.
 
     Without a dense layer `ffn` is the width of nothing, and Megatron may say anything: it is that of the config.
-
-    Raises:
-        UnsupportedError: the family fixes a setting of the mixture of experts to another value.
     """
     family, values = family_named(values["family"]), dict(values)
     keys = family.keys
-    values |= {name: None for name in FIXED if name not in (*EXPERTS, *keys, *settings)}
     values["own"] = {key: values[key] for key in family.own}
-    if "moe" not in family.traits:
-        return values
-    if keys.get("expert_ffn") in (None, keys.get("ffn")):  # one key for both, or one width
+    if "moe" in family.traits and keys.get("expert_ffn") in (None, keys.get("ffn")):  # one key for both, or one width
         values["ffn"] = values["expert_ffn"]
-    elif base and not values["dense_layers"]:
+    elif "moe" in family.traits and base and not values["dense_layers"]:
         values["ffn"] = base.ffn
-    for name, fixed in EXPERTS.items():
-        if name not in keys and fixed is not None and values[name] != fixed:
-            reason = f"{name} = {short(values[name])} is not supported for {family.name}, only {fixed}"
-            raise UnsupportedError(f"{where}: {reason}")
-    return values | {name: None for name in EXPERTS if name not in keys}
+    fixed = (name for name, only in FIXED.items() if name not in keys and (only is not None or name not in settings))
+    return values | dict.fromkeys(fixed)
 
 
 def _as_in_config(values: Mapping[str, Any], holding: Collection[str], base: ModelSpec) -> dict[str, Any]:
@@ -164,4 +155,7 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
     Raises:
         RefusedError: Megatron has no such model.
     """
-    return write(TABLE, values_of(spec), conditions(spec.traits), "")
+    holding = conditions(spec.traits)
+    if lost := unsaid(TABLE, holding, spec):
+        raise RefusedError(f"megatron-core has no {lost}")
+    return write(TABLE, values_of(spec), holding, "")

@@ -1,17 +1,23 @@
-"""Which family a model is that names none: one fits if its rows write the arguments that were read."""
+"""Which family a model is that names none.
+
+One fits if its rows write the arguments that were read, and if it fixes no setting to something else than they say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.families.family import TRAITS, Family
+from formats.huggingface.settings_table import required
 from formats.megatron.args.table import TABLE, conditions, described
+from formats.model.checks import fixed_otherwise
 from formats.model.codec import write
-from formats.model.spec import FIXED, ModelSpec
+from formats.model.settings import FIXED
+from formats.model.spec import ModelSpec
 
 OPEN = ("sliding_window", "full_layers", "layer_types", "nope_layers", "rotary_fraction")
 FREE = {name: FIXED.get(name) for name in OPEN}
@@ -32,16 +38,14 @@ def fitting(values: Args, holding: Collection[str], base: ModelSpec | None, wher
 
     Raises:
         RefusedError: a model of the config's family has other args.
-        UnsupportedError: no family fits.
+        UnsupportedError: no family fits, or each that does fixes a setting to another value.
     """
     args = write(FITTED, {"family": "model", **values}, holding, where)
-    if base and (biases := _biases(family_named(base.family), values, args)) is not None:
-        return base.family, biases
-    choices = {family.name: _biases(family, values, args) for family in FAMILIES.values()}
-    fits = {name: biases for name, biases in choices.items() if biases is not None}
-    if base:
+    fits = _fits([family_named(base.family)] if base else FAMILIES.values(), values, args)
+    if base and not fits:
+        others = _ordered(_fits(FAMILIES.values(), values, args))
         raise RefusedError(
-            f"{where} describes a model like {' or '.join(_ordered(fits)) or 'none known'}, its config a {base.family}"
+            f"{where} describes a model like {' or '.join(others) or 'none known'}, its config a {base.family}"
             f"{_differing(base, values, args)}"
         )
     if not fits:
@@ -49,8 +53,17 @@ def fitting(values: Args, holding: Collection[str], base: ModelSpec | None, wher
             f"{where}: no known family has this combination of norms, biases, query/key norms, sliding window, partial "
             "rotary embedding or learned positions, and experts"
         )
-    name = _ordered(fits)[0]
+    otherwise = {name: next(_otherwise(family_named(name), values), "") for name in _ordered(fits)}
+    name = next((name for name, reason in otherwise.items() if not reason), None)
+    if name is None:
+        raise UnsupportedError(f"{where}: {next(iter(otherwise.values()))}")
     return name, fits[name]
+
+
+def _fits(families: Iterable[Family], values: Args, args: Args) -> dict[str, tuple[str, ...]]:
+    """Those of some families whose models can have these args, and the biases that they then have."""
+    choices = {family.name: _biases(family, values, args) for family in families}
+    return {name: biases for name, biases in choices.items() if biases is not None}
 
 
 def _biases(family: Family, values: Args, args: Args) -> tuple[str, ...] | None:
@@ -67,6 +80,14 @@ def _written(family: Family, biases: Collection[str], values: Args) -> Args | No
         theirs = {**values, "family": family.name, **fixed, **described(traits)}
         return write(FITTED, theirs, conditions(traits), "")
     return None
+
+
+def _otherwise(family: Family, values: Args) -> Iterator[str]:
+    """What a family fixes to something else than these settings say, each as the end of a sentence."""
+    yield from fixed_otherwise(family, {name: value for name, value in values.items() if name not in FREE})
+    for key, value in required(family, values).items():
+        if value != family.requires[key]:
+            yield f"{key} = {short(value)} is not supported for {family.name}, only {short(family.requires[key])}"
 
 
 def _ordered(fits: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from formats.errors import UnsupportedError, short
 from formats.megatron.args.codecs import cannot, single
 from formats.model.codec import Codec, Context, Maker
-from formats.model.spec import some_layers
+from formats.model.values import some_layers
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 Layers = tuple[int, ...]

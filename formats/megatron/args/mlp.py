@@ -15,7 +15,7 @@ from formats.layout.table import BIASES
 from formats.megatron.args.codecs import cannot, choice, single
 from formats.megatron.args.versions import version_of
 from formats.model.codec import Codec, Context, Spelled
-from formats.model.spec import real
+from formats.model.values import real
 
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 """Activation: `bias_gelu_fusion`, whose kernel is the approximation with tanh, and adds a bias.

@@ -14,7 +14,8 @@ from formats.errors import UnsupportedError, short
 from formats.megatron.args.codecs import cannot, single
 from formats.megatron.mesh import Mesh
 from formats.model.codec import Codec, Context, Maker
-from formats.model.spec import ModelSpec, real, whole
+from formats.model.spec import ModelSpec
+from formats.model.values import real, whole
 
 INTERLEAVE = {"interleave": "moe_mlp_glu_interleave_size", "shared_interleave": "moe_shared_expert_glu_interleave_size"}
 """Rows of gate and of up that alternate in an expert, and in the shared ones: since 0.18, and 0.19."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.model.codec import Codec, Context, Spelled
-from formats.model.spec import real
+from formats.model.values import real
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core fixes of the llama3 rope scaling."""

@@ -14,7 +14,9 @@ from formats.families.family import TRAITS
 from formats.megatron.args import layers, mla, mlp, moe, rope
 from formats.megatron.args.codecs import choice, derived, only, single, switch
 from formats.model.codec import Codec, Context, opposite, rows, same
-from formats.model.spec import FIXED, ModelSpec, whole
+from formats.model.settings import FIXED
+from formats.model.spec import ModelSpec
+from formats.model.values import whole
 
 TEXT = f"""
 learned            position_embedding_type                         learned

@@ -1,0 +1,130 @@
+"""Whether settings make a model that has a layout here: a row for each bound of several settings together.
+
+What a setting may be by itself follows from its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from formats.errors import SourceError, UnsupportedError, VitruvianError, short
+from formats.families import family_named
+from formats.families.family import Family
+from formats.model.codec import Row
+from formats.model.settings import CHOICES, FIXED, LISTS, OPTIONAL, REQUIRED, TYPES
+from formats.model.spec import ModelSpec
+from formats.model.values import KINDS, MOST_EXPERTS, MOST_LAYERS, some_layers, whole
+
+
+class Check(NamedTuple):
+    """A row: what is wrong with a model `m` of a family, how to say it, and the trait of the families it is for."""
+
+    error: type[VitruvianError]
+    wrong: Callable[[ModelSpec, Family], object]
+    sentence: str
+    trait: str = ""
+
+
+# fmt: off
+CHECKS = (
+    Check(SourceError, lambda m, _: m.layers > MOST_LAYERS, "{m.layers} layers are no model"),
+    Check(SourceError, lambda m, _: m.heads % m.kv_heads,
+          "{m.heads} heads do not divide into {m.kv_heads} key/value groups"),
+    Check(UnsupportedError, lambda m, _: m.head_dim % 2,
+          "a head dimension of {m.head_dim} is odd, and no table here has such heads"),
+    Check(UnsupportedError, lambda m, family: family.rope_theta is None and (m.rope_theta or m.rope_scaling),
+          "a {m.family} has no rotary embedding"),
+    Check(SourceError, lambda m, _: (m.rotary_fraction or 0) > 1,
+          "rotary_fraction = {m.rotary_fraction} is more than all of a head"),
+    Check(UnsupportedError, lambda m, family: m.sliding_window and not family.window,
+          "a {m.family} has no sliding window"),
+    Check(SourceError, lambda m, _: not m.sliding_window and m.full_layers not in (None, (*range(m.layers),)),
+          "it has layers with a sliding window, and does not say how wide that is"),
+    Check(UnsupportedError, lambda m, _: not m.sparse_layers,
+          "none of {m.layers} layers has experts, that is no {m.family}", "moe"),
+    Check(SourceError, lambda m, _: (m.experts or 0) * m.layers > MOST_EXPERTS,
+          "{m.experts} experts in each of {m.layers} layers are no model", "moe"),
+    Check(SourceError, lambda m, _: (m.top_k or 0) > (m.experts or 0),
+          "{m.top_k} of {m.experts} experts make no router", "moe"),
+    Check(SourceError, lambda m, _: (m.experts or 0) % (m.router_groups or 1),
+          "{m.experts} experts do not divide into {m.router_groups} groups", "moe"),
+    Check(SourceError, lambda m, _: (m.router_top_groups or 1) > (m.router_groups or 1),
+          "{m.router_top_groups} of {m.router_groups} groups of experts make no router", "moe"),
+    Check(UnsupportedError, lambda m, _: m.kv_heads != m.heads or (m.rope_dim or 0) % 2,
+          "{m.heads} heads in {m.kv_heads} groups, of which {m.rope_dim} elements rotate, are not supported with "
+          "latents", "latent"),
+)
+# fmt: on
+
+
+def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
+    """Build a spec from found values; each must be there and make sense.
+
+    Args:
+        values: the settings by name, with the `family`, and `own`, `biases` and `notes` where there are some.
+        where: what to call the file that says them in an error.
+
+    Raises:
+        SourceError: one is missing, or makes no sense; the message names the flag that supplies it.
+        UnsupportedError: they make a model that has no layout here.
+    """
+    family = family_named(values["family"])
+    needed = {*REQUIRED, *family.keys.keys() & {*CHOICES} - {*OPTIONAL}, *(["rope_theta"] if family.rope_theta else [])}
+    found: dict[str, Any] = {name: values.get(name) for name in TYPES}
+    for name, value in found.items():
+        if name not in LISTS and (value is not None or name in needed):
+            found[name] = KINDS[TYPES[name]](value, name, where)
+    found |= layers_of(values, where)
+    foreign = [name for name in CHOICES if found[name] is not None and name not in family.keys]
+    if foreign:
+        raise UnsupportedError(f"{where}: a {family.name} leaves no choice of {foreign[0]}")
+    apart = {name: values[name] for name in ("own", "biases", "notes") if name in values}
+    spec = ModelSpec(family=family.name, **found, **apart)
+    for check in CHECKS:
+        if (not check.trait or check.trait in family.traits) and check.wrong(spec, family):
+            raise check.error(f"{where}: {check.sentence.format(m=spec)}")
+    for reason in fixed_otherwise(family, found):
+        raise UnsupportedError(f"{where}: {reason}")
+    return spec
+
+
+def layers_of(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...] | None]:
+    """The settings of `LISTS`, in the order of the layers, each once.
+
+    Raises:
+        SourceError: one names no layers of the model.
+    """
+    numbers, layers = some_layers(values.get("layers")), dict[str, tuple[int, ...] | None]()
+    for name in LISTS:
+        value = values.get(name)
+        if value is not None and not (
+            isinstance(value, list | tuple) and all(type(layer) is int and layer in numbers for layer in value)
+        ):
+            raise SourceError(f"{where} says {name} = {short(value)}, these are no layers of {len(numbers)}")
+        layers[name] = None if value is None else tuple(sorted(set(value)))
+    return layers
+
+
+def fixed_otherwise(family: Family, values: Mapping[str, Any]) -> list[str]:
+    """What a family fixes to something else than these settings say, each as the end of a sentence."""
+    fixed = {name: only for name, only in FIXED.items() if name not in family.keys and only is not None}
+    heads = whole(values["heads"], "heads", family.name)
+    if family.keys.get("kv_heads") == "":
+        fixed["kv_heads"] = family.defaults.get("kv_heads", heads)
+    if family.keys.get("head_dim") == "":
+        hidden = whole(values["hidden"], "hidden", family.name)
+        fixed["head_dim"] = hidden / heads if hidden % heads else hidden // heads
+    return [
+        f"{name} = {short(values[name])} is not supported for {family.name}, only {short(only)}"
+        for name, only in fixed.items()
+        if values.get(name) not in (None, only)
+    ]
+
+
+def unsaid(table: Iterable[Row], conditions: Collection[str], spec: ModelSpec) -> str:
+    """A setting of a model that no row of a format's table says, and that is not what then holds; empty if all are."""
+    said = {row.setting for row in table if not row.condition or row.condition in conditions}
+    silent = {name: getattr(spec, name) for name in CHOICES if name not in said}
+    lost = (name for name, value in silent.items() if value not in (None, FIXED[name]))
+    return next((f"{name} = {short(silent[name])}" for name in lost), "")

@@ -1,0 +1,179 @@
+"""The settings that the weights depend on, whatever framework wrote them: a line each, in a dataclass for each part.
+
+    router_scale: float | None = choice(1.0)
+
+A line is all of a setting but its spellings, which are rows of a framework's table (`huggingface/settings_table.py`,
+`megatron/args/table.py`), and its bounds beside other settings, which are rows of `checks.py`. The name is that of
+these rows, of `--set` and of the manifest; the type says what it may be by itself (`values.py`). A `choice` is one of
+those families alone whose `keys` name it: in others it is None, and what is in brackets holds in all their models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from formats.errors import UsageError
+
+
+def choice(fixed: Any = None) -> Any:
+    """A setting that only some families have, and what holds in the others."""
+    return field(default=None, metadata={"fixed": fixed})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """The sizes of a decoder.
+
+    Attributes:
+        layers: how many there are.
+        hidden: elements of what goes from layer to layer.
+        heads: query heads of a layer.
+        kv_heads: its key/value heads, each for as many query heads.
+        head_dim: elements of a head; with latents, of a value.
+        ffn: elements inside an MLP; of an expert too, where the family has one width for both.
+        vocab: tokens of the true vocabulary, without padding; None while unknown.
+        max_positions: tokens of the longest sequence: rows of the model where positions are learned, else a limit.
+        norm_epsilon: what is added to the variance in a norm.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int | None = None
+    max_positions: int
+    norm_epsilon: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary embeddings (transformers 5.23.0, modeling_rope_utils.py).
+
+    Attributes:
+        rope_theta: their base; None where nothing rotates.
+        rope_scaling: `rope_type` and its parameters in the terms of Hugging Face; None for plain ones.
+        rotary_fraction: the part of a head that rotates, up to 1.
+        nope_layers: the layers in which nothing does, from 0.
+    """
+
+    rope_theta: float | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+    rotary_fraction: float | None = choice(1.0)
+    nope_layers: tuple[int, ...] | None = choice(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Sliding windows of attention.
+
+    Attributes:
+        sliding_window: the tokens that a token sees, itself included; None where it sees all before it.
+        full_layers: the layers for which it does not hold, from 0.
+    """
+
+    sliding_window: int | None = None
+    full_layers: tuple[int, ...] | None = choice(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """What is computed of the tensors.
+
+    Attributes:
+        tied: whether the output head shares the embedding.
+        parallel_residual: whether attention and MLP read the same residual, or the MLP that after attention.
+        activation: of an MLP, by the name that transformers has (activations.py `ACT2FN`).
+    """
+
+    tied: bool
+    parallel_residual: bool | None = choice()
+    activation: str | None = choice()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts (transformers 5.23.0, models/deepseek_v3/modeling_deepseek_v3.py has all of it).
+
+    Attributes:
+        experts: how many a layer has.
+        top_k: to how many of them a token goes: to those of the highest scores in the best groups.
+        expert_ffn: elements inside one.
+        shared_ffn: elements inside what is shared by all tokens.
+        dense_layers: the layers that have one MLP for all tokens instead, from 0.
+        router_normalized: whether the weights of their outputs add up to 1.
+        router_scale: by what these are multiplied then.
+        router_groups: into how many groups the experts are divided.
+        router_top_groups: out of how many of them, the best, a token's experts are.
+    """
+
+    experts: int | None = choice()
+    top_k: int | None = choice()
+    expert_ffn: int | None = choice()
+    shared_ffn: int | None = choice()
+    dense_layers: tuple[int, ...] | None = choice(())
+    router_normalized: bool | None = choice(True)
+    router_scale: float | None = choice(1.0)
+    router_groups: int | None = choice(1)
+    router_top_groups: int | None = choice(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Attention with latents (transformers 5.23.0, models/deepseek_v2/modeling_deepseek_v2.py).
+
+    Attributes:
+        query_rank: elements of the latent of queries; None where these have none.
+        latent_rank: elements of that of keys and values.
+        nope_dim: elements of a key that do not rotate.
+        rope_dim: those that do.
+    """
+
+    query_rank: int | None = choice()
+    latent_rank: int | None = choice()
+    nope_dim: int | None = choice()
+    rope_dim: int | None = choice()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(Latent, Experts, Wiring, Window, Rope, Decoder):
+    """All of them, under their own names; dataclasses have the fields of the last base first."""
+
+
+TYPES = {one.name: str(one.type).removesuffix(" | None") for one in fields(Parts)}
+"""Setting: its type, where it has a value."""
+FIXED = {one.name: one.metadata["fixed"] for one in fields(Parts) if "fixed" in one.metadata}
+"""The settings that only some families have, and what holds in the others; None where they have nothing like it."""
+CHOICES = tuple(FIXED)
+EVERY = tuple(name for name in TYPES if name not in FIXED)
+"""The settings that every model has, or may have."""
+REQUIRED = tuple(one.name for one in fields(Parts) if one.name in EVERY and "None" not in str(one.type))
+LISTS = tuple(name for name, kind in TYPES.items() if kind == "tuple[int, ...]")
+"""The settings that are some layers of the model."""
+EXPERTS = tuple(one.name for one in fields(Experts))
+OPTIONAL = ("query_rank",)
+"""What may be None in a family that has it."""
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """Parse `--set NAME=VALUE`; a value is JSON, or `none`.
+
+    Raises:
+        UsageError: no such setting, or no such value.
+    """
+    parsed = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if name not in TYPES:
+            raise UsageError(f"--set {setting}: there is no setting {name!r}", f"settings: {', '.join(sorted(TYPES))}")
+        try:
+            parsed[name] = (
+                None if text.lower() == "none" else json.loads(text.lower() if text in ("True", "False") else text)
+            )
+        except ValueError:
+            raise UsageError(f"--set {setting}: {text!r} is no JSON value") from None
+    return parsed

@@ -26,7 +26,7 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
 
     usual = format_of(source).replicas
     replicas = options["replicas"] or ("mean" if usual == "drift" and source.proof is not None else usual)
-    limits = Limits(options["threads"], options["memory"], replicas)
+    limits = Limits(options["threads"], options["memory"], replicas, accepted=options["accept"])
     cast = None if options["dtype"] == "keep" else options["dtype"]
     return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])
 

@@ -21,6 +21,7 @@ from converters.move import casts
 from converters.move.blocks import Files, gather, scatter
 from converters.move.casts import WORDS, Array
 from converters.move.hashing import hasher
+from converters.move.moments import Moments
 from converters.move.regions import Nearby, tiles
 from converters.move.replicas import Copies, Tile
 from converters.move.source_checks import SourceChecks
@@ -58,6 +59,7 @@ def run_job(
 
     Raises:
         VerificationError: copies of the tensor differ, and nothing said which one counts.
+        RefusedError: it is a moment that Adam does not compute.
         Interrupted: `stop` was true.
     """
     word, digest = WORDS[DTYPES[job.source_dtype]], hasher(job)
@@ -65,7 +67,7 @@ def run_job(
     tile, scratch = buffers.tile.view(word), buffers.scratch.view(word)
     axes = len(job.shape)
     sources, targets = Nearby(job.sources, axes), Nearby(job.targets, axes)
-    copies = Copies(job, files, limits.replicas)
+    copies, moments = Copies(job, files, limits.replicas), Moments(job, limits.accepted)
     new_row = _last_row if job.last else _mean_row
     fill = new_row(job, sources, files, tile, scratch) if job.rows is not None else tile[:0]
     widest = max(item, DTYPES[job.dtype])
@@ -76,6 +78,7 @@ def run_job(
         values = tile[:count]
         gather(files, sources, start, shape, values, scratch)
         copies.settle(values, Tile(start, shape, buffers.other, buffers.scratch))
+        moments.see(values)
         if job.rows is not None:
             _grow(values, job.rows, fill, start, shape)
         room = buffers.other.view(WORDS[DTYPES[job.dtype]])[:count]
@@ -89,6 +92,7 @@ def run_job(
             scatter(files, targets, start, shape, result, buffers.scratch.view(result.dtype))
         advance(count * item)
     copies.judge()
+    moments.judge()
     return Outcome(str(digest.hexdigest()), copies.drift)
 
 

@@ -62,6 +62,9 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
         codes, factors = _codes(opened, fragment, start, count, scales), _factors(opened, start, columns, scales)
         if scales.method == "MXFP4":
             out[begin : begin + count] = MXFP4[factors.astype(np.uint16) << 4 | codes]
+            if not casts.finite(out[begin : begin + count], "BF16"):
+                reason = f"{scales.factors.path}: elements times {scales.name} are too large for BF16"
+                raise RefusedError(reason, "--verbatim carries every tensor as it is")
             continue
         with np.errstate(over="ignore", invalid="ignore"):
             values = E4M3[codes].reshape(rows, columns) * casts.to_float(factors, scales.factors.dtype)

@@ -49,7 +49,7 @@ CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
 
 MOST_YAML = 1 << 20
 OPTIMIZER = "optim"
-"""What the optimizer is called that we write."""
+"""What the optimizer is called that we write, and how the names of others begin."""
 ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
     "decoupled_weight_decay": True,
@@ -323,12 +323,13 @@ def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path
         if not named:
             raise RefusedError(f"{where} holds no {wanted!r}", f"it holds {_names(held)}")
         return named[0]
-    models = list(dict.fromkeys(path[:-1] for path in paths if EMBEDDING.fullmatch(path[-1])))
-    models = models or [one for one in held if not one or one[-1] in CONTAINERS] or held
-    usual = [one for one in models if one[-1:] and one[-1] in CONTAINERS] if len(models) > 1 else models
-    if len(usual) != 1:
+    embedded = {path[:-1] for path in paths if EMBEDDING.fullmatch(path[-1])}
+    models = [one for one in held if one in embedded and not any(part.startswith(OPTIMIZER) for part in one)]
+    models = models or [one for one in held if one and one[-1] in CONTAINERS]  # where no key tells
+    models = models or [one for one in held if not one] or held
+    if len(models) != 1:
         raise RefusedError(f"{where} could hold several models: {_names(models)}", "name one with --container")
-    return usual[0]
+    return models[0]
 
 
 def _names(containers: Iterable[tuple[str, ...]]) -> str:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from converters.assets import files as assets
+from converters.assets.replaceable import foreign
 from converters.common.atomic import stoppable, sync_folder
 from converters.common.manifest import check_manifest
 from converters.common.progress import Progress, size
@@ -226,6 +227,11 @@ def _check_free(request: Request) -> None:
         raise OutputError(
             f"{request.out} holds {len(held)} checkpoints: {some(held, 4)}",
             "--force deletes one checkpoint, not a training; remove it yourself",
+        )
+    if others := foreign(place):
+        raise OutputError(
+            f"{request.out} holds what no checkpoint has: {some(others, 4)}",
+            "--force deletes checkpoints only; move that elsewhere, or remove the folder yourself",
         )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint
-from formats.errors import UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, short
+from formats.torch_files.archive_writer import NUMBERS, Small
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 """What there is of a parameter: the float32 master, unless it is float32 itself, and Adam's moments."""
@@ -20,6 +22,23 @@ OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
 """What those of others have, that keep the same of a parameter."""
 USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True, "correct_bias": True}
 """What changes an Adam's step, and the value with which it is the one that is carried."""
+
+
+MORE = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
+"""With which settings there is a further state of a parameter."""
+
+
+def require_states(group: Mapping[str, Any], where: str) -> None:
+    """A parameter group has the states that are carried, and no others, whatever its optimizer makes of them.
+
+    Raises:
+        UnsupportedError: it has another state.
+    """
+    for name, state in MORE.items():
+        if group.get(name):
+            raise UnsupportedError(
+                f"{where} says {name} = {short(group[name])}: such an optimizer keeps {state} too, which is not carried"
+            )
 
 
 def require_adam(group: Mapping[str, Any], where: str) -> None:
@@ -46,6 +65,35 @@ class Group(NamedTuple):
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+
+
+def group_of(about: Mapping[str, Any], where: str) -> Group:
+    """A parameter group of Adam, as torch has it.
+
+    Raises:
+        SourceError: a setting is missing, or no finite number.
+        UnsupportedError: see `require_adam`.
+    """
+    require_adam(about, where)
+    betas = about.get("betas")
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise SourceError(f"{where} has the betas {short(betas)}")
+    lr, eps, decay = (number_of(about.get(name), f"{where}: its {name}") for name in ("lr", "eps", "weight_decay"))
+    first, second = (number_of(one, f"{where}: its betas") for one in betas)
+    return Group(lr, (first, second), eps, decay)
+
+
+def number_of(value: Any, what: str) -> float:
+    """A finite number, or that of a tensor with one element.
+
+    Raises:
+        SourceError: it is none.
+    """
+    if isinstance(value, Small) and value.dtype in NUMBERS and math.prod(value.shape) == 1:
+        value = value.number
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise SourceError(f"{what} is {short(value)}, which is no number")
+    return float(value)
 
 
 @dataclass(frozen=True)

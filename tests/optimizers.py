@@ -11,16 +11,17 @@ from typing import Any
 
 VOCABULARY, PADDED = 211, 0.25
 """Of the tiny models; what rows of padding hold."""
-STATE = {"exp_avg": 0.5, "exp_avg_sq": 2.0, "master": 1 + 2**-12}
-"""What each state is of a weight; a master rounds to it."""
+STATE = {"exp_avg": 0.5, "exp_avg_sq": 1.0, "master": 1 + 2**-12}
+"""What each state is of a weight, the second moment of its square; a master rounds to it."""
 GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "lr": 0.01, "betas": (0.9, 0.999)}
-GROUP |= {"eps": 1e-8, "weight_decay": 0.1}
+GROUP |= {"eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
 SCHEDULER = {"num_steps": 3, "max_lr": 0.01, "lr_decay_style": "cosine"}
 
 
 def of(weight: Any, state: str) -> Any:
     """A state of a weight."""
-    return weight.float() * STATE[state]
+    found = weight.float() * STATE[state]
+    return found * found if state == "exp_avg_sq" else found
 
 
 def add_optimizer(run: Path, how: str) -> Path:

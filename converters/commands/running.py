@@ -22,7 +22,8 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
     from converters.plan.opening import replicas_of
     from converters.plan.request import Limits, Request
 
-    limits = Limits(options["threads"], options["memory"], replicas_of(source, options["replicas"]))
+    policy = replicas_of(source, options["replicas"])
+    limits = Limits(options["threads"], options["memory"], policy, accepted=options["accept"])
     cast = None if options["dtype"] == "keep" else options["dtype"]
     return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])
 

@@ -154,7 +154,8 @@ def output_of(options: Mapping[str, Any]) -> Output:
 
 def limits_of(options: Mapping[str, Any], replicas: str) -> Limits:
     """How much of the machine `Effort` uses, given what is done with further copies."""
-    return Limits(options.get("threads", 2), options.get("memory", DEFAULT_MEMORY), replicas)
+    accepted = tuple(options.get("accept", ()))
+    return Limits(options.get("threads", 2), options.get("memory", DEFAULT_MEMORY), replicas, accepted=accepted)
 
 
 def cast_of(options: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from converters.move import casts
 from formats.disk.safetensors import DTYPES, Fragment, Scales, read_into
+from formats.errors import RefusedError
 
 PIECE = 1 << 16
 """Elements at a time: few enough to stay in the cache, and in little memory."""
@@ -43,6 +44,8 @@ def _mxfp4() -> Words:
     return words.ravel()
 
 
+NO_NUMBER = 255
+"""The scale of MXFP4 that is none."""
 E4M3, MXFP4 = _e4m3(), _mxfp4()
 
 
@@ -51,7 +54,7 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
 
     Raises:
         SourceError: a file ends before its elements or scales do.
-        RefusedError: a product is too large for BF16.
+        RefusedError: a scale is no finite positive number, or a product is too large for BF16.
     """
     out = np.frombuffer(buffer, np.uint16)
     for start, rows, columns in _pieces(at // 2, len(out), scales):
@@ -59,6 +62,9 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
         codes, factors = _codes(opened, fragment, start, count, scales), _factors(opened, start, columns, scales)
         if scales.method == "MXFP4":
             out[begin : begin + count] = MXFP4[factors.astype(np.uint16) << 4 | codes]
+            if not casts.finite(out[begin : begin + count], "BF16"):
+                reason = f"{scales.factors.path}: elements times {scales.name} are too large for BF16"
+                raise RefusedError(reason, "--verbatim carries every tensor as it is")
             continue
         with np.errstate(over="ignore", invalid="ignore"):
             values = E4M3[codes].reshape(rows, columns) * casts.to_float(factors, scales.factors.dtype)
@@ -99,4 +105,27 @@ def _factors(opened: Open, start: int, columns: int, scales: Scales) -> NDArray[
     words = np.empty(last - first, casts.WORDS[DTYPES[held.dtype]])
     place = (matrix * -(-scales.rows // high) + inside // high) * each + first
     read_into(opened(held.path), words.view(np.uint8).data, held.offset + place * words.itemsize, held.path)
+    _require_factors(words, place, scales)
     return np.repeat(words, wide)[column - first * wide :][:columns]
+
+
+def _require_factors(words: NDArray[np.generic], place: int, scales: Scales) -> None:
+    """Factors are finite and positive: a quantizer divides by each, or has it as a power of two.
+
+    Args:
+        words: some of them.
+        place: the number of the first one.
+        scales: what they are of.
+
+    Raises:
+        RefusedError: one is not.
+    """
+    held = scales.factors
+    values = np.where(words == NO_NUMBER, np.nan, 1.0) if held.dtype == "U8" else casts.to_float(words, held.dtype)
+    wrong = np.flatnonzero(~((values > 0) & np.isfinite(values)))
+    if len(wrong):
+        raise RefusedError(
+            f"{held.path}: element {place + wrong[0]} of {scales.name} is {values[wrong[0]]:g}, and weights are "
+            "quantized by finite and positive scales",
+            "take the file from where it comes from; --verbatim carries every tensor as it is",
+        )

@@ -21,6 +21,7 @@ from converters.move import casts
 from converters.move.blocks import Files, gather, scatter
 from converters.move.casts import WORDS, Array
 from converters.move.hashing import hasher
+from converters.move.moments import Moments
 from converters.move.regions import Nearby, tiles
 from converters.move.replicas import Copies, Tile
 from converters.move.source_checks import SourceChecks
@@ -102,10 +103,13 @@ def run_job(
 
     Raises:
         VerificationError: copies of the tensor differ, and nothing said which one counts.
+        RefusedError: it is a moment that Adam does not compute.
         Interrupted: `stop` was true.
     """
     digest, targets, copies = hasher(job), Nearby(job.targets, len(job.shape)), Copies(job, files, limits.replicas)
+    moments = Moments(job, limits.accepted)
     for start, shape, values in pieces_of(job, copies, files, buffers):
+        moments.see(values)
         if stop():
             raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
         if limits.finite and not casts.finite(values, job.dtype):
@@ -117,6 +121,7 @@ def run_job(
             scatter(files, targets, start, shape, values, buffers.scratch.view(values.dtype))
         advance(len(values) * DTYPES[job.source_dtype])
     copies.judge()
+    moments.judge()
     return Outcome(str(digest.hexdigest()), copies.drift)
 
 

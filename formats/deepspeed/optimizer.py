@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint
+from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed import universal, zero
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.partitions import Partition, step_of
 from formats.errors import RefusedError, SourceError, UnsupportedError
-from formats.optimizer import STATES, Group, Optimizer, require_adam
+from formats.optimizer import STATES, Group, Optimizer, group_of
 from formats.torch_files import saved_names
 
-KEPT = frozenset({"step", *STATES})
-"""What Adam keeps of a parameter."""
 Owners = Mapping[Path, Sequence[tuple[int, Group]]]
 """Of each file: where its flat groups begin, in bytes, and how their parameters are treated."""
 
@@ -132,18 +131,13 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
         SourceError: the settings are in no form that is known.
         UnsupportedError: they are not Adam's.
     """
-    others = sorted(set(kept) - KEPT)
-    if others:
-        raise UnsupportedError(f"{path}: its optimizer keeps {', '.join(others[:4])}, and only Adam's is carried")
+    zero_partitions.require_known(path, kept)
     found: dict[int, Group] = {}
     for group in settings:
-        require_adam(group, str(path))
-        try:
-            low, high = group["betas"]
-            lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
-            found |= dict.fromkeys(group["params"], Group(lr, (float(low), float(high)), eps, decay))
-        except (KeyError, TypeError, ValueError):
-            raise SourceError(f"{path} holds a parameter group in no form that is known") from None
+        members = group.get("params")
+        if not isinstance(members, list) or not all(type(one) is int for one in members):
+            raise SourceError(f"{path} holds a parameter group in no form that is known")
+        found |= dict.fromkeys(members, group_of(group, str(path)))
     return found
 
 

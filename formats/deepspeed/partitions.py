@@ -12,7 +12,7 @@ the stored masters is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ran
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,11 +23,15 @@ from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, whole_part
 from formats.layout.table import Cut
+from formats.optimizer import STATES, require_states
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.unpickle import DAMAGE
+
+KEPT = frozenset({"step", *STATES})
+"""What Adam keeps of a parameter."""
 
 
 class Flat(NamedTuple):
@@ -161,9 +165,48 @@ def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> P
     gaps = tuple(tuple(group) for group in held.get("param_alignment_paddings") or ())
     inner = [one for _, one in sorted(moments["state"].items()) if isinstance(one, Mapping)]
     steps = tuple(number(file, one["step"]) for one in inner if "step" in one)
-    settings = tuple(map(dict, moments["param_groups"]))
+    settings = tuple(
+        {name: number(file, one) if isinstance(one, TensorRef) else one for name, one in group.items()}
+        for group in moments["param_groups"]
+    )
     kept = frozenset(str(name) for one in inner for name in one)
+    if more := sorted(set(moments["state"]) - set(range(len(masters)))):
+        raise SourceError(f"{file.path} holds states of group {short(more[0])}, and masters of {len(masters)} groups")
     return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept)
+
+
+def require_trained(partitions: Sequence[Partition]) -> None:
+    """All that the optimizer keeps is known, and all ranks treat the parameters of each group alike.
+
+    Raises:
+        SourceError: ranks differ in a setting.
+        UnsupportedError: there is more than Adam keeps.
+    """
+    first = partitions[0]
+    for one in partitions:
+        require_known(one.path, one.kept)
+        for group in one.settings:
+            require_states(group, str(one.path))
+        for index, (ours, others) in enumerate(zip(one.settings, first.settings, strict=False)):
+            for name in sorted({*ours, *others} - {"params"}):
+                if ours.get(name) != others.get(name):
+                    raise SourceError(
+                        f"{one.path} has {name} = {short(ours.get(name))} in group {index} of its optimizer, "
+                        f"{first.path} has {short(others.get(name))}: files of different runs or saves",
+                        "copy the files of one save from all nodes",
+                    )
+
+
+def require_known(path: Path, kept: Iterable[str]) -> None:
+    """What an optimizer keeps of a parameter is what Adam keeps.
+
+    Raises:
+        UnsupportedError: there is more, such as AMSGrad's largest moments.
+    """
+    if others := sorted(set(kept) - KEPT):
+        raise UnsupportedError(
+            f"{path}: its optimizer keeps {some(others, 4)} of each parameter, and only Adam's states are carried"
+        )
 
 
 def steps_in(file: TorchFile) -> frozenset[float]:

@@ -305,6 +305,7 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
         return Training(states, {}, first.value, shapes, ())
     partitions = zero_partitions.open_partitions(tag, 0, STATES)
     _require_same_stage(first, partitions)
+    zero_partitions.require_trained(partitions)
     states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in STATES}
     module = {} if partitions[0].stage == 3 else zero_partitions.module(first)
     return Training(states, module, first.value, shapes, partitions)

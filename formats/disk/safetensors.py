@@ -77,6 +77,7 @@ class Scales(NamedTuple):
         block: rows and columns of a block; the last ones of a matrix may be smaller.
         rows: of a matrix.
         columns: of a matrix.
+        name: the key of the factors, for a message.
     """
 
     method: str
@@ -84,6 +85,7 @@ class Scales(NamedTuple):
     block: tuple[int, int]
     rows: int
     columns: int
+    name: str
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

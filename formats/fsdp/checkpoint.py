@@ -49,7 +49,7 @@ CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
 
 MOST_YAML = 1 << 20
 OPTIMIZER = "optim"
-"""What the optimizer is called that we write."""
+"""What the optimizer is called that we write, and how the names of others begin."""
 ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
     "decoupled_weight_decay": True,
@@ -118,22 +118,26 @@ def _kind(folder: Path) -> Callable[[Path, Settings], Listing] | None:
 
 def _dcp(folder: Path, settings: Settings) -> Listing:
     entries = dcp.entries(folder)
-    paths = [entry.path or _split(entry.name, entries, settings) for entry in entries]
+    containers = [settings.container] if settings.container is not None else _starts(entries)
+    paths = [entry.path or _split(entry.name, containers) for entry in entries]
     files = dcp.metadata_files(folder) + sorted({item.path for entry in entries for item in entry.items})
     return Listing(paths, lambda wanted: dcp.load([entries[i] for i in wanted]), tuple(files))
 
 
-def _split(name: str, entries: Sequence[dcp.Entry], settings: Settings) -> tuple[str, ...]:
-    """The path of a key that an old torch did not record: its container is what stands before a known key."""
+def _starts(entries: Sequence[dcp.Entry]) -> list[str]:
+    """What stands before a key that every model has, without the dot."""
     known = ("model.embed_tokens.weight", torchtitan.FIRST)
-    container = settings.container
-    if container is None:
-        starts = (entry.name[: -len(key)] for entry in entries for key in known if entry.name.endswith(key))
-        container = next(starts, "").rstrip(".")
-    inside = name.startswith(container + ".") if container else True
-    return (
-        (*([container] if container else []), name[len(container) + 1 if container else 0 :]) if inside else ("", name)
-    )
+    starts = (entry.name.removesuffix(key) for entry in entries for key in known if entry.name.endswith(key))
+    return list(dict.fromkeys(start.rstrip(".") for start in starts))
+
+
+def _split(name: str, containers: Sequence[str]) -> tuple[str, ...]:
+    """The path of a key that an old torch did not record: its container is one of these."""
+    own = [one for one in containers if one and name.startswith(f"{one}.")]
+    if own:
+        container = max(own, key=len)
+        return (container, name.removeprefix(f"{container}."))
+    return ("", name) if containers and "" not in containers else (name,)
 
 
 def _shards(folder: Path, _: Settings) -> Listing:
@@ -323,12 +327,13 @@ def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path
         if not named:
             raise RefusedError(f"{where} holds no {wanted!r}", f"it holds {_names(held)}")
         return named[0]
-    models = list(dict.fromkeys(path[:-1] for path in paths if EMBEDDING.fullmatch(path[-1])))
-    models = models or [one for one in held if not one or one[-1] in CONTAINERS] or held
-    usual = [one for one in models if one[-1:] and one[-1] in CONTAINERS] if len(models) > 1 else models
-    if len(usual) != 1:
+    embedded = {path[:-1] for path in paths if EMBEDDING.fullmatch(path[-1])}
+    models = [one for one in held if one in embedded and not any(part.startswith(OPTIMIZER) for part in one)]
+    models = models or [one for one in held if one and one[-1] in CONTAINERS]  # where no key tells
+    models = models or [one for one in held if not one] or held
+    if len(models) != 1:
         raise RefusedError(f"{where} could hold several models: {_names(models)}", "name one with --container")
-    return usual[0]
+    return models[0]
 
 
 def _names(containers: Iterable[tuple[str, ...]]) -> str:

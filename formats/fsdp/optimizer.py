@@ -14,21 +14,20 @@ utils/fsdp_utils.py; what they wrote, and what they load again, is in tests/gold
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, some
 from formats.fsdp import checkpoint as fsdp
 from formats.layout.pieces import Scattered, spread
 from formats.layout.table import ALONE, Placed, match
 from formats.layout.tensors import UNTRAINED
-from formats.optimizer import Group, Optimizer, require_adam
+from formats.optimizer import Group, Optimizer, group_of, number_of
 from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_small, read_torch
 from formats.torch_files.archive_writer import NUMBERS, Small, plain
@@ -185,7 +184,8 @@ def read(source: Checkpoint) -> Optimizer:
         pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
         states[state] = replace(source, tensors=pieces, dropped=(), without=UNTRAINED)
     groups: dict[tuple[str, int | None], Group] = {}
-    for key, group in _groups(held, keys).items():
+    model = {unwrapped(name) for one in source.tensors for name in one.slot.keys}
+    for key, group in _groups(held, keys, {*model, *source.dropped}).items():
         slot = keys[key].slot
         for name in slot.rule.pattern.tensors:
             if groups.setdefault((name, slot.layer), group) != group:
@@ -221,18 +221,27 @@ def _step(held: Held, keys: Iterable[str]) -> int:
     for key in keys:
         if key not in found:
             raise SourceError(f"{where} holds no step of {key}", FROZEN)
-        number = _number(found[key], f"{where}: the step of {key}")
-        if number < 1 or number != int(number):
-            raise SourceError(f"{where}: {key} has made {number:g} steps", FROZEN)
-        steps.setdefault(int(number), key)
+        made = number_of(found[key], f"{where}: the step of {key}")
+        if made < 1 or made != int(made):
+            raise SourceError(f"{where}: {key} has made {made:g} steps", FROZEN)
+        steps.setdefault(int(made), key)
     if len(steps) > 1:
         told = " and ".join(f"{key} {number}" for number, key in list(steps.items())[:2])
         raise UnsupportedError(f"{where}: its parameters have made different numbers of steps, {told}")
     return next(iter(steps))
 
 
-def _groups(held: Held, keys: Mapping[str, Placed]) -> dict[str, Group]:
-    """The group of each parameter, by its key, in the order of the groups; none where no settings are kept."""
+def _groups(held: Held, keys: Mapping[str, Placed], model: Collection[str]) -> dict[str, Group]:
+    """The group of each parameter, by its key, in the order of the groups; none where no settings are kept.
+
+    Args:
+        held: the optimizer.
+        keys: what it has moments of.
+        model: all names that the model has.
+
+    Raises:
+        SourceError: a parameter is in no group or in two, or a group has one that the model lacks.
+    """
     listing, prefix = held.listing, held.container + GROUPS
     numbers = [number for number, name in enumerate(listing.names) if name.startswith(f"{prefix}.")]
     tensors = zip(numbers, map(_small, listing.load(numbers)), strict=True)
@@ -247,26 +256,17 @@ def _groups(held: Held, keys: Mapping[str, Placed]) -> dict[str, Group]:
     found: dict[str, Group] = {}
     for name in sorted(settings, key=lambda one: int(one) if one.isdecimal() else order.get(unwrapped(one), -1)):
         about, where = settings[name], f"{listing.where}: group {name} of its optimizer"
-        group = _group(about, where)
+        group = group_of(about, where)
         members = about["params"] if isinstance(about.get("params"), list) else [name]
-        for key in (key for one in members if (key := unwrapped(str(one))) in keys):
+        for key in (unwrapped(str(one)) for one in members):
             if key in found:
                 raise SourceError(f"{listing.where}: {key} is in two groups of its optimizer")
             found[key] = group
     if settings and (lost := [key for key in keys if key not in found]):
         raise SourceError(f"{listing.where}: {lost[0]} is in no group of its optimizer")
-    return found
-
-
-def _group(about: Mapping[str, Any], where: str) -> Group:
-    """Settings of Adam, of which those that change what it computes are known."""
-    require_adam(about, where)
-    betas = about.get("betas")
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise SourceError(f"{where} has the betas {short(betas)}")
-    lr, eps, decay = (_number(about.get(name), f"{where}: its {name}") for name in ("lr", "eps", "weight_decay"))
-    first, second = (_number(one, f"{where}: its betas") for one in betas)
-    return Group(lr, (first, second), eps, decay)
+    if more := sorted(found.keys() - set(model)):
+        raise SourceError(f"{listing.where}: the groups of its optimizer have {some(more, 4)}, its model has not")
+    return {key: group for key, group in found.items() if key in keys}
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -281,11 +281,3 @@ def _small(tensor: Scattered) -> Small:
     if any(one != first for one in others):
         raise SourceError(f"{tensor.whole.path} and the files of other ranks hold optimizers of different steps")
     return Small(tensor.dtype, tensor.shape, first)
-
-
-def _number(value: Any, what: str) -> float:
-    if isinstance(value, Small) and value.dtype in NUMBERS and prod(value.shape) == 1:
-        value = value.number
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise SourceError(f"{what} is {short(value)}, which is no number")
-    return float(value)

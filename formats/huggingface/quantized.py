@@ -97,9 +97,10 @@ def _mxfp4(found: Mapping[str, Fragment]) -> dict[str, Fragment]:
         _require(scales, f"{name}_scales", "U8", blocks.shape[:3])
         experts, rows, groups = blocks.shape[:3]
         wide = groups * GROUP
+        factors = Scales("MXFP4", scales, (1, GROUP), 1, experts * rows * wide, f"{name}_scales")
         held[name] = Fragment(
             blocks.path, blocks.offset, "BF16", (experts, wide, rows), (rows * wide, 1, wide),
-            scales=Scales("MXFP4", scales, (1, GROUP), 1, experts * rows * wide), member=blocks.member,
+            scales=factors, member=blocks.member,
         )  # fmt: skip
     return held
 
@@ -129,7 +130,9 @@ def _fp8(found: Mapping[str, Fragment], block: Sequence[int] | None) -> dict[str
             raise UnsupportedError(reason, KEEP)
         _require(scales, f"{key}{INVERSE}", scales.dtype, grid)
         least = (min(high, max(rows, 1)), min(wide, max(columns, 1)))
-        held[key] = fragment._replace(dtype="BF16", scales=Scales("FP8", scales, least, rows, columns))
+        held[key] = fragment._replace(
+            dtype="BF16", scales=Scales("FP8", scales, least, rows, columns, f"{key}{INVERSE}")
+        )
     return held
 
 

@@ -24,7 +24,7 @@ from formats.megatron.chained_optimizer import CHAINED, apart, decays, entries, 
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
 from formats.megatron.shards import DROPS, Shard, flattened, mesh_of, read_shards, tensors_of
-from formats.optimizer import STATES
+from formats.optimizer import STATES, require_states
 from formats.torch_files import dcp
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import Small, plain
@@ -66,6 +66,8 @@ def read(source: Checkpoint) -> Optimizer:
     if args.get("apply_wd_to_qk_layernorm"):
         raise UnsupportedError(f"{source.home}: weight decay of query and key norms (apply_wd_to_qk_layernorm)")
     optimizer = (_dist if source.format == torch_dist.NAME else _classic)(source)
+    for group in optimizer.groups:
+        require_states(group, str(source.home))
     dtypes = {dtype for (name, _), dtype in source.dtypes().items() if name not in BUFFERS}
     half = dtypes.intersection(HALF)
     if half and dtypes != half:

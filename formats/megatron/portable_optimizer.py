@@ -20,7 +20,7 @@ from formats.layout.tensors import BUFFERS
 from formats.megatron import optimizer_reader
 from formats.megatron.chained_optimizer import decays
 from formats.megatron.optimizer import Optimizer as Native
-from formats.optimizer import Group, Optimizer
+from formats.optimizer import Group, Optimizer, group_of
 from formats.torch_files.archive_writer import Small
 
 SCHEDULER = "opt_param_scheduler"
@@ -46,7 +46,7 @@ def read(source: Checkpoint) -> Optimizer:
     """
     native = optimizer_reader.read(source)
     try:
-        groups = {bool(group["wd_mult"]): _group(group) for group in native.groups}
+        groups = {bool(group["wd_mult"]): group_of(group, str(source.home)) for group in native.groups}
         step = int(native.step.number) if native.step is not None else int(native.groups[0]["step"])
         treated = {
             (name, placed.slot.layer): groups[decays(placed.key, placed.slot.shape)]
@@ -122,11 +122,6 @@ def _words(group: Group, wd_mult: float, step: int) -> dict[str, Any]:
 
 def _said(group: Group) -> str:
     return ", ".join(f"{name} {value}" for name, value in group._asdict().items())
-
-
-def _group(group: Mapping[str, Any]) -> Group:
-    first, second = group["betas"]
-    return Group(float(group["lr"]), (float(first), float(second)), float(group["eps"]), float(group["weight_decay"]))
 
 
 def _samples(native: Native) -> int | None:

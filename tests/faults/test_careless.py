@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.models import files
+from tests.optimizers import add_optimizer
 
 
 def test_a_folder_where_the_work_would_be_done_is_left_alone(model, convert, tmp_path):
@@ -59,6 +60,77 @@ def test_only_checkpoints_are_replaced(model, convert, tmp_path, force):
     assert (tmp_path / "out/thesis.tex").read_text() == "precious"
     assert convert("hf2megatron", model(), tmp_path / "m").code == 0
     assert convert("hf2megatron", model(), tmp_path / "m", "--tp", 2, "--force").code == 0
+
+
+@pytest.mark.parametrize(
+    ("mine", "named"),
+    [
+        (["thesis.txt"], "thesis.txt"),
+        (["src/train.py", "src/notes/today.md"], "src/notes/today.md, src/train.py"),
+        ([".git/HEAD", ".git/config"], ".git"),
+        (["release/mp_rank_00/notes.txt"], "release/mp_rank_00/notes.txt"),
+        (["data.json", "a.csv", "b.csv", "c.csv", "tokens.bin"], "a.csv, b.csv, c.csv, data.json and 1 more"),
+        (["figure.png", "paper.pdf", "model.py"], "figure.png, model.py, paper.pdf"),
+    ],
+)
+def test_what_no_checkpoint_has_is_not_deleted_with_one(model, convert, tmp_path, mine, named):
+    out = tmp_path / "m"
+    assert convert("hf2megatron", model(), out).code == 0
+    for name in mine:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("precious")
+    before = files(out)
+    for more in ((), ("-n",)):
+        ran = convert("hf2megatron", model(), out, "--force", *more)
+        assert (ran.code, f"{out} holds what no checkpoint has: {named}\n" in ran.err) == (7, True), ran.err
+    assert files(out) == before
+    for name in mine:
+        (out / name).unlink()
+    assert convert("hf2megatron", model(), out, "--force").code == (7 if ".git/HEAD" in mine else 0)
+
+
+RUN = """
+README.md LICENSE.txt NOTICE USE_POLICY.md .gitattributes config.json generation_config.json vitruvian.json
+configuration_deepseek.py modeling_deepseek.py tokenizer.json tokenizer.model tokenizer_config.json vocab.json
+merges.txt special_tokens_map.json added_tokens.json chat_template.jinja chat_template.json
+additional_chat_templates/tool_use.jinja preprocessor_config.json model-00001-of-00002.safetensors
+model.safetensors.index.json pytorch_model.bin adapter_config.json adapter_model.safetensors
+original/consolidated.00.pth original/params.json training_args.bin trainer_state.json scheduler.pt
+optimizer.pt optimizer.bin scheduler.bin rng_state_0.pth random_states_0.pkl scaler.pt latest zero_to_fp32.py
+global_step5/mp_rank_00_model_states.pt sampler.bin
+global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt optimizer_0/.metadata optimizer_0/__0_0.distcp
+pytorch_model_fsdp_0/__1_0.distcp all_results.json eval_results.json train_results.json train_params.yaml
+configs/run.yml runs/Jan01_host/events.out.tfevents.1700000000.host.1.0 logs/rank0.log
+wandb/run-1/files/anything.xyz slurm-12345.out slurm-12345_0.err nohup.out log.jsonl metrics.csv plot.png
+ds_config.json .cache/huggingface/download/x.lock latest_checkpointed_iteration.txt megatron_flags.txt
+progress.txt evaluation_results.json family.toml tf_model.h5 .progress .files .start
+1/mp_rank_00/distrib_optim.pt zero/model.norm.weight/exp_avg.pt latest_universal
+"""
+"""What trainers and the Hub leave in a folder."""
+
+
+def test_what_a_training_leaves_goes_with_a_checkpoint(model, convert, tmp_path):
+    from converters.assets.replaceable import foreign
+
+    out = tmp_path / "m"
+    assert convert("hf2hf", model(), out).code == 0
+    for name in RUN.split():
+        if not (out / name).exists():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).touch()
+    assert foreign(out) == []
+
+
+@pytest.mark.parametrize("command", ["hf2hf", "hf2megatron", "hf2fsdp", "hf2neox", "zero2universal"])
+def test_what_we_write_can_be_replaced(model, convert, tmp_path, command):
+    from converters.assets.replaceable import foreign
+
+    source = model()
+    if command == "zero2universal":
+        convert("hf2megatron", source, tmp_path / "run", "--iteration", 3)
+        source = add_optimizer(tmp_path / "run", "plain")
+    assert convert(command, source, tmp_path / "out").code == 0
+    assert foreign(tmp_path / "out") == []
 
 
 def test_a_training_is_not_replaced(model, convert, tmp_path):

@@ -145,6 +145,16 @@ def test_metadata_without_paths_is_that_of_an_old_torch(folder, merge, model, tm
     assert files(tmp_path / "out") == files(model("llama"))
 
 
+def test_two_models_in_metadata_without_paths(merge, model, tmp_path):
+    state = weights(model("llama"))
+    both = save(tmp_path / "c", {"model": state, "ema": {key: value * 2 for key, value in state.items()}})
+    edit(both, lambda metadata: setattr(metadata, "planner_data", None))
+    words = ("--config", model("llama"))
+    refused(merge(both, *words), 5, "several models: ", "ema", "model", "--container")
+    assert merge(both, *words, "--container", "ema").code == 0
+    assert all((weights(tmp_path / "out")[key] == value * 2).all() for key, value in state.items())
+
+
 def test_an_entry_of_an_unknown_kind_is_refused(folder, merge):
     """What is neither a tensor nor bytes could be a tensor of a kind to come: it is not left out in silence."""
 

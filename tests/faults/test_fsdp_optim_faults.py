@@ -101,6 +101,10 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     ),
     "in two groups": (lambda s: s["optim"]["param_groups"][1]["params"].append(UP), 3, (f"{UP} is in two groups",)),
     "no betas": (lambda s: s["optim"]["param_groups"][0].update(betas=0.9), 3, ("group 0", "the betas 0.9")),
+    "a group of another model": (
+        lambda s: s["optim"]["param_groups"][0]["params"].append("model.ghost.weight"), 3,
+        ("the groups of its optimizer have model.ghost.weight, its model has not",),
+    ),
     "none": (lambda s: s.pop("optim"), 3, ("holds no optimizer", "without --with-optimizer")),
     "flat, no moment": (
         lambda s: s.update(optimizer={k: v for k, v in flat(s).items() if k != f"state.{UP}.exp_avg"}), 3, UP_LOST,
@@ -182,6 +186,38 @@ def test_an_optimizer_is_the_same_however_it_was_saved(trained, convert, tmp_pat
     if known:
         members = [{key for key in expected if ("norm" in key) == norm} for norm in (False, True)]
         assert [(one["lr"], set(one["params"])) for one in groups(held)] == [(0.01, keys) for keys in members]
+
+
+@pytest.mark.parametrize(
+    ("state", "value", "fine"),
+    [
+        ("exp_avg", float("nan"), False),
+        ("exp_avg", float("-inf"), False),
+        ("exp_avg", -3.0, True),
+        ("exp_avg_sq", float("nan"), False),
+        ("exp_avg_sq", float("inf"), False),
+        ("exp_avg_sq", -3.0, False),
+        ("exp_avg_sq", -0.0, True),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_moments_that_no_adam_computes_are_refused(trained, convert, tmp_path, state, value, fine, dtype):
+    import torch
+
+    source, saved = trained
+    moment = of(UP)(saved)[state].to(getattr(torch, dtype))
+    moment[7, 3] = moment[90, 1] = value
+    of(UP)(saved)[state] = moment
+    words = ("hf2fsdp", save(tmp_path / "c", saved), tmp_path / "out", "--with-optimizer", "--config", source, "-q")
+    ran = convert(*words)
+    if fine:
+        assert ran.code == 0, ran.err
+        return
+    told = (f"{state}.up.0 in ", f"holds {value:g}, and 2 of {96 * 64} elements are such", f"--accept {state}")
+    refused(ran, 5, *told)
+    assert not (tmp_path / "out").exists()
+    assert convert(*words, "--accept", state).code == 0
+    assert convert("verify", tmp_path / "out").code == 0
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ PLAIN = {
     "another rate": (lambda s: adam(s)["param_groups"][0].update(lr=0.02), 3, "different steps or settings"),
     "several": (lambda s: s.update(optimizer=[s["optimizer"]]), 4, "several optimizers"),
     "amsgrad": (lambda s: adam(s)["state"][3].update(max=adam(s)["state"][3]["exp_avg"]), 4, "keeps 'max' of"),
+    "set to amsgrad": (
+        lambda s: [one.update(amsgrad=True) for one in adam(s)["param_groups"]], 3, "different steps or settings"
+    ),
+    "moments exchanged": (
+        lambda s: adam(s)["state"][3].update(exp_avg_sq=adam(s)["state"][3]["exp_avg"]), 5, "finite and not negative"
+    ),
     "three groups": (lambda s: adam(s)["param_groups"].append(adam(s)["param_groups"][1]), 4, "3 groups of parameters"),
     "copies differ": (lambda s: adam(s)["state"][18]["exp_avg"].add_(1), 6, "differs between its copies"),
     "groups in groups": (lambda s: adam(s)["param_groups"][0].update(lr=nested(300)), 4, "which is no plain data"),
@@ -89,6 +95,31 @@ def test_a_plain_optimizer_is_whole_or_refused(runs, convert, tmp_path, what):
     ran = convert("reshard", run, out, "--with-optimizer")
     assert (ran.code, words in ran.err, out.exists()) == (code, True, False), ran.err
     assert what in ("another master", "copies differ") or convert("inspect", run).code == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"amsgrad": True}, "says amsgrad = True: such an optimizer keeps max_exp_avg_sq too"),
+        ({"momentum_decay": 0.004}, "says momentum_decay = 0.004: such an optimizer keeps mu_product too"),
+        ({"maximize": True}, "says maximize = True"),
+        ({"max_coeff": 10.0}, "its optimizer is LAMB"),
+        ({"bias_correction": False}, "says bias_correction = False"),
+        ({"decoupled_weight_decay": False}, "a weight decay of 0.1 is in the gradients"),
+        ({"eps": float("inf")}, "its eps is inf"),
+    ],
+)
+def test_settings_of_another_optimizer(runs, model, convert, tmp_path, setting, words):
+    """On all ranks. Megatron itself takes the settings along; what else has states than Adam, it cannot go on with."""
+    run, out = shutil.copytree(runs["plain"], tmp_path / "run"), tmp_path / "out"
+    for rank in (0, 1):
+        spoil(run, lambda stored: [group.update(setting) for group in adam(stored)["param_groups"]], rank=rank)
+    for command in (["hf2fsdp"], ["zero2universal"], ["reshard", "--tp", 1]):
+        ran = convert(command[0], run, out, *command[1:], *(["--with-optimizer"] * (command[0] != "zero2universal")))
+        if command[0] == "reshard" and "keeps" not in words:
+            assert ran.code == 0, ran.err
+        else:
+            assert (ran.code, words in ran.err, out.exists()) == (3 if "its eps" in words else 4, True, False), ran.err
 
 
 def test_files_of_a_distributed_optimizer(runs, convert, tmp_path):

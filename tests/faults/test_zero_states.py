@@ -138,6 +138,78 @@ def test_files_of_an_optimizer_of_another_step_are_refused(convert, tmp_path, st
         assert convert(command, run, tmp_path / f"out{number}", *words, "--accept", "global_steps").code == 0
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("state", ["max_exp_avg_sq", "mu_product", "momentum_buffer"])
+def test_states_that_a_universal_checkpoint_cannot_hold_are_refused(convert, tmp_path, stage, state):
+    """Those of AMSGrad, NAdam and others: an optimizer that goes on without them computes something else."""
+    import torch
+
+    flat = torch.arange(32.0)
+    held = partition(flat, stage)
+    inner = held["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    inner["state"][0][state] = flat
+    model = {"module": {} if stage == 3 else {EMBEDDING: flat.reshape(8, 4).bfloat16()}}
+    run = save(tmp_path / "run", model | {"param_shapes": [{EMBEDDING: (8, 4)}]}, held, stage)
+    told = convert("zero2universal", run, tmp_path / "out", "-q")
+    refused(told, 4, f"its optimizer keeps {state} of each parameter")
+    assert not (tmp_path / "out").exists()
+    assert convert("zero2hf", run, tmp_path / "out", *MASTERS).code == 0, "the weights alone"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        (lambda held: held["param_groups"][0].update(amsgrad=True), 4, "says amsgrad = True"),
+        (lambda held: held["state"].update({1: held["state"][0]}), 3, "states of group 1, and masters of 1 groups"),
+        (lambda held: held["state"][0]["exp_avg_sq"].neg_(), 5, "holds -1, and 31 of 32 elements are such"),
+        (lambda held: held["state"][0]["exp_avg"].fill_(float("nan")), 5, "holds nan, and 32 of 32 elements"),
+    ],
+    ids=["amsgrad", "a state of no group", "negative", "NaN"],
+)
+def test_what_an_optimizer_cannot_hold_is_refused(convert, tmp_path, change, code, words):
+    import torch
+
+    flat, held = torch.arange(32.0), partition(torch.arange(32.0))
+    for name in ("exp_avg", "exp_avg_sq"):
+        held["base_optimizer_state"]["state"][0][name] = flat.clone()
+    change(held["base_optimizer_state"])
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    refused(convert("zero2universal", save(tmp_path / "run", model, held), tmp_path / "out", "-q"), code, words)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("lr", 0.5, "has lr = 0.5 in group 0"),
+        ("betas", (0.9, 0.999), "has betas = [0.9, 0.999] in group 0"),
+        ("eps", 1e-5, "has eps = 1e-05 in group 0"),
+        ("weight_decay", 0.1, "has weight_decay = 0.1 in group 0"),
+        ("initial_lr", 0.1, "has initial_lr = 0.1 in group 0"),
+        ("lr", "a tensor", "has lr = 0.5 in group 0"),
+    ],
+)
+def test_ranks_treat_the_parameters_of_a_group_alike(convert, tmp_path, stage, name, value, words):
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {} if stage == 3 else {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "dp_world_size": 2}
+    run = save(tmp_path / "run", model | {"param_shapes": [{EMBEDDING: (8, 4)}]}, None, stage)
+    for rank, part in enumerate(flat.split(16)):
+        held = partition(part.clone(), stage)
+        held["partition_count"] = 2 if stage == 3 else [2]
+        inner = held["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+        if rank:
+            inner["param_groups"][0][name] = torch.tensor(0.5) if value == "a tensor" else value
+        torch.save({"optimizer_state_dict": held}, run / f"global_step1/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    if stage == 3:
+        first = run / "global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt"
+        torch.save(torch.load(first), first.with_name("zero_pp_rank_1_mp_rank_00_model_states.pt"))
+    told = convert("zero2universal", run, tmp_path / "out", "-q")
+    refused(told, 3, "zero_pp_rank_1", words, "zero_pp_rank_0_mp_rank_00_optim_states.pt has ")
+    assert convert("zero2hf", run, tmp_path / "out", *MASTERS).code == 0, "the weights alone"
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_masters_with_names_may_be_taken_unchecked(convert, tmp_path, stage):
     """A training in which the two drifted apart: who asks for the masters gets them."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.dcp_tools import edit, places, save, weights
+from tests.faults.dcp_tools import edit, places, refused, save, weights
 from tests.golden.worlds import KINDS, SCRIPT, WORLDS, Made, Run, World, make
 from tests.models import files
 
@@ -192,12 +192,16 @@ def test_a_cast_is_that_of_torch(made, convert, tmp_path, kind, dtype, name):
 
 @pytest.mark.parametrize("extra", [{}, {"optim": {"lr": 0.1}}], ids=["alone", "with an optimizer"])
 def test_a_container_can_be_named(model, convert, tmp_path, extra):
-    """The averaged weights of a run lie beside the model, with the same keys."""
+    """The averaged weights of a run lie beside the model, with the same keys: the user says which is meant."""
     source = model("llama")
     state = weights(source)
     ema = {key: value / 2 for key, value in state.items()}
     folder = save(tmp_path / "c", {"model": state, "ema": ema} | extra)
-    assert convert("fsdp2hf", folder, tmp_path / "usual", "--config", source).code == 0
+    for command in ("fsdp2hf", "hf2megatron", "digest"):
+        out = [tmp_path / "none"] * (command != "digest")
+        told = convert(command, folder, *out, "--config", source)
+        refused(told, 5, f"{folder} could hold several models: model, ema", "--container")
+    assert convert("fsdp2hf", folder, tmp_path / "usual", "--config", source, "--container", "model").code == 0
     assert files(tmp_path / "usual") == files(source)
     assert convert("fsdp2hf", folder, tmp_path / "ema", "--config", source, "--container", "ema").code == 0
     found = weights(tmp_path / "ema")

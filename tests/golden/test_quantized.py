@@ -220,7 +220,7 @@ def test_any_part_of_it_is_a_part_of_the_whole(tmp_path_factory, data):
     file.write_bytes(codes.tobytes() + factors.tobytes())
     held = Fragment(file, codes.nbytes, "F32" if method == "FP8" else "U8", grid, row_major(grid))
     shape = (stack, rows, columns)
-    scales = Scales(method, held, block, rows, columns)
+    scales = Scales(method, held, block, rows, columns, "scales")
     whole = Fragment(file, 0, "BF16", shape, row_major(shape), scales=scales)
     first = data.draw(st.integers(0, count - 1))
     last = data.draw(st.integers(first + 1, count))
@@ -264,6 +264,42 @@ def cut(ending: str):
 def retyped(ending: str, dtype: torch.dtype):
     """Changes that give another type to a kind of tensors in a layer."""
     return lambda name, tensor: {name: tensor.to(dtype) if "_proj" in name and name.endswith(ending) else tensor}
+
+
+def broken(value: float):
+    """Changes that make one scale of a layer another."""
+
+    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if name.endswith(("layers.1.self_attn.o_proj.weight_scale_inv", "layers.1.mlp.experts.down_proj_scales")):
+            tensor = tensor.clone()
+            tensor.view(-1)[-2] = value
+        return {name: tensor}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        ("deepseek", float("nan"), "self_attn.o_proj.weight_scale_inv is nan"),
+        ("deepseek", 0.0, "self_attn.o_proj.weight_scale_inv is 0"),
+        ("deepseek", -0.5, "self_attn.o_proj.weight_scale_inv is -0.5"),
+        ("deepseek", float("inf"), "self_attn.o_proj.weight_scale_inv is inf"),
+        ("oss", 255, "experts.down_proj_scales is nan, and"),
+        ("oss", 254, "experts.down_proj_scales are too large for BF16"),
+        ("oss", 252, ""),
+    ],
+)
+def test_a_scale_that_no_quantizer_writes(kind, value, words, convert, tmp_path, request):
+    said = MXFP4 if kind == "oss" else FP8
+    source = rewritten(request.getfixturevalue(kind), tmp_path / "hf", broken(value), said)
+    ran = convert("hf2hf", source, tmp_path / "out", "--dtype", "bf16")
+    if words:
+        refused(ran, 5, source / "model.safetensors", words, "--verbatim carries every tensor")
+        assert not (tmp_path / "out").exists()
+        assert convert("hf2hf", source, tmp_path / "kept", "--verbatim").code == 0
+    else:
+        assert ran.code == 0, ran.err
 
 
 def test_elements_that_do_not_lie_row_by_row(deepseek, convert, tmp_path):

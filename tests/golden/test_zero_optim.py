@@ -215,7 +215,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] 
     ),
     "a group's parameters": (lambda s: inner(s)["param_groups"][1].update(params=[]), SourceError, "of group 1"),
     "L2": (lambda s: inner(s)["param_groups"][0].update(L2), UnsupportedError, "decay of 0.1 is in the gradients"),
-    "no rate": (lambda s: inner(s)["param_groups"][0].pop("lr"), SourceError, "in no form that is known"),
+    "no rate": (lambda s: inner(s)["param_groups"][0].pop("lr"), SourceError, "its lr is None"),
     "steps": (lambda s: inner(s)["state"][1].update(step=4.0), UnsupportedError, r"have made \[3.0, 4.0\] steps"),
     "no step": (lambda s: inner(s)["state"][1].pop("step"), SourceError, "how many steps"),
     "no groups": (lambda s: inner(s).pop("param_groups"), SourceError, "of a version that is known"),

@@ -17,7 +17,17 @@ GROUPED = np.tile(np.repeat([0, 1, 2], [DIM, DIM * GROUPS // HEADS, DIM * GROUPS
 
 @pytest.mark.parametrize(
     ("blocked", "grouped", "seen"),
-    [(0.5, 0.0, "gqa"), (0.0, 0.5, "grouped"), (0.5, 0.1, "gqa"), (0.5, 0.45, None), (0.45, 0.5, None), (0, 0, None)],
+    [
+        (0.5, 0.0, "gqa"),
+        (0.0, 0.5, "grouped"),
+        (0.5, 0.1, "gqa"),
+        (0.5, 0.2, None),
+        (0.2, 0.5, None),
+        (0.5, 0.45, None),
+        (0.08, 0.0, None),
+        (0.0, 0.08, None),
+        (0, 0, None),
+    ],
 )
 def test_only_rows_that_are_clearly_one_order_decide(model, tmp_path, blocked, grouped, seen):
     """Lengths that differ by their place in the one order, in the other, or in both."""
@@ -28,7 +38,23 @@ def test_only_rows_that_are_clearly_one_order_decide(model, tmp_path, blocked, g
     fragment = Fragment(tmp_path / "rows", 0, "F32", rows.shape, (HIDDEN, 1))
     found = {"file": {f"0.{QKV}": fragment}}
     if seen is None:
-        with pytest.raises(RefusedError, match="the rows do not tell"):
+        with pytest.raises(
+            RefusedError, match=r"the rows do not tell \(of the variance of their lengths blocked explains"
+        ):
             choose(spec, found, 1, "auto", old=False)
     else:
         assert choose(spec, found, 1, "auto", old=False)[0] == seen
+
+
+def test_layers_that_differ_in_what_is_long_decide_nothing(model, tmp_path):
+    """In one layer values have the longest rows, in another queries: a pattern of the heads, and none of their kind."""
+    spec = open_checkpoint(model("llama")).spec
+    dice, found = np.random.default_rng(0), {}
+    for layer, sign in enumerate((0.5, -0.5)):
+        rows = dice.normal(size=(len(BLOCKED), HIDDEN)) * np.exp(sign * BLOCKED)[:, None]
+        rows.astype(np.float32).tofile(tmp_path / str(layer))
+        found[f"{layer}.{QKV}"] = Fragment(tmp_path / str(layer), 0, "F32", rows.shape, (HIDDEN, 1))
+    with pytest.raises(RefusedError, match="the rows do not tell"):
+        choose(spec, {"file": found}, 1, "auto", old=False)
+    with pytest.raises(RefusedError, match="the rows do not tell"):
+        choose(spec, {"file": {}}, 1, "auto", old=False)

@@ -146,8 +146,10 @@ def read_states(path: Path, settings: Settings) -> universal.States:
     """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
     partitions = _partitions(opened, STATES)
+    every = [one for each in partitions.values() for one in each]
+    zero_partitions.require_trained(every)
     states = [_of_state(opened, partitions, state) for state in STATES]
-    return universal.States(states, opened.models[0].value, [one for each in partitions.values() for one in each])
+    return universal.States(states, opened.models[0].value, every)
 
 
 def _open(path: Path, settings: Settings) -> _Opened:

@@ -21,8 +21,9 @@ from formats.model.spec import ModelSpec
 QKV = "attention.query_key_value.weight"
 PROBED = 4
 """Layers whose rows are looked at."""
-SEPARATE, CLEAR = 20.0, 4.0
-"""The least F statistic of a layout that separates queries, keys and values, and how much more it must be."""
+MOST, LEAST = 0.5, 0.1
+"""Of the variance of the rows' lengths the right order explains at least so much in each of them, the other at most so
+much. The rows of a head are alike, so that a test of significance would call every order significant."""
 Found = Mapping[str, Mapping[str, Fragment]]
 
 
@@ -42,20 +43,20 @@ def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tu
     said = {"blocked": "gqa", "grouped": "grouped"}
     if spec.head_dim * spec.kv_heads % spec.heads:  # no head could have its share: the older code did not run so
         return said["blocked" if layout == "auto" else layout], []
-    seen = _seen(spec, found, tp)
+    seen, why = _seen(spec, found, tp)
     if layout != "auto":
         doubt = f"query, key and value are read as {layout}, as was said, though their rows look {seen}"
         return said[layout], [] if seen in (None, layout) else [doubt]
     if old and seen != "blocked":
         return said["grouped"], ["query, key and value are read as grouped: w1, w2, w3 are from before September 2024"]
     if seen is None or old:
-        looks = "their names are from before, their rows look like after it" if old else "the rows do not tell"
+        looks = "their names are from before, their rows look like after it" if old else f"the rows do not tell{why}"
         raise RefusedError(
             "heads share keys, and query, key and value lie in one of two orders of the same shape: NeoX changed it on "
             f"2024-11-13, and {looks}",
             "add --gqa-layout blocked for a training with newer code, or grouped with older code",
         )
-    return said[seen], [f"query, key and value are read as {seen}, which is what their rows look like"]
+    return said[seen], [f"query, key and value are read as {seen}, which is what their rows look like{why}"]
 
 
 def _blocks(spec: ModelSpec, tp: int) -> Iterator[tuple[str, int, int, int]]:
@@ -126,35 +127,38 @@ def _rows(flat: list[tuple[int, int, Fragment]], blocks: list[tuple[int, int, in
 # --- which one it is -------------------------------------------------------------------------------------------------
 
 
-def _seen(spec: ModelSpec, found: Found, tp: int) -> str | None:
-    """What the weights look like, None if that cannot be told.
+def _seen(spec: ModelSpec, found: Found, tp: int) -> tuple[str | None, str]:
+    """What the weights look like, None if that is not beyond doubt, and the figures that say so.
 
     Queries, keys and values have rows of different length in a trained model. Of the two ways to sort the rows into
-    three classes, the right one leaves less variance of their lengths inside the classes.
+    three classes, the right one explains most of the variance of their lengths, and the other next to none of it; and
+    which class has the longest rows, and which the shortest, is the same in all layers.
     """
     grouped = np.zeros((spec.heads + 2 * spec.kv_heads) * spec.head_dim // tp, np.int64)
     for tensor, _, at, count in _blocks(spec, tp):
         grouped[at : at + count] = ("query", "key", "value").index(tensor)
     sizes = [spec.heads * spec.head_dim // tp, *[spec.kv_heads * spec.head_dim // tp] * 2]
-    blocked = np.repeat(np.arange(3), sizes)
-    votes = set()
+    orders = {"blocked": np.repeat(np.arange(3), sizes), "grouped": grouped}
     fused = [fragment for held in found.values() for key, fragment in held.items() if key.endswith(QKV)]
+    shares: dict[str, list[float]] = {order: [] for order in orders}
+    ranks: dict[str, set[tuple[int, ...]]] = {order: set() for order in orders}
     for fragment in fused[:: max(1, len(fused) // PROBED)][:PROBED]:
-        if fragment.shape != (len(blocked), spec.hidden) or not fragment.row_major:
-            return None
+        if fragment.shape != (len(grouped), spec.hidden) or not fragment.row_major:
+            return None, ""
         lengths = np.log(_lengths(fragment) + 1e-30)
-        one, other = _separation(lengths, blocked), _separation(lengths, grouped)
-        clear = max(one, other) > SEPARATE and max(one, other) > CLEAR * min(one, other)
-        votes.add(("blocked" if one > other else "grouped") if clear else None)
-    return votes.pop() if len(votes) == 1 else None
-
-
-def _separation(values: np.ndarray, classes: np.ndarray) -> float:
-    """Variance between classes over that inside them (the F statistic)."""
-    groups = [values[classes == one] for one in range(3)]
-    between = sum(len(one) * (one.mean() - values.mean()) ** 2 for one in groups) / 2
-    inside = sum(((one - one.mean()) ** 2).sum() for one in groups) / max(1, len(values) - 3)
-    return float(between / max(inside, 1e-30))
+        for order, classes in orders.items():
+            means = np.array([lengths[classes == one].mean() for one in range(3)])
+            ranks[order].add(tuple(np.argsort(means)))
+            shares[order].append(float(np.var(means[classes]) / max(np.var(lengths), 1e-30)))
+    if not fused:
+        return None, ""
+    told = ", ".join(f"{order} explains {min(one):.0%} to {max(one):.0%}" for order, one in shares.items())
+    why = f" (of the variance of their lengths {told})"
+    for order, other in (("blocked", "grouped"), ("grouped", "blocked")):
+        decisive = min(shares[order]) >= MOST and max(shares[other]) <= LEAST
+        if decisive and len(ranks[order]) == 1:
+            return order, why
+    return None, why
 
 
 def _lengths(fragment: Fragment) -> np.ndarray:

@@ -1,0 +1,46 @@
+"""Which folders `--force` deletes: those in which every file has a name that a checkpoint or its training gives it.
+
+People work in their run folders. A text, a repository or sources beside the weights are the user's own: their names are
+in no table here, and neither is a general one, such as any `.txt`, `.md`, `.py` or `.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from converters.assets.trusted import TRAVELS
+
+AS_THEY_TRAVEL = ("weights, and what goes with them", "settings", "tokenizers", "chat templates")
+NAMES = {
+    **{what: TRAVELS[what] for what in AS_THEY_TRAVEL},
+    "weights": r".+\.(pt|pth|ckpt|distcp|gguf)|(tf|flax|rust)_model\.\w+|model\.onnx(_data)?|\.metadata|__\d+_\d+"
+    r"|(pytorch_model|adapter_model|model)[\w.-]*\.bin(\.index\.json)?",
+    "code of a model": r"(\w+_)?(configuration|modeling|modular|tokenization|processing|generation)(_\w+)?\.py"
+    r"|zero_to_fp32\.py|requirements\.txt",
+    "documents": r"(readme|licen[cs]e|notice|copying|copyright|model_?card|use_policy|third_party_notices?)s?"
+    r"([-_.][\w-]{1,60})?(\.(md|txt|rst|html))?|\.gitattributes|\.gitignore",
+    "states of a training": r"(optimizer|scheduler|scaler|sampler|random_states|training_args|rng_state)[\w.-]*"
+    r"\.(bin|pkl)|(trainer_state|metadata|adapter|(evaluation|eval|train|test|all|benchmark)_results)\.json"
+    r"|latest(_universal)?|(latest_checkpointed_iteration|progress|megatron_flags|sharded_checkpoint)\.txt"
+    r"|\.(progress|files|start|lock)|[\w.+=-]+\.ya?ml",
+    "logs of a training": r"events\.out\.tfevents\..+|.+\.log|(slurm-[\w%-]+|nohup)\.(out|err)"
+    r"|(log|metrics)\.(jsonl|json|csv|txt)|plot\.png",
+}
+"""Names of files: regular expressions of the whole name, in any case."""
+FOLDERS = re.compile(r"wandb|runs|tensorboard|tb_logs|mlruns|\.cache|__pycache__|\.locks?")
+"""Folders of programs that watch a training, whatever is in them."""
+_KNOWN = re.compile("|".join(f"(?:{names})" for names in NAMES.values()), re.ASCII | re.IGNORECASE | re.DOTALL)
+
+
+def foreign(folder: Path) -> list[str]:
+    """What no checkpoint and no training leaves in a folder, by its path from there; of a hidden folder itself."""
+    found: list[str] = []
+    for place, folders, names in os.walk(folder):
+        inside = Path(place).relative_to(folder)
+        found += [str(inside / name) for name in names if not _KNOWN.fullmatch(name)]
+        entered = [name for name in folders if not FOLDERS.fullmatch(name)]
+        found += [str(inside / name) for name in entered if name.startswith(".")]
+        folders[:] = [name for name in entered if not name.startswith(".")]
+    return sorted(found)

@@ -115,7 +115,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
     Raises:
         UsageError: `set` names a setting that does not exist.
     """
-    from formats.model.spec import parse_settings
+    from formats.model.settings import parse_settings
 
     values = parse_settings(f"{name}={json.dumps(value)}" for name, value in dict(options.get("set") or {}).items())
     config = options.get("config")

@@ -28,7 +28,7 @@ from converters.plan.request import Limits
 from converters.plan.training_state import rows_of_padding
 from formats.checkpoint import Target
 from formats.disk.safetensors import DTYPES
-from formats.layout.pattern import Leaf
+from formats.layout.leaves import Leaf
 from formats.layout.table import Cut, Placed
 
 if TYPE_CHECKING:

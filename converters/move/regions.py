@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from converters.plan.plan import Part
-from formats.layout.pattern import Leaf
+from formats.layout.leaves import Leaf
 
 
 class Region(NamedTuple):

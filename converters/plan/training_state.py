@@ -13,7 +13,7 @@ from formats.checkpoint import Checkpoint, Target
 from formats.errors import UnsupportedError, VerificationError
 from formats.format import Training
 from formats.fsdp import optimizer as fsdp_optim
-from formats.layout.pattern import Leaf
+from formats.layout.leaves import Leaf
 from formats.layout.table import ORIGINAL, Placed
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import optimizer_reader, portable_optimizer

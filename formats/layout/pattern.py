@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -103,10 +103,10 @@ class Pattern:
     """A parsed pattern: one term for each physical dimension; `label` names the tensor unless the terms do."""
 
     text: str
-    label: str | None
-    dims: tuple[Term, ...]
+    label: str | None = field(compare=False)  # the text says it, and the terms
+    dims: tuple[Term, ...] = field(compare=False)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[str, ...]:
         """The logical tensors that this physical tensor holds, in order of appearance."""
         found = [self.label] if self.label else [label for label, _ in _branches(self.dims) if label]
@@ -329,11 +329,6 @@ def clip(leaf: Leaf, low: int, high: int) -> Iterator[Leaf]:
 def cut(leaves: Iterable[Leaf], low: int, high: int) -> list[Leaf]:
     """What of some leaves lies at addresses [low, high), addressed from there on."""
     return [replace(piece, base=piece.base - low) for leaf in leaves for piece in clip(leaf, low, high)]
-
-
-def at(leaf: Leaf, axis: str, index: int) -> Leaf:
-    """Add a coordinate that lives outside the tensor: in the key, or in the path."""
-    return replace(leaf, spans=(Span(axis, index, index + 1, 0), *leaf.spans))
 
 
 # --- lowering --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ JOBS   ?= 2
 # DeepSpeed of the tests: nothing is compiled for a GPU.
 export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
+# What the processes of the tests import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz image locks lint type bench clean

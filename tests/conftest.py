@@ -17,6 +17,7 @@ settings.register_profile("ours", deadline=None)  # a machine that does other th
 settings.load_profile("ours")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.fsync = os.fdatasync = lambda fd: None  # a test's files need not outlive a power cut
 
 
 class Ran(NamedTuple):

@@ -89,8 +89,3 @@ def clip(leaf: Leaf, low: int, high: int) -> Iterator[Leaf]:
 def cut(leaves: Iterable[Leaf], low: int, high: int) -> list[Leaf]:
     """What of some leaves lies at addresses [low, high), addressed from there on."""
     return [replace(piece, base=piece.base - low) for leaf in leaves for piece in clip(leaf, low, high)]
-
-
-def at(leaf: Leaf, axis: str, index: int) -> Leaf:
-    """Add a coordinate that lives outside the tensor: in the key, or in the path."""
-    return replace(leaf, spans=(Span(axis, index, index + 1, 0), *leaf.spans))

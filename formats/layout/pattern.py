@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from formats.errors import VitruvianError
@@ -90,10 +90,10 @@ class Pattern:
     """A parsed pattern: one term for each physical dimension; `label` names the tensor unless the terms do."""
 
     text: str
-    label: str | None
-    dims: tuple[Term, ...]
+    label: str | None = field(compare=False)  # the text says it, and the terms
+    dims: tuple[Term, ...] = field(compare=False)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[str, ...]:
         """The logical tensors that this physical tensor holds, in order of appearance."""
         found = [self.label] if self.label else [label for label, _ in _branches(self.dims) if label]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, product
 from math import prod
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError
-from formats.layout.leaves import Leaf, at, cut
+from formats.layout.leaves import Leaf, Span, cut
 from formats.layout.lowering import Mesh, lower, shape
 from formats.layout.pattern import Pattern, parse
 from formats.layout.tensors import TENSORS
@@ -171,9 +171,9 @@ class Slot(NamedTuple):
     def leaves(self, strides: tuple[int, ...] | None = None, part: Cut | None = None) -> list[Leaf]:
         """What the physical tensor, or a part of it, holds, for strides in elements (row-major unless given)."""
         leaves = _lowered(self.rule.pattern, self.sizes, self.mesh, strides, part)
-        for axis, index in (("expert", self.expert), ("layer", self.layer)):
-            leaves = leaves if index is None else [at(leaf, axis, index) for leaf in leaves]
-        return [_in_order(leaf) for leaf in leaves]
+        outside = (("layer", self.layer), ("expert", self.expert))
+        spans = [Span(axis, index, index + 1, 0) for axis, index in outside if index is not None]
+        return [_in_order(leaf, spans) for leaf in leaves]
 
 
 @lru_cache(maxsize=4096)
@@ -197,13 +197,14 @@ def _shape(
     return shape(pattern, dict(sizes), dict(mesh))
 
 
-def _in_order(leaf: Leaf) -> Leaf:
-    """Spans in the canonical order of the tensor's axes."""
-    spans = {span.axis: span for span in leaf.spans}
+def _in_order(leaf: Leaf, outside: Sequence[Span]) -> Leaf:
+    """The leaf with the coordinates that are outside the tensor, its spans in the canonical order of the axes."""
+    found = (*outside, *leaf.spans)
+    spans = {span.axis: span for span in found}
     axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
-    if set(spans) != set(axes) or len(leaf.spans) != len(axes):
-        raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in leaf.spans]}, it has {list(axes)}")
-    return replace(leaf, spans=tuple(spans[axis] for axis in axes))
+    if len(found) != len(axes) or spans.keys() != set(axes):
+        raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in found]}, it has {list(axes)}")
+    return Leaf(leaf.tensor, tuple(spans[axis] for axis in axes), leaf.base)
 
 
 def slots(

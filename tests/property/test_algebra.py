@@ -18,7 +18,7 @@ from converters.plan.plan import Job, Part, prove_tiling
 from converters.plan.request import Limits
 from formats.disk.safetensors import Fragment, row_major
 from formats.layout.boxes import overlap
-from formats.layout.leaves import Leaf, Span, at, clip
+from formats.layout.leaves import Leaf, Span, clip
 from formats.layout.lowering import lower, shape
 from formats.layout.pattern import Pattern, parse
 from formats.layout.table import _in_order
@@ -71,7 +71,8 @@ def addresses(leaf: Leaf) -> dict[tuple[str, tuple[int, ...]], int]:
 
 
 def ordered(leaves: list[Leaf]) -> list[Leaf]:
-    return [_in_order(at(leaf, "layer", 0) if TENSORS[leaf.tensor][0] == "layer" else leaf) for leaf in leaves]
+    layer = [Span("layer", 0, 1, 0)]
+    return [_in_order(leaf, layer if TENSORS[leaf.tensor][0] == "layer" else []) for leaf in leaves]
 
 
 @given(st.data(), st.sampled_from(FUSED), all_sizes)

@@ -210,7 +210,7 @@ def test_runs_cover_a_region_exactly(data, tensors, sizes, limit, sparsest):
             assert bool(Nearby([part], len(box))(start, extent)) == bool(inside)
             if not inside:
                 continue
-            where = region(part, start, extent)
+            where = region(part.leaf, start, extent)
             touched: list[int] = []
             for low, _, span, dims in runs(where, limit * 8, sparsest):
                 piece = [low + sum(i * d[1] for i, d in zip(index, dims, strict=True))

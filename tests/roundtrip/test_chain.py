@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
 from transformers import AutoConfig
 
+import vitruvian
 from converters.commands.explain import held_by
 from converters.convert import run
 from converters.plan.request import Request
@@ -152,10 +156,22 @@ def reasons(name: str) -> dict[str, str]:
     return lost | said
 
 
+def held_by_safetensors(folder: Path) -> dict[str, bytes]:
+    """The bits of every tensor of a Hugging Face folder, as the official reader has them."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            found |= {name: file.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes() for name in names}
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_through_every_format_and_back(model, tmp_path, name):
+    """Each format is read back through the library too, tensor by tensor."""
     base, changes = CASES[name]
     source = model(base, "bfloat16", **changes)
+    wanted_bits = held_by_safetensors(source)
     checkpoint, digests = open_checkpoint(source), set()
     refused = {}
     for form, plan in CHAIN.items():
@@ -167,6 +183,8 @@ def test_through_every_format_and_back(model, tmp_path, name):
             continue
         checkpoint = open_checkpoint(request.out)
         assert checkpoint.spec == open_checkpoint(source).spec
+        tensors = vitruvian.open(request.out).tensors()
+        assert {key: tensor.tobytes() for key, tensor in tensors} == wanted_bits
     wanted = reasons(name)
     assert {**refused} == {form: words for form, words in refused.items() if wanted.get(form, "\0") in words}
     assert refused.keys() == wanted.keys()

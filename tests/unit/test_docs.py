@@ -15,13 +15,13 @@ import train.cli
 from train.settings.config import keys
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("formats", "converters", "train", "containers")
+ROOMS = ("vitruvian", "formats", "converters", "train", "containers", "examples")
 TEXTS = sorted([*ROOT.glob("*.md"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.md"))])
 GROUPS = {"convert": converters.cli.cli, "train": train.cli.cli}
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 OF_OTHERS = {
     "--ckpt-format", "--no-load-optim", "--no-load-rng", "--use-checkpoint-args", "--overlap-grad-reduce",
-    "--override-opt_param-scheduler", "--rope-scaling-factor", "--rotary-seq-len-interpolation-factor",
+    "--override-opt_param-scheduler", "--pipeline-model-parallel-layout", "--rope-scaling-factor", "--rotary-seq-len-interpolation-factor",
     "--no-bias-gelu-fusion",  # Megatron
     "--signals-to-handle", "--exclusive", "--kill-on-bad-exit", "--rocm", "--nv",  # torchrun, Slurm, Apptainer
     "--dataset",  # ControlLLM

@@ -21,7 +21,7 @@ def doctor(model: Path | None, slower: float, as_json: bool) -> None:
 
     \b
     train doctor [MODEL]
-    torchrun --nproc-per-node 8 -m train doctor
+    torchrun --nproc-per-node 8 -m vitruvian train doctor
 
     Each attention backend runs two layers (of MODEL, if given) on packed documents and on each separately. Exit code 6
     if the one that a training would take mixes documents, or if an all-reduce is wrong. Slow nodes are named.

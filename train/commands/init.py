@@ -44,5 +44,6 @@ def init(
         path = begin(folder, Path(str(start)), data, config, gqa_layout)
     click.echo(path)
     click.echo(
-        f"hint: look at it, then: train plan {path} && torchrun --nproc-per-node 8 -m train run {path}", err=True
+        f"hint: look at it, then: train plan {path} && torchrun --nproc-per-node 8 -m vitruvian train run {path}",
+        err=True,
     )

@@ -31,7 +31,7 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
     """Fine-tune on packed rows.
 
     \b
-    torchrun --nproc-per-node 8 -m train run CONFIG.yml [--optim.lr 1e-5 …]
+    torchrun --nproc-per-node 8 -m vitruvian train run CONFIG.yml [--optim.lr 1e-5 …]
 
     Every setting of the file can be given as a dotted option. Under srun with a task for each GPU torchrun is not
     needed. The same command resumes from the latest checkpoint.

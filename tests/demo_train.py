@@ -66,7 +66,7 @@ def chain(hub: Hub) -> str:
     say("\nA tiny Llama with random weights, made by transformers, in start/")
     say(f"\n$ cat config.yml\n{CONFIG.rstrip()}")
     Path("config.yml").write_text(CONFIG)
-    command("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "train", "run", "config.yml")
+    command("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "vitruvian", "train", "run", "config.yml")
     command("convert", "fsdp2hf", "run/global_step1060", "model", "--chat-template", "control")
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
                 "HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # fmt: skip

@@ -21,7 +21,8 @@ GROUPS = {"convert": converters.cli.cli, "train": train.cli.cli}
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 OF_OTHERS = {
     "--ckpt-format", "--no-load-optim", "--no-load-rng", "--use-checkpoint-args", "--overlap-grad-reduce",
-    "--override-opt_param-scheduler", "--pipeline-model-parallel-layout", "--rope-scaling-factor", "--rotary-seq-len-interpolation-factor",
+    "--override-opt_param-scheduler",
+    "--pipeline-model-parallel-layout", "--rope-scaling-factor", "--rotary-seq-len-interpolation-factor",
     "--no-bias-gelu-fusion",  # Megatron
     "--signals-to-handle", "--exclusive", "--kill-on-bad-exit", "--rocm", "--nv",  # torchrun, Slurm, Apptainer
     "--dataset",  # ControlLLM

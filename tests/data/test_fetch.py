@@ -148,7 +148,7 @@ def test_kept_fields(fetch, tmp_path):
     assert "2 kept, 1 dropped (type 1)" in fetch("r.yml", "out.jsonl").out
     kept = [{name: one.get(name) for name in "tnl"} for one in lines_of(tmp_path / "out.jsonl")]
     assert kept == [{"t": "2024-01-02T03:04:05", "n": number, "l": [1.5, None]} for number in (1.5, None)]
-    deep = '{"q": "x", "a": "y", "t": ' + "[" * 1000 + "]" * 1000 + "}"
+    deep = '{"q": "x", "a": "y", "t": ' + "[" * 100_000 + "]" * 100_000 + "}"
     (tmp_path / "deep.jsonl").write_text(deep + "\n" + json.dumps({**pairs(1)[0], "t": 1}))
     recipe(tmp_path / "d.yml", PAIR.format("deep.jsonl") + "keep: t\n")
     assert "2 read, 1 kept" in fetch("d.yml", "deep-out.jsonl").out

@@ -107,6 +107,7 @@ type: $(VENV)/.test  ## mypy --strict
 bench: $(VENV)/.test  ## compare with cp, with other converters, tokenizers and packers, as ratios
 	$(BIN)/python -m tests.bench.bench
 	$(BIN)/python -m tests.bench.data
+	$(BIN)/python -m tests.bench.library
 
 clean:  ## remove the virtual environment and everything that was made
 	rm -rf $(VENV) build dist demo *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats.deepspeed.neox.yml import to_neox
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, VitruvianError
-from formats.families import FAMILIES
+from formats.families import FAMILIES, known
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.folder import model_slots
 from formats.layout.tensors import BUFFERS
@@ -812,6 +812,15 @@ def test_a_model_of_no_family_but_one_that_requires_another_value_is_refused():
         UnsupportedError, match="args: norm_topk_prob = True is not supported for deepseek_v2, only False"
     ):
         from_megatron(args, {}, None, "args")
+
+
+def test_a_family_whose_config_cannot_say_which_layers_are_dense_is_no_candidate():
+    dots = FAMILIES["dots1"]
+    fixed = {**dots.requires, "first_k_dense_replace": 1}
+    args = to_megatron(from_huggingface(config("dots1"), {}, "config.json"))
+    with known(replace(dots, name="own", file=Path("own.toml"), requires=fixed)):
+        for flags_of_experts, family in (([0, 1, 1, 1], "own"), ([0, 0, 1, 1], "dots1"), ([1, 0, 1, 1], "dots1")):
+            assert from_megatron(args | {"moe_layer_freq": flags_of_experts}, {}, None, "args").family == family
 
 
 def test_a_setting_that_a_format_has_no_row_for_is_refused():

@@ -12,7 +12,7 @@ from formats.errors import SourceError, UnsupportedError, VitruvianError, short
 from formats.families import family_named
 from formats.families.family import Family
 from formats.model.codec import Row
-from formats.model.settings import CHOICES, FIXED, LISTS, OPTIONAL, REQUIRED, TYPES
+from formats.model.settings import CHOICES, EVERY, FIXED, LISTS, NEEDED, TYPES
 from formats.model.spec import ModelSpec
 from formats.model.values import KINDS, MOST_EXPERTS, MOST_LAYERS, some_layers, whole
 
@@ -70,7 +70,7 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
         UnsupportedError: they make a model that has no layout here.
     """
     family = family_named(values["family"])
-    needed = {*REQUIRED, *family.keys.keys() & {*CHOICES} - {*OPTIONAL}, *(["rope_theta"] if family.rope_theta else [])}
+    needed = {*NEEDED}.intersection((*EVERY, *family.keys)) | ({"rope_theta"} if family.rope_theta else set())
     found: dict[str, Any] = {name: values.get(name) for name in TYPES}
     for name, value in found.items():
         if name not in LISTS and (value is not None or name in needed):

@@ -18,9 +18,9 @@ from typing import Any
 from formats.errors import UsageError
 
 
-def choice(fixed: Any = None) -> Any:
-    """A setting that only some families have, and what holds in the others."""
-    return field(default=None, metadata={"fixed": fixed})
+def choice(fixed: Any = None, *, needed: bool = True) -> Any:
+    """A setting that only some families have, what holds in the others, and whether each model of those has a value."""
+    return field(default=None, metadata={"fixed": fixed, "needed": needed})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class Latent:
         rope_dim: those that do.
     """
 
-    query_rank: int | None = choice()
+    query_rank: int | None = choice(needed=False)
     latent_rank: int | None = choice()
     nope_dim: int | None = choice()
     rope_dim: int | None = choice()
@@ -151,12 +151,11 @@ FIXED = {one.name: one.metadata["fixed"] for one in fields(Parts) if "fixed" in 
 CHOICES = tuple(FIXED)
 EVERY = tuple(name for name in TYPES if name not in FIXED)
 """The settings that every model has, or may have."""
-REQUIRED = tuple(one.name for one in fields(Parts) if one.name in EVERY and "None" not in str(one.type))
+NEEDED = tuple(one.name for one in fields(Parts) if one.metadata.get("needed", "None" not in str(one.type)))
+"""The settings that have a value in every model that has them."""
 LISTS = tuple(name for name, kind in TYPES.items() if kind == "tuple[int, ...]")
 """The settings that are some layers of the model."""
 EXPERTS = tuple(one.name for one in fields(Experts))
-OPTIONAL = ("query_rank",)
-"""What may be None in a family that has it."""
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:

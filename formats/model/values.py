@@ -15,14 +15,14 @@ LARGEST = 1e30
 """No setting that is a fraction is as large."""
 
 
-def whole(value: Any, name: str, where: str, most: int = MOST) -> int:
+def whole(value: Any, name: str, where: str) -> int:
     """A size: a natural number above 0.
 
     Raises:
         SourceError: it is missing or no such number; the message names the flag that supplies it.
     """
     _require(value, name, where)
-    if type(value) is not int or not 0 < value <= most:
+    if type(value) is not int or not 0 < value <= MOST:
         raise _wrong(value, name, where)
     return value
 

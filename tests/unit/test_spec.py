@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from formats.deepspeed.neox.yml import to_neox
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, VitruvianError
-from formats.families import FAMILIES
+from formats.families import FAMILIES, known
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.folder import model_slots
 from formats.layout.tensors import BUFFERS
@@ -810,6 +812,23 @@ def test_a_model_of_no_family_but_one_that_requires_another_value_is_refused():
         UnsupportedError, match="args: norm_topk_prob = True is not supported for deepseek_v2, only False"
     ):
         from_megatron(args, {}, None, "args")
+
+
+def test_a_family_whose_config_cannot_say_which_layers_are_dense_is_no_candidate():
+    dots = FAMILIES["dots1"]
+    fixed = {**dots.requires, "first_k_dense_replace": 1}
+    args = to_megatron(from_huggingface(config("dots1"), {}, "config.json"))
+    with known(replace(dots, name="own", file=Path("own.toml"), requires=fixed)):
+        for flags_of_experts, family in (([0, 1, 1, 1], "own"), ([0, 0, 1, 1], "dots1"), ([1, 0, 1, 1], "dots1")):
+            assert from_megatron(args | {"moe_layer_freq": flags_of_experts}, {}, None, "args").family == family
+
+
+def test_a_setting_that_a_format_has_no_row_for_is_refused():
+    llama = from_huggingface(config("llama"), {}, "config.json")
+    with pytest.raises(RefusedError, match="megatron-core has no parallel_residual = True"):
+        to_megatron(replace(llama, parallel_residual=True))
+    with pytest.raises(UnsupportedError, match=r"GPT-NeoX has no nope_layers = \[1\]"):
+        to_neox(replace(llama, nope_layers=(1,)), 1, 0, 128, {})
 
 
 def test_groups_that_transformers_ranks_otherwise_are_refused():

@@ -85,7 +85,12 @@ def _written(family: Family, biases: Collection[str], values: Args) -> Args | No
 def _otherwise(family: Family, values: Args) -> Iterator[str]:
     """What a family fixes to something else than these settings say, each as the end of a sentence."""
     yield from fixed_otherwise(family, {name: value for name, value in values.items() if name not in FREE})
-    for key, value in required(family, values).items():
+    try:
+        keys = required(family, values)
+    except RefusedError as error:
+        yield str(error)
+        return
+    for key, value in keys.items():
         if value != family.requires[key]:
             yield f"{key} = {short(value)} is not supported for {family.name}, only {short(family.requires[key])}"
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @as_json
 def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
     """A hash of the weights, the same in every format and topology."""
-    from converters.prove.digest import total
+    from converters.common.manifest import total
 
     found = _digests(opened(src, options), options, as_json)
     if as_json:
@@ -73,8 +73,7 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32, and
     must make a checkpoint together.
     """
-    from converters.common.manifest import contradictions, is_verbatim, read_manifest, remembered_states
-    from converters.prove.digest import total
+    from converters.common.manifest import contradictions, is_verbatim, read_manifest, remembered_states, total
     from formats.checkpoint import MANIFEST
     from formats.model.spec import Verbatim, differences
 

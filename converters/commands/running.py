@@ -56,7 +56,7 @@ def is_written(plan: Plan, request: Request) -> bool:
 def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
     """Print the plan, or run it (or a share of it) and print what came out."""
     from converters.commands.inspect_text import drift_lines, plan_lines, plan_record
-    from converters.common.manifest import check_manifest
+    from converters.common.manifest import check_manifest, total
     from converters.common.progress import size
     from converters.convert import check_paths, run, run_share
     from converters.prove import digest
@@ -84,18 +84,18 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
         told = "the same command without --part finishes"
     else:
         digests = run(plan, request, drifted, verdicts.append)
-        name, tensors, nbytes, total = (
+        name, tensors, nbytes, weights = (
             str(request.out),
             len(digests),
             plan.nbytes,
-            digest.total(digest.of_weights(plan, digests)),
+            total(digest.of_weights(plan, digests)),
         )
         (checked,) = verdicts
-        facts = {"digest": total, "verified": request.verify, "source_checksums": checked.record()}
+        facts = {"digest": weights, "verified": request.verify, "source_checksums": checked.record()}
         told = f"{'read back and equal' if request.verify else 'not read back'}\n"
         paths = {part.fragment.path for job in plan.jobs for part in job.sources if part.fragment.member}
         loose = saves.untied(plan.source.home, paths, plan.source.ties)
-        told += f"source checksums: {checked}{loose and f' ({loose})'}\ndigest {total}"
+        told += f"source checksums: {checked}{loose and f' ({loose})'}\ndigest {weights}"
     seconds = time.monotonic() - began
     if options["as_json"]:
         facts |= {"out": str(request.out), "tensors": tensors, "bytes": nbytes, "seconds": round(seconds, 3)}

@@ -377,3 +377,22 @@ def test_verify_names_the_setting_with_which_a_table_describes_the_model_no_long
     assert ran.code == 6
     assert "a table described when vitruvian.json was written, and none does now" in ran.err
     assert "hidden_act = 'gelu' is not supported" in ran.err
+
+
+@pytest.mark.parametrize("what", ["digest", "blake3", "name"])
+def test_a_manifest_that_contradicts_itself(model, convert, tmp_path, what):
+    """Its line of the whole and those of the tensors are of one model, or somebody has edited one of them."""
+    out = tmp_path / "out"
+    assert convert("hf2fsdp", model(), out).code == 0
+    held = json.loads((out / "vitruvian.json").read_text())
+    first = min(held["tensors"])
+    if what == "digest":
+        held["digest"] = held["digest"][::-1]
+    elif what == "blake3":
+        held["tensors"][first]["blake3"] = held["digest"]
+    else:
+        held["tensors"]["another"] = held["tensors"].pop(first)
+    (out / "vitruvian.json").write_text(json.dumps(held))
+    for words in (["verify", out], ["fsdp2hf", out, tmp_path / "hf"]):
+        ran = convert(*words)
+        assert (ran.code, "vitruvian.json contradicts itself: its digest '" in ran.err) == (3, True), ran.err

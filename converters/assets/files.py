@@ -127,7 +127,8 @@ def remembered_index(folder: Path | None) -> dict[str, Any] | None:
 def checks(folder: Path, spec: Spec) -> list[str]:
     """Where config, generation config and tokenizer do not fit each other."""
     notes = []
-    for name, key in (("generation_config.json", ""), ("tokenizer_config.json", "added_tokens_decoder")):
+    named = {"config.json": "", "generation_config.json": "", "tokenizer_config.json": "added_tokens_decoder"}
+    for name, key in named.items():
         if not (folder / name).is_file():
             continue
         try:

@@ -8,6 +8,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from blake3 import blake3
+
 from formats.checkpoint import MANIFEST, Checkpoint
 from formats.disk.json_file import read_json
 from formats.errors import SourceError, VerificationError, short
@@ -22,7 +24,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
     """The settings and the digests in a folder's manifest, None without one.
 
     Raises:
-        SourceError: it is no manifest.
+        SourceError: it is no manifest, or contradicts itself.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -31,7 +33,18 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
     facts, digests = held.get("settings"), _digests(held.get("tensors"))
     if not isinstance(facts, dict) or digests is None:
         raise SourceError(f"{path} is no manifest of vitruvian")
+    if held.get("digest") != total(digests):
+        raise SourceError(
+            f"{path} contradicts itself: its digest {short(held.get('digest'))} is not that of its tensors",
+            "it was edited by hand, or files of two outputs are mixed up: convert again, or remove it",
+        )
     return facts, digests
+
+
+def total(digests: Mapping[str, str]) -> str:
+    """The digest of a checkpoint, given that of each of its tensors."""
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return blake3(lines.encode()).hexdigest()
 
 
 def remembered_states(folder: Path) -> dict[str, str]:

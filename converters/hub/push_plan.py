@@ -168,12 +168,11 @@ def verify_folder(folder: Path, *, quiet: bool = True) -> str | None:
     Raises:
         VerificationError: weights or settings are not those of the manifest, or a weight is NaN or infinite.
     """
-    from converters.common.manifest import is_verbatim, read_manifest
+    from converters.common.manifest import is_verbatim, read_manifest, total
     from converters.common.progress import Progress
     from converters.move.engine import digest_of
     from converters.plan.request import Limits
     from converters.plan.targets import plan_reading
-    from converters.prove.digest import total
     from formats.checkpoint import MANIFEST, Settings
     from formats.registry import open_checkpoint
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.common.manifest import check_manifest
+from converters.common.manifest import check_manifest, total
 from converters.convert import check_paths, run, run_share
 from converters.library.options import (
     Conversion,
@@ -164,7 +164,7 @@ def carry_out(
         len(digests),
         planned.nbytes,
         time.monotonic() - began,
-        digest.total(digest.of_weights(planned, digests)),
+        total(digest.of_weights(planned, digests)),
         request.verify,
         verdicts[0],
         saves.untied(planned.source.home, paths, planned.source.ties),

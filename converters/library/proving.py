@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.common.manifest import contradictions, is_verbatim, read_manifest, remembered_states
+from converters.common.manifest import contradictions, is_verbatim, read_manifest, remembered_states, total
 from converters.common.progress import Progress, Tell
 from converters.library.options import Effort, Place, Reading, known_family, limits_of, require_known, settings_of
 from converters.move.engine import digest_of
@@ -15,7 +15,6 @@ from converters.plan.opening import open_source, require_effect, require_family
 from converters.plan.plan import Job
 from converters.plan.request import Limits
 from converters.plan.targets import plan_reading
-from converters.prove import digest as digests
 from converters.prove.diff import Difference, compare
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
 from formats.errors import SourceError, VerificationError
@@ -147,7 +146,7 @@ class Effects:
 def digest_with(source: Checkpoint, effects: Effects) -> Digest:
     """The digests of an opened checkpoint."""
     found = _hashed(plan_reading(source).jobs, effects)
-    return Digest(digests.total(found), found)
+    return Digest(total(found), found)
 
 
 def verify_with(out: Path, src: Path | None, effects: Effects) -> Verified:
@@ -210,7 +209,7 @@ def _verified(
         notes = [UNCOMPARED_OPTIMIZER, *notes]
     wrong = sorted(tensor for tensor in {*here, *there} if here.get(tensor) != there.get(tensor))
     counted = len({*here, *there})
-    totals = digests.total(found), digests.total(against)
+    totals = total(found), total(against)
     return Verified(out, name, counted, *totals, tuple(settings), tuple(wrong), tuple(notes))
 
 

@@ -69,7 +69,7 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
         return []
     check_manifest(source)  # it has the better sentence, where there is one
     said = json.loads(config)
-    answer = {"why": "the weights are quantized"} if "quantization_config" in said else ask(said, spec.shapes)
+    answer = {"why": "the weights are quantized"} if said.get("quantization_config") else ask(said, spec.shapes)
     if "why" not in answer:
         _refuse(source, _of_transformers(answer, said, known_only=not source.settings.verbatim))
         return [f"{CHECKED} transformers"]

@@ -11,22 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from converters.common.manifest import (
     read_manifest,
     remembered_states,
+    total,
 )
 from converters.plan.plan import Plan
 from formats.checkpoint import MANIFEST
 from formats.errors import VerificationError
 from formats.optimizer import STATES
-
-
-def total(digests: Mapping[str, str]) -> str:
-    """The digest of a checkpoint, given that of each of its tensors."""
-    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
-    return blake3(lines.encode()).hexdigest()
 
 
 def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:

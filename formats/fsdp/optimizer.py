@@ -185,7 +185,7 @@ def read(source: Checkpoint) -> Optimizer:
         states[state] = replace(source, tensors=pieces, dropped=(), without=UNTRAINED)
     groups: dict[tuple[str, int | None], Group] = {}
     model = {unwrapped(name) for one in source.tensors for name in one.slot.keys}
-    for key, group in _groups(held, keys, {*model, *source.dropped}).items():
+    for key, group in _groups(held, keys, model).items():
         slot = keys[key].slot
         for name in slot.rule.pattern.tensors:
             if groups.setdefault((name, slot.layer), group) != group:
@@ -217,6 +217,8 @@ def _step(held: Held, keys: Iterable[str]) -> int:
         parts = STATE.fullmatch(name)
         if parts and parts["state"] == "step":
             found[unwrapped(parts["key"])] = value
+        elif parts and parts["state"] not in MOMENTS:
+            raise UnsupportedError(f"{where}: its optimizer is not Adam's or AdamW's, it keeps {parts['state']}")
     steps: dict[int, str] = {}
     for key in keys:
         if key not in found:

@@ -80,8 +80,18 @@ def holders(_: Family) -> dict[str, bool]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder."""
-    return read_json(folder / "config.json")
+    """The config.json of a folder.
+
+    Raises:
+        SourceError: there is none, or it says that the weights are quantized and not how.
+    """
+    config = read_json(folder / "config.json")
+    if config.get("quantization_config") == {}:
+        raise SourceError(
+            f"{folder / 'config.json'} says quantization_config = {{}}, with which transformers loads no model",
+            "remove the key if the weights are not quantized",
+        )
+    return config
 
 
 def read_spec(config: Mapping[str, Any], folder: Path, settings: Settings) -> ModelSpec:

@@ -42,10 +42,9 @@ from formats.torch_files import dcp
 from formats.torch_files.unpickle import DAMAGE
 
 NAME, GROUP = "dp_reshardable", "optimizer.distributed.dp_group_idx_"
-BUCKET = CHAINED + (
-    rf"{re.escape(GROUP)}(\d+)\.gbuf_idx_(\d+)\.dtype_\([^()]*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
-)
+BUCKET = CHAINED + (rf"{re.escape(GROUP)}(\d+)\.gbuf_idx_(\d+)\.dtype_\([^()]*\)\.bucket_idx_(\d+)\.(\w+)")
 """The name of a bucket, by optimizer, rank, chunk of the model, number and state."""
+NAMES = {stored_name(state, distributed=True) for state in STATES}
 OBJECT = "{}.{}/shard_0_1"
 Settings = tuple[list[dict[str, Any]], Any]
 """Parameter groups, and the scaler of losses."""
@@ -61,6 +60,8 @@ def read(source: Checkpoint) -> tuple[dict[str, Checkpoint], Settings]:
     entries: dict[tuple[int, int, int, str], dict[int, dcp.Entry]] = {}
     for one in dcp.entries(source.home):
         if found := re.fullmatch(BUCKET, one.name):
+            if found[5] not in NAMES:
+                raise UnsupportedError(f"{source.home}: the optimizer keeps {found[5]}, and Adam does not")
             buckets = entries.setdefault((int(found[1] or 0), int(found[2]), int(found[3]), found[5]), {})
             if int(found[4]) in buckets:
                 raise UnsupportedError(f"{source.home} holds {one.name} of several element types")

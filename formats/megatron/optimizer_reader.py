@@ -282,6 +282,9 @@ def _buffers(file: TorchFile, every: Mapping[Any, Any], chunks: Chunks) -> Itera
     for (place, tensors), buffer in zip(chunks.items(), buffers, strict=True):
         (kept,) = buffer.values()
         sizes = [(key, one.shape) for key, one in tensors.items()]
+        names = {stored_name(state, distributed=True) for state in STATES}
+        if more := [name for name, one in kept.items() if isinstance(one, TensorRef) and name not in names]:
+            raise UnsupportedError(f"{file.path}: the optimizer keeps {short(more[0])}, and Adam does not")
         places, total = list(starts(sizes)), sum(prod(shape) for _, shape in sizes)
         for state in STATES:
             flat = file.fragment(kept[stored_name(state, distributed=True)], state)

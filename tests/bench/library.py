@@ -17,7 +17,7 @@ WAYS = {
     "safetensors.torch.load_file, copied": "sum(t.clone().nbytes for f in files for t in load_file(f).values())",
     "iterate, Hugging Face": "sum(t.nbytes for _, t in iterate(hf))",
     "iterate, Megatron TP4 PP2": "sum(t.nbytes for _, t in iterate(run))",
-    "AutoModel.from_pretrained": "sum(p.clone().nbytes for p in AutoModelForCausalLM.from_pretrained(hf, dtype='auto').parameters())",
+    "AutoModel.from_pretrained": "pretrained(hf)",
     "load into a meta model": "loaded(hf)",
     "load into a meta model, Megatron TP4 PP2": "loaded(run)",
 }
@@ -39,6 +39,10 @@ def loaded(folder):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf), dtype=torch.bfloat16)
     load(model, folder)
     return sum(p.nbytes for p in model.parameters())
+
+def pretrained(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return sum(p.clone().nbytes for p in model.parameters())
 
 began = time.monotonic()
 count = {expression}
@@ -80,9 +84,8 @@ def main() -> None:
                 rates[name] += [int(count) / float(seconds) / 1e9] if number else []
     first = median(next(iter(rates.values())))
     for name, held in rates.items():
-        print(
-            f"{name:42} {median(held):5.2f} GB/s  {median(held) / first:5.2f} of the first  ({min(held):.2f} to {max(held):.2f})"
-        )
+        rate, spread = median(held), f"({min(held):.2f} to {max(held):.2f})"
+        print(f"{name:42} {rate:5.2f} GB/s  {rate / first:5.2f} of the first  {spread}")
 
 
 if __name__ == "__main__":

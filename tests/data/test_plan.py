@@ -213,6 +213,20 @@ def test_files_of_other_programs(tmp_path):
         document_sizes(open_indexed(sentences))
 
 
+@pytest.mark.parametrize(
+    ("split", "lost"),
+    [("98,1,1", "validation and test"), ("90,10,0", ""), ("1,0,0", ""), ("1,0,1e-9", "test"), ("50,50", "")],
+)
+def test_a_share_that_gets_no_row_is_told(train, tmp_path, split, lost):
+    few = made(tmp_path / "F", [30] * 20)
+    for more in ((), ("--json",), ("-n",)):
+        ran = train("pack", few, "--seq-length", 63, "--split", split, "--force", *more)
+        assert ran.code == 0, ran.err
+        told = f"note: --split leaves {lost} without a row, 20 of 20 documents are packed: too few for such a share"
+        assert (told in ran.err) == bool(lost)
+        assert "without a row" not in ran.err or lost
+
+
 def test_the_line_that_users_know(train, prefix, tmp_path):
     ran = train("pack", prefix, "--seq-length", 127, "--split", "98,2")
     assert ran.code == 0, ran.err

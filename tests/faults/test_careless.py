@@ -133,6 +133,19 @@ def test_what_we_write_can_be_replaced(model, convert, tmp_path, command):
     assert foreign(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", [211, [1, 10**6]])
+def test_an_end_of_text_that_no_model_generates_is_told(model, convert, tmp_path, name, value):
+    run = Path(shutil.copytree(model(), tmp_path / "hf"))
+    held = json.loads((run / name).read_text()) if (run / name).exists() else {}
+    (run / name).write_text(json.dumps(held | {"eos_token_id": value}))
+    last = value if isinstance(value, int) else value[-1]
+    ran = convert("hf2hf", run, tmp_path / "out")
+    assert (ran.code, f"note: {name} names token {last}, the vocabulary has 211" in ran.err) == (0, True), ran.err
+    ran = convert("push", tmp_path / "out", "org/name", "-n")
+    assert (ran.code, f"eos_token_id of {name} is {last}, the embedding has 211 rows" in ran.err) == (5, True), ran.err
+
+
 def test_a_training_is_not_replaced(model, convert, tmp_path):
     """Neither one that began in an output of ours, nor one of another program, whose `latest` names its newest."""
     run = tmp_path / "m"
@@ -364,3 +377,22 @@ def test_verify_names_the_setting_with_which_a_table_describes_the_model_no_long
     assert ran.code == 6
     assert "a table described when vitruvian.json was written, and none does now" in ran.err
     assert "hidden_act = 'gelu' is not supported" in ran.err
+
+
+@pytest.mark.parametrize("what", ["digest", "blake3", "name"])
+def test_a_manifest_that_contradicts_itself(model, convert, tmp_path, what):
+    """Its line of the whole and those of the tensors are of one model, or somebody has edited one of them."""
+    out = tmp_path / "out"
+    assert convert("hf2fsdp", model(), out).code == 0
+    held = json.loads((out / "vitruvian.json").read_text())
+    first = min(held["tensors"])
+    if what == "digest":
+        held["digest"] = held["digest"][::-1]
+    elif what == "blake3":
+        held["tensors"][first]["blake3"] = held["digest"]
+    else:
+        held["tensors"]["another"] = held["tensors"].pop(first)
+    (out / "vitruvian.json").write_text(json.dumps(held))
+    for words in (["verify", out], ["fsdp2hf", out, tmp_path / "hf"]):
+        ran = convert(*words)
+        assert (ran.code, "vitruvian.json contradicts itself: its digest '" in ran.err) == (3, True), ran.err

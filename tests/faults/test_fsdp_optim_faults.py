@@ -74,6 +74,7 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
         lambda s: of(UP)(s).update(exp_avg=of(UP)(s)["exp_avg"][:-1].clone()), 3, (UP, "[95, 64]", "[96, 64]"),
     ),
     "amsgrad": (lambda s: of(UP)(s).update(max_exp_avg_sq=of(UP)(s)["exp_avg"]), 4, ("it keeps max_exp_avg_sq",)),
+    "a number of NAdam": (lambda s: of(UP)(s).update(mu_product=0.5), 4, ("it keeps mu_product",)),
     "set to amsgrad": (lambda s: s["optim"]["param_groups"][1].update(amsgrad=True), 4, ("says amsgrad",)),
     "maximize": (lambda s: s["optim"]["param_groups"][0].update(maximize=True), 4, ("says maximize",)),
     "no correction": (

@@ -148,6 +148,15 @@ def test_files_of_a_distributed_optimizer(runs, convert, tmp_path):
         "distrib_optim.pt",
     )
     refused(short, "elements of exp_avg, its model has")
+    amsgrad = copy("amsgrad")
+    spoil(
+        amsgrad,
+        lambda stored: next(iter(stored[0].values())).update(
+            max_exp_avg_sq=next(iter(stored[0].values()))["exp_avg_sq"]
+        ),
+        "distrib_optim.pt",
+    )
+    refused(amsgrad, "the optimizer keeps 'max_exp_avg_sq'", 4)
     more = copy("more")
     spoil(more, lambda stored: stored.update({1: stored[0]}), "distrib_optim.pt")
     refused(more, "more than one buffer", 4)

@@ -108,3 +108,15 @@ def test_what_we_write_says_what_it_did(convert, tmp_path):
     assert (folder / "common.pt").is_file()
     assert b"common_state" not in (folder / ".metadata").read_bytes()
     assert json.loads((folder / "metadata.json").read_text())["common_backend"] == "torch"
+
+
+def test_a_state_that_adam_has_not(convert, tmp_path):
+    """Buckets of another name, as those of AMSGrad would have."""
+    run = tmp_path / "run"
+    shutil.copytree(RUN, run)
+    metadata = run / "iter_0000003/.metadata"
+    held = metadata.read_bytes()
+    assert b"bucket_idx_0.exp_avg_sq" in held
+    metadata.write_bytes(held.replace(b"bucket_idx_0.exp_avg_sq", b"bucket_idx_0.exp_avg_sx"))
+    ran = convert("reshard", run, tmp_path / "out", "--format", "torch_dist", "--with-optimizer", *VOCAB)
+    assert (ran.code, "the optimizer keeps exp_avg_sx, and Adam does not" in ran.err) == (4, True), ran.err

@@ -360,6 +360,28 @@ def test_a_config_that_names_no_quantization(kind, convert, tmp_path, request):
     refused(convert("inspect", folder), 3, *words)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_config_that_names_nothing(known, model, convert, tmp_path):
+    """Without a method transformers loads no model; null is no quantization, for it as for us."""
+    for value in ({}, None):
+        folder = shutil.copytree(model("llama"), tmp_path / str(value))
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": value}
+        words = ["hf2hf", folder, tmp_path / f"out{value}"]
+        if not known:
+            config |= {"model_type": "foo", "architectures": ["FooForCausalLM"]}
+            words.append("--verbatim")
+        (folder / "config.json").write_text(json.dumps(config))
+        ran = convert(*words)
+        if value is None:
+            assert ran.code == 0, ran.err
+            assert "quantized" not in ran.err
+        else:
+            refused(ran, 3, folder / "config.json", "quantization_config = {}", "remove the key")
+            if known:
+                with pytest.raises(ValueError, match="no `quant_method` attribute"):
+                    AutoModelForCausalLM.from_pretrained(folder)
+
+
 def test_a_training_begins_with_what_it_stands_for(oss, tmp_path):
     text = (
         "model: {path: PATH}\ndata: {train: P, seq_length: 8}\nbatch: {size: 4}\noptim: {lr: 0.1}\nsave: {path: SAVE}\n"

@@ -13,10 +13,10 @@ from transformers import AutoConfig
 
 import vitruvian
 from converters.commands.explain import held_by
+from converters.common.manifest import total
 from converters.convert import run
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
-from converters.prove.digest import total
 from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
 from formats.families import family_of, find_family

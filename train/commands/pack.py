@@ -51,7 +51,7 @@ def pack(prefix: Path, **options: Any) -> None:
     Only lengths are read. Only --algorithm packed cuts documents or joins their parts. Masks and positions keep
     documents apart in training.
     """
-    from train.data.packing.pack_plan import make_plan, write_plan
+    from train.data.packing.pack_plan import SPLITS, make_plan, write_plan
     from train.data.tokens.documents import require_mask_length
     from train.data.tokens.indexed import open_indexed, prefix_of
 
@@ -70,6 +70,10 @@ def pack(prefix: Path, **options: Any) -> None:
     if not options["dry_run"]:
         write_plan(plan, out, options["force"])
     counts = plan.counts
+    lost = [name for name, share in zip(SPLITS, split, strict=False) if share and name not in plan.splits]
+    if lost:
+        few = f"{counts['packed']} of {counts['documents']} documents are packed: too few for such a share"
+        click.echo(f"note: --split leaves {' and '.join(lost)} without a row, {few}", err=True)
     if options["as_json"]:
         click.echo(json.dumps({"plan": str(out), "splits": plan.splits} | dict(counts)))
         return

@@ -14,11 +14,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from converters.common.manifest import contradictions
+from converters.common.manifest import contradictions, total
 from converters.move.engine import digest_of
 from converters.plan.plan import Job, make_plan
 from converters.plan.request import Limits
-from converters.prove.digest import total
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
 from formats.errors import RefusedError, SourceError, VitruvianError, some

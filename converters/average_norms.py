@@ -1,7 +1,7 @@
 """Averages the norms of a GPT-NeoX checkpoint over its tensor parallel ranks, in the model and in the float32 masters.
 
 Each rank trains its own copy of every norm, and in a long training they drift apart. Averaged in the module alone they
-would come back with the first step that goes on from the masters. Every other byte stays what it is: files without a
+would come back with the first step that resumes from the masters. Every other byte stays what it is: files without a
 norm are hard links.
 """
 
@@ -93,7 +93,7 @@ def _norms(found: Plan) -> dict[str, Job]:
 
 
 def _moved(job: Job, home: Path, out: Path) -> tuple[Part, ...]:
-    """Where all copies of a tensor lie in the files of the output."""
+    """Where all copies of a tensor are in the files of the output."""
     parts = chain(job.sources, *job.replicas.values())
     places = ((part, out / part.fragment.path.relative_to(home)) for part in parts)
     return tuple(replace(part, fragment=part.fragment._replace(path=path)) for part, path in places)

@@ -1,7 +1,7 @@
 """A conversion from end to end: write, verify, publish.
 
 Everything is written to `OUT.partial/out` beside OUT; only when all of it is there, checked and on disk is it renamed
-to OUT. So OUT is complete or absent, and the same command goes on where a killed one stopped.
+to OUT. So OUT is complete or absent, and the same command resumes a killed one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run(
         OutputError: OUT exists, or there is no room.
         DamagedError: what was read has not the checksum that the source keeps of it.
         VerificationError: the source contradicts its manifest; or what was written does not read back as planned.
-        Interrupted: a signal came; the same call goes on later.
+        Interrupted: a signal came; the same call resumes later.
     """
     target, opened = _begin(plan, request)
     if plan.source.proof is not None:
@@ -82,7 +82,7 @@ def run(
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
                 _finish(plan, target, request, journal.digests, files)
                 if stopped():
-                    raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
+                    raise Interrupted("stopped by a signal", "run the same command again to resume")
                 if request.verify:
                     _verify_output(plan, request, journal.digests, stopped)
         except (DamagedError, RefusedError, UnsupportedError, VerificationError):
@@ -106,7 +106,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
         DamagedError: what was read has not the checksum that the source keeps of it. `run` compares the entries of
             which each process has read a part.
         VerificationError: copies of a tensor differ.
-        Interrupted: a signal came; the same call goes on later.
+        Interrupted: a signal came; the same call resumes later.
     """
     target, opened = _begin(plan, request, share)
     jobs = share.jobs(plan.jobs)
@@ -139,12 +139,12 @@ def _disk(request: Request) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = "free some space; the same command goes on where this one stopped" if error.errno in NO_ROOM else ""
+        hint = "free some space, then run the same command again to resume" if error.errno in NO_ROOM else ""
         raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
 
 
 def _prove(masters: Checkpoint, request: Request) -> None:
-    """Moments lie where the masters do: compare those with what the model computes with.
+    """Moments are where the masters are: compare those with what the model computes with.
 
     Raises:
         VerificationError: they are not the same model.
@@ -206,7 +206,7 @@ def check_paths(source: Checkpoint, request: Request) -> None:
     root, home = source.root.resolve(), source.home.resolve()  # a run may keep models beside its checkpoints
     for place in (request.place, request.staging):
         if place in (root, home) or home in place.parents or place in root.parents:
-            raise OutputError(f"{place} and the source {root} lie inside each other", "choose another folder")
+            raise OutputError(f"{place} and the source {root} are inside each other", "choose another folder")
     _check_free(request)  # last, as it offers --force
 
 

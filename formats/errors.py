@@ -67,7 +67,7 @@ class NetworkError(VitruvianError):
 
 
 class Interrupted(VitruvianError):
-    """Stopped by a signal; running the same command again goes on where it stopped."""
+    """Stopped by a signal; running the same command again resumes where it stopped."""
 
     exit_code = 75
 

@@ -1,7 +1,7 @@
 """What a format is to everybody else: how it is recognised and read, and what commands have to know of it.
 
 Each room has its formats in its `__init__.py`, and `registry.py` lists them. They are there whenever a command starts:
-the modules behind them are loaded when they are asked for.
+their modules are loaded when they are asked for.
 """
 
 from __future__ import annotations

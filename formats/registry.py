@@ -17,7 +17,7 @@ from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.megatron import DIST, MEGATRON
 
-if TYPE_CHECKING:  # mypy sees that the modules behind the formats are what `Format` says
+if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format` says
     from formats.checkpoint import Checkpoint, Settings
     from formats.deepspeed import optimizer, zero
     from formats.deepspeed.neox import checkpoint as neox

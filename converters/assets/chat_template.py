@@ -101,7 +101,7 @@ class Probe:
     def terminator(self, tokens: Iterable[str]) -> str | None:
         """The first of some tokens that follows the first reply: a model that writes it has ended its turn.
 
-        The first reply tells more than the last one, behind which an eos may follow.
+        The first reply tells more than the last one, after which an eos may follow.
         """
         text, stop = self.two[0], self._reply(0)[1]
         end = text.find(QUESTIONS[1], stop)

@@ -145,7 +145,7 @@ def checks(folder: Path, spec: Spec) -> list[str]:
         if beyond:
             notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")
     if not has_tokenizer(folder):
-        notes.append(f"no tokenizer lies in {folder}")
+        notes.append(f"no tokenizer is in {folder}")
     return notes
 
 

@@ -14,7 +14,7 @@ _DECODER = json.JSONDecoder()
 
 
 class Member(NamedTuple):
-    """A member of an object: its key and value, and where they lie in the text, `start` before the key's quote."""
+    """A member of an object: its key and value, and where they are in the text, `start` before the key's quote."""
 
     key: str
     value: Any
@@ -36,7 +36,7 @@ def decoded(content: bytes, name: str) -> str:
 
 
 def members(text: str, name: str) -> Iterator[Member]:
-    """The members of the object that a text holds; what lies behind the last one asked for is not read.
+    """The members of the object that a text holds; what is after the last one asked for is not read.
 
     Raises:
         SourceError: the text is no JSON object, or has a key twice.
@@ -55,7 +55,7 @@ def members(text: str, name: str) -> Iterator[Member]:
         seen.add(key)
         position = stop
     if (rest := _skip(text, position + 1)) != len(text):
-        raise SourceError(f"{name} is no valid JSON object: it goes on at character {rest}, behind its end")
+        raise SourceError(f"{name} is no valid JSON object: it continues at character {rest}, after its end")
 
 
 def replaced(text: str, name: str, key: str, value: Any) -> str:

@@ -36,7 +36,7 @@ def charsmap_rules(charsmap: bytes) -> dict[str, str]:
     """What a precompiled charsmap replaces, and by what.
 
     It holds the size of a double array, that array (darts-clone's units of 32 bits), and the replacements, each with a
-    NUL behind it (sentencepiece/src/normalizer.cc, `DecodePrecompiledCharsMap`).
+    NUL after it (sentencepiece/src/normalizer.cc, `DecodePrecompiledCharsMap`).
     """
     (nbytes,) = struct.unpack_from("<I", charsmap)
     units = struct.unpack_from(f"<{nbytes // 4}I", charsmap, 4)
@@ -93,7 +93,7 @@ def steps(proto: Any, user: Iterable[str]) -> list[dict[str, Any]]:
 def _mapped(charsmap: bytes, composed: Iterable[str]) -> list[dict[str, Any]]:
     """Each character by itself through the charsmap, then the compositions.
 
-    No separator is put before the first character: tokenizers 0.23.3 panics in the steps behind it.
+    No separator is put before the first character: tokenizers 0.23.3 panics in the steps after it.
     """
     after: dict[str, set[str]] = defaultdict(set)
     for key in composed:

@@ -56,13 +56,13 @@ READ = (DIST, MEGATRON)
 @click.option(
     "--with-optimizer",
     is_flag=True,
-    help="Of a training in another framework: masters, moments and step too; Megatron goes on with it.",
+    help="Of a training in another framework: FP32 master weights, moments and step too, so that Megatron resumes it.",
 )
 @click.option(
     "--consumed-samples",
     type=click.IntRange(0),
     metavar="N",
-    help="With the optimizer: where Megatron's schedule and data go on.  [default: what SRC says]",
+    help="With the optimizer: where Megatron's schedule and data resume.  [default: what SRC says]",
 )
 @optimizer_kind
 @deepspeed_reading
@@ -178,7 +178,7 @@ def hf2hf(src: Path, out: Path, **options: Any) -> None:
 @click.option(
     "--with-optimizer",
     is_flag=True,
-    help="Of a training in any framework: masters, moments and step too; it goes on with any number of ranks.",
+    help="Of a training in any framework: FP32 master weights, moments and step too; any number of ranks resumes it.",
 )
 @deepspeed_reading
 @reading
@@ -205,7 +205,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @click.option(
     "--with-optimizer",
     is_flag=True,
-    help="Megatron: masters, moments, step and scheduler too; a training goes on at the new topology.",
+    help="Megatron: FP32 master weights, moments, step and scheduler too, to resume at the new topology.",
 )
 @optimizer_kind
 @deepspeed_reading

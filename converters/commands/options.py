@@ -198,7 +198,7 @@ megatron_version = click.option(
 )  # fmt: skip
 optimizer_kind = click.option(
     "--optimizer", type=click.Choice(["plain", "distributed"]),
-    help="Megatron: the optimizer of the training that goes on.  [default: as in SRC, else plain]",
+    help="Megatron: the optimizer of the training that is resumed.  [default: as in SRC, else plain]",
 )  # fmt: skip
 at_iteration = click.option(
     "--iteration", type=click.IntRange(1), metavar="N", help="The iteration of the run.  [default: the last one]"
@@ -212,7 +212,7 @@ writing = together(
     policy,
     click.option("-n", "--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option("--force", is_flag=True,
-                 help="Delete the checkpoint that OUT is, and start over. Refused where other files lie in it."),
+                 help="Delete the checkpoint that OUT is, and start over. Refused where other files are in it."),
     click.option("--part", "share", type=ShareType(), metavar="I/N",
                  help="Do the I-th of N parts, beside others on any nodes. The same command without it finishes."),
     click.option("--verify/--no-verify", default=True, show_default=True,

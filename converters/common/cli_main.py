@@ -18,7 +18,7 @@ EXIT_CODES = """\b
 Exit codes:
   0 done     3 source unreadable   6 verification failed       75 interrupted,
   1 a bug    4 not supported       7 output exists, no space      run it again
-  2 usage    5 plan refused        8 network                      to go on"""
+  2 usage    5 plan refused        8 network                      to resume"""
 
 
 class Sections(click.Group):

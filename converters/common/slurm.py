@@ -173,7 +173,7 @@ def gpu_header(site: Site, wishes: Wishes) -> dict[str, str]:
     if known and seconds_of(header["time"]) > seconds_of(site.gpu["time"]):
         where = header.get("partition", "the default partition")
         raise UsageError(
-            f"{where} of {site.name} gives {site.gpu['time']}, not {header['time']}", "a chain goes on by itself"
+            f"{where} of {site.name} gives {site.gpu['time']}, not {header['time']}", "a chain resumes by itself"
         )
     return header
 
@@ -208,7 +208,7 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
     )
     raise RefusedError(
         f"{mem:.0f} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
-        "--time and --sbatch mem=… say otherwise; what is interrupted goes on when it is submitted again",
+        "--time and --sbatch mem=… say otherwise; what is interrupted resumes when it is submitted again",
     )
 
 
@@ -281,7 +281,7 @@ def chain(
     Args:
         command: what runs in each task.
         srun: options of the step.
-        save: folder of a training's checkpoints; None for a command that tells by exit code 75 that it is to go on.
+        save: folder of a training's checkpoints; None for a command whose exit code 75 says that it is to be resumed.
         links: jobs at the most.
         retries: failures in a row without a new checkpoint.
         bench: batch script that is submitted for each new checkpoint.
@@ -300,7 +300,7 @@ def chain(
 def cpu_job(
     name: str, command: Sequence[object], wishes: Wishes, seconds: float, megabytes: float, **header: str
 ) -> Job:
-    """A command that goes on where it stopped, as a chain of jobs without GPUs in the folder where we stand.
+    """A command that resumes where it stopped, as a chain of jobs without GPUs in the folder where we stand.
 
     Args:
         name: of the job.

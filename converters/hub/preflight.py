@@ -65,7 +65,7 @@ def embedding_rows(folder: Path) -> int:
 
 
 def findings(assets: Assets, rows: int | None, need_template: bool = False) -> list[Finding]:
-    """What is wrong with files that are to be published, which need not lie in one folder.
+    """What is wrong with files that are to be published, which need not be in one folder.
 
     Args:
         assets: relative name to path.

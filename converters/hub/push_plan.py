@@ -38,7 +38,7 @@ class Push:
         revision: the branch, None for main; it is made if it does not exist.
         create_pr: whether the files go into a new pull request.
         base_model: id of the model that the weights were trained from.
-        left_out: (name, reason) of what lies in the folder and is not sent.
+        left_out: (name, reason) of what is in the folder and is not sent.
         notes: what the user should know.
     """
 

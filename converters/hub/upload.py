@@ -90,7 +90,7 @@ def require_token() -> None:
 def push(plan: Push, *, quiet: bool = False) -> Pushed:
     """Send what was planned, then compare what the Hub holds with the plan.
 
-    Objects that the Hub has are not sent again, so the same call goes on where an interrupted one stopped.
+    Objects that the Hub has are not sent again, so the same call resumes an interrupted one.
 
     Raises:
         UsageError: the Hub refuses: token, rights, names.
@@ -129,7 +129,7 @@ def push(plan: Push, *, quiet: bool = False) -> Pushed:
 
 
 def command(plan: Push, target: str = "") -> str:
-    """The command that goes on with a push, for a hint."""
+    """The command that resumes a push, for a hint."""
     revision = target if target.startswith(PULLS) else plan.revision or ""
     words = ["convert", "push", str(plan.folder), plan.repo, *([] if plan.private else ["--public"])]
     words += ["--revision", revision] if revision else ["--create-pr"] if plan.create_pr else []

@@ -70,13 +70,13 @@ def _notes(source: Checkpoint) -> list[str]:
     notes = [*source.spec.notes, *source.notes]
     if source.state:
         state = ", ".join(source.state)
-        notes.append(f"only weights are carried: {state} stay behind; train on with {source.details.fresh}")
+        notes.append(f"only weights are carried, {state} are not; train on with {source.details.fresh}")
     if source.assets is None:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:
         notes += assets.checks(source.assets, source.spec)
         if left := assets.left_behind(source.assets):
-            notes.append(f"{some(left, 4)} in {source.assets} stay behind: not names of model files")
+            notes.append(f"{some(left, 4)} in {source.assets} are not carried: not names of model files")
     if source.spec.vocab is None:
         notes.append("its true vocabulary is unknown; --vocab-size N or --config BASE supplies it")
     return notes
@@ -87,7 +87,9 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     source, target = plan.source, plan.target
     notes = [*(_notes(source) if plan.again is None else ()), *plan.notes]
     if source.dropped:
-        notes.append(f"what is no weight of the model stays behind: {len(source.dropped)} such as {source.dropped[0]}")
+        notes.append(
+            f"what is no weight of the model is not carried: {len(source.dropped)} such as {source.dropped[0]}"
+        )
     record: dict[str, Any] = {
         "source": {
             "path": str(source.root),

@@ -111,7 +111,7 @@ def run_job(
     for start, shape, values in pieces_of(job, copies, files, buffers):
         moments.see(values)
         if stop():
-            raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
+            raise Interrupted("stopped by a signal", "run the same command again to resume")
         if limits.finite and not casts.finite(values, job.dtype):
             raise VerificationError(
                 f"{job.name} holds NaN or infinity", "the training has diverged; take an earlier one"
@@ -126,7 +126,7 @@ def run_job(
 
 
 def _grow(values: Array, rows: int, fill: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Put the new row into what of a tile lies behind the rows of the source."""
+    """Put the new row into what of a tile is after the rows of the source."""
     (low, left), (tall, wide) = (*start, 0)[:2], (*shape, 1)[:2]
     new = min(tall, max(0, low + tall - rows))
     values.reshape(tall, wide)[tall - new :] = fill[left : left + wide]
@@ -192,7 +192,7 @@ def execute(
                 job = waiting.pop()
                 running[pool.submit(run_job, job, files, buffers, limits, advance, stop)] = job
             if not running:
-                raise Interrupted("stopped by a signal", "the same command again goes on where this one stopped")
+                raise Interrupted("stopped by a signal", "run the same command again to resume")
             finished, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:
                 job, outcome = running.pop(future), future.result()

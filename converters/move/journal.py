@@ -1,4 +1,4 @@
-"""The journal: which jobs of a conversion are done and on disk, so that a killed run can go on.
+"""The journal: which jobs of a conversion are done and on disk, so that a killed run can be resumed.
 
 `OUT.partial/journal.jsonl` begins with a fingerprint of the conversion; then comes a line for each finished job, its
 name and its digest, and lines of the entries of the source's archives that were found sound. Lines are written after
@@ -112,7 +112,7 @@ class Journal:
 
     @contextmanager
     def kept(self, files: Files) -> Iterator[None]:
-        """Commit again and again while jobs run, and once more behind them: the disk works along."""
+        """Commit again and again while jobs run, and once more after them: the disk works along."""
         finished, failed = threading.Event(), []
 
         def work() -> None:

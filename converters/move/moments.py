@@ -1,7 +1,7 @@
 """What Adam's moments cannot be: NaN or infinite, and the second, a mean of squares, negative.
 
-A training that goes on with such moments writes NaN into its weights at the next step. What is read alone, for a digest
-or a comparison, may be anything.
+A training that is resumed with such moments writes NaN into its weights at the next step. What is only read, for a
+digest or a comparison, may be anything.
 """
 
 from __future__ import annotations

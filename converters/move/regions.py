@@ -1,4 +1,4 @@
-"""Regions: where a part of a tile lies in a file, as strided blocks."""
+"""Regions: where a part of a tile is in a file, as strided blocks."""
 
 from __future__ import annotations
 

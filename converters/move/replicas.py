@@ -37,7 +37,7 @@ class Copies:
     Attributes:
         worst: how far apart the others were, by the copy; by None that of all of them whose mean would be taken.
         drift: how far apart the copies were that had to be averaged.
-        nameless: masters lie in the model's own file, as in ZeRO stage 0, which gives them no names: that each is the
+        nameless: masters are in the model's own file, as in ZeRO stage 0, which gives them no names: that each is the
             tensor's own only the comparison tells, and no policy does without it.
     """
 

@@ -22,7 +22,7 @@ from formats.layout.tensors import UNTRAINED
 from formats.model.spec import Spec
 
 PADDING = "padding"
-"""The state that rows of a vocabulary's padding are in, where a training goes on with them."""
+"""The state that rows of a vocabulary's padding are in, where a training is resumed with them."""
 SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
 """What weights of 8 bits, named before it, are multiplied by; the last two are bitsandbytes'."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of the logical tensor, with the state before and the layer behind a dot."""
+        """Name of the logical tensor, with the state before and the layer after a dot."""
         name = f"{self.state}.{self.tensor}" if self.state else self.tensor
         return name if self.layer is None else f"{name}.{self.layer}"
 
@@ -269,7 +269,7 @@ def repeated_leaves(placed: Placed) -> Iterator[Leaf]:
 
 
 def prove_tiling(leaves: Sequence[Leaf], shape: tuple[int, ...], name: str) -> None:
-    """Each element of the box lies in exactly one leaf: the sizes add up, and no two leaves overlap.
+    """Each element of the box is in exactly one leaf: the sizes add up, and no two leaves overlap.
 
     Raises:
         RefusedError: they do not.

@@ -92,8 +92,8 @@ def plan_megatron(
         options: topology and dialect.
         iteration: the iteration to write; None for a release.
         tokens: the vocabulary that Megatron-LLM's training will have; its rows grow to so many.
-        optimizer: what is written beside the weights, for a training that goes on.
-        args: arguments of a training that goes on from another framework.
+        optimizer: what is written beside the weights, for a training that is resumed.
+        args: arguments of a training that is resumed from another framework.
     """
     from formats.megatron import classic as megatron
     from formats.megatron import megatron_llm, torch_dist

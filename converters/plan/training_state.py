@@ -1,4 +1,4 @@
-"""Plans of trainings that go on: the weights, masters and moments, each a conversion of its own into one folder."""
+"""Plans of trainings that are resumed: weights, masters and moments, each a conversion of its own into one folder."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def plan_run(
     plan = plan_megatron(source, request, options, iteration, optimizer=optimizer)
     padded, multiple = source.padded_vocab or 0, options.vocab_multiple * options.tp
     rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
-    notes = ["rng_state stays behind: it is that of other ranks"] if "rng_state" in source.state else []
+    notes = ["rng_state is not carried: it is that of other ranks"] if "rng_state" in source.state else []
     if rows < padded:
         notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
     return _resumed(plan, optimizer, rows, notes, None if "fp32" in optimizer.states else held.states.get("fp32"))
@@ -159,7 +159,7 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
     if masters is None:
         raise UnsupportedError(
             f"{source.root} was trained without float32 masters, which Megatron's optimizer has of such weights",
-            "--dtype fp32 takes the weights themselves, and goes on in float32",
+            "--dtype fp32 takes the weights themselves, and resumes in float32",
         )
     return source, {"fp32": masters, **states}
 
@@ -178,7 +178,7 @@ def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:
 
 
 def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None) -> Plan:
-    """A plan of the weights, with the jobs of the optimizer; masters that it leaves behind are the proof."""
+    """A plan of the weights, with the jobs of the optimizer; masters that it does not carry are the proof."""
     source = plan.source
 
     def more(written: Checkpoint) -> Iterator[Job]:

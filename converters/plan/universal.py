@@ -37,7 +37,7 @@ from formats.torch_files.pickle_values import Opaque
 
 WHY = "DeepSpeed's own names"
 
-UNTAKEN = "the schedule of the rate, random states and the place in the data stay behind"
+UNTAKEN = "the learning rate schedule, random states and the place in the data are not carried"
 """What of a training no optimizer's states are."""
 
 
@@ -73,7 +73,7 @@ def plan_universal(states: States, request: Request) -> Plan:
     frozen = _frozen(model, {one.name for one in parameters})
     small = universal.texts(parameters, partitions[0].settings, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
     lost = universal.left_out(model)
-    notes = [f"what is no plain data stays behind: {', '.join(lost)}"] if lost else []
+    notes = [f"what is no plain data is not carried: {', '.join(lost)}"] if lost else []
     if frozen:
         notes.append(
             f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores "

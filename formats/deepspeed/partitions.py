@@ -50,7 +50,7 @@ class Partition:
         stage: the ZeRO stage.
         ranks: how many ranks share each group, as the file says.
         groups: its part of each group, by state.
-        gaps: elements of padding behind each parameter of each group.
+        gaps: elements of padding after each parameter of each group.
         steps: how many steps Adam has made in each group, as far as it says.
         settings: the parameter groups of its optimizer, as torch has them; `params` are numbers of flat groups.
         kept: what the optimizer keeps of each parameter.

@@ -168,7 +168,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Fragment], dict[str, str]]:
             raise SourceError(f"{path}: {name} {problem}: it starts at byte {fragment.offset}, expected {position}")
         position += fragment.nbytes
     if position != size:
-        problem = "is cut off" if position > size else "has bytes behind its last tensor"
+        problem = "is cut off" if position > size else "has bytes after its last tensor"
         raise SourceError(f"{path}: the file {problem}: {size} bytes, the header describes {position}")
     return tensors, metadata
 

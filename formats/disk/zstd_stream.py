@@ -40,7 +40,7 @@ class Stream(NamedTuple):
                 return head[offset : offset + count]
             if offset >= size - len(tail):
                 return tail[offset - size + len(tail) :][:count]
-            raise UnsupportedError(f"the member at byte {offset} of a compressed archive lies in its middle")
+            raise UnsupportedError(f"the member at byte {offset} of a compressed archive is in its middle")
 
         return read, size
 

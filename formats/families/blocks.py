@@ -166,7 +166,7 @@ model.layers.{layer}.post_attention_layernorm.weight      output_norm: hidden
 model.layers.{layer}.pre_feedforward_layernorm.weight     post_norm: hidden
 model.layers.{layer}.post_feedforward_layernorm.weight    down_norm: hidden
 """
-"""Norms before and behind each, as in Gemma."""
+"""Norms before and after each, as in Gemma."""
 
 HEAD = """
 model.norm.weight     final_norm: hidden

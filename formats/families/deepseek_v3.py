@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1: the attention of DeepSeek-V2, experts after a sigmoid.
 
-Facts: transformers 5.23.0, models/deepseek_v3/modeling_deepseek_v3.py: the layer behind the last, which predicts a
+Facts: transformers 5.23.0, models/deepseek_v3/modeling_deepseek_v3.py: the layer after the last, which predicts a
 second token, is not loaded of a model with 61 layers.
 """
 

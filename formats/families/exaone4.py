@@ -18,5 +18,5 @@ FAMILY = Family(
     window="sliding_window",
     window_default=4096,
     own={"layer_types": None, "sliding_window_pattern": None},
-    only_here="megatron-core has no norms behind attention and MLP",
+    only_here="megatron-core has no norms after attention and MLP",
 )

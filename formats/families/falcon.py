@@ -1,4 +1,4 @@
-"""Falcon 7B: one key and value for all heads, attention and MLP side by side behind one norm.
+"""Falcon 7B: one key and value for all heads, attention and MLP side by side after one norm.
 
 Facts: transformers models/falcon/modeling_falcon.py, 5.23.0. The fused projection holds the queries of a group, its key
 and its value, group by group, in every Falcon.

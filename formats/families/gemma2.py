@@ -25,5 +25,5 @@ FAMILY = Family(
         "layer_types": None,
         "use_bidirectional_attention": None,
     },
-    only_here="megatron-core has no norms behind attention and MLP, and caps no logits",
+    only_here="megatron-core has no norms after attention and MLP, and caps no logits",
 )

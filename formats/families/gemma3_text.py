@@ -25,5 +25,5 @@ FAMILY = Family(
         "rope_local_base_freq": 10000.0,
         "use_bidirectional_attention": False,
     },
-    only_here="megatron-core has no norms behind attention and MLP, and one rotary base for all layers",
+    only_here="megatron-core has no norms after attention and MLP, and one rotary base for all layers",
 )

@@ -24,6 +24,6 @@ FAMILY = Family(
     biases={"attention_bias": ("qkv_bias", True)},
     keys={"rotary_fraction": "partial_rotary_factor"},
     defaults={"rotary_fraction": 0.5},
-    only_here="megatron-core has no norms behind attention and MLP",
+    only_here="megatron-core has no norms after attention and MLP",
     tokens={"pad_token_id": 151329},
 )

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere, and matrices that lie input by output.
+"""GPT-2: learned positions, LayerNorm, biases everywhere, and matrices that are stored input by output.
 
 Facts: transformers models/gpt2/modeling_gpt2.py and pytorch_utils.py `Conv1D`, 5.23.0. The files of the first GPT-2 on
 the Hub have no `transformer.` before their names, and masks among the weights.

@@ -1,7 +1,7 @@
 """Hunyuan 3: dots.llm1 with names of its own for the router and what is shared.
 
 Facts: transformers models/hy_v3/modeling_hy_v3.py and conversion_mapping.py, 5.23.0: what it renames of the Hub's
-tensors, it fuses too; the layer behind the last is not loaded of a model with 80 layers. `enable_moe_fp32_combine` is a
+tensors, it fuses too; the layer after the last is not loaded of a model with 80 layers. `enable_moe_fp32_combine` is a
 matter of precision alone.
 """
 

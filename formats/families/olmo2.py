@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP, and over all queries and all keys of a token.
+"""OLMo 2: norms after attention and MLP, and over all queries and all keys of a token.
 
 Facts: transformers models/olmo2/modeling_olmo2.py, 5.23.0.
 """
@@ -13,7 +13,7 @@ FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": False},
-    only_here="megatron-core has no norms behind attention and MLP, and none over all heads of a token",
+    only_here="megatron-core has no norms after attention and MLP, and none over all heads of a token",
     mha=True,
     tokens={"eos_token_id": 50279},
 )

@@ -19,7 +19,7 @@ from formats.errors import SourceError, UnsupportedError
 GROUP = 32
 """Elements of MXFP4 that share a scale."""
 INVERSE, FACTORS = "_scale_inv", ("F32", "BF16")
-"""What is behind the name of the scales of FP8, and their element types."""
+"""What follows the name of the scales of FP8, and their element types."""
 ACTIVATIONS = ".activation_scale"
 SCHEMES = ("dynamic", "static")
 OF_FILES = ("fp8", "mxfp4")

@@ -47,12 +47,12 @@ class Leaf:
 
     @property
     def width(self) -> int:
-        """Distance from the first address to behind the last one."""
+        """Distance from the first address to the one after the last."""
         return sum(span.stride * (span.size - 1) for span in self.spans) + 1
 
 
 def clip(leaf: Leaf, low: int, high: int) -> Iterator[Leaf]:
-    """The parts of a leaf whose addresses lie in [low, high). At most 2k - 1 boxes for k axes.
+    """The parts of a leaf whose addresses are in [low, high). At most 2k - 1 boxes for k axes.
 
     This is how any cut flows through: a tensor-parallel cut inside an attention group, an interval of a flat
     optimizer partition, a rectangle.

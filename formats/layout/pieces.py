@@ -1,4 +1,4 @@
-"""Tensors that lie in pieces: rectangles of a sharded checkpoint, or intervals of a flat parameter."""
+"""Tensors in pieces: rectangles of a sharded checkpoint, or intervals of a flat parameter."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def scattered(name: str, shape: tuple[int, ...], dtype: str, pieces: Iterable[Pi
     if held != prod(shape) or not by_part:
         missing = prod(shape) - held
         raise SourceError(
-            f"{missing} of the {prod(shape)} elements of {name} {list(shape)} are missing: the others lie in {where}",
+            f"{missing} of the {prod(shape)} elements of {name} {list(shape)} are missing: the others are in {where}",
             "a rank's file may be missing or cut off",
         )
     depth = max(len(same) for same in by_part.values())

@@ -290,7 +290,7 @@ class Placed(NamedTuple):
         """What the fragment holds.
 
         Raises:
-            SourceError: it is an interval of elements that do not lie one behind the other.
+            SourceError: it is an interval of elements that are not contiguous.
         """
         fragment, flat = self.fragment, self.part is not None and self.part.flat
         if flat and not fragment.row_major and prod(fragment.shape) > 1:

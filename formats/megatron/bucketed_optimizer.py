@@ -161,7 +161,7 @@ def _places(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int
 
 
 def _cut(source: Checkpoint, parameters: Sequence[Parameter], buckets: Sequence[dcp.Entry]) -> Iterator[Placed]:
-    """Where each parameter of a chunk lies in its buckets, which together are the buffer."""
+    """Where each parameter of a chunk is in its buckets, which together are the buffer."""
     sizes = [prod(one.slot.shape) for one in parameters]
     places = _places(sizes, [prod(one.shape) for one in buckets])
     if places is None:

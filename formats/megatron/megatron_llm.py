@@ -340,6 +340,6 @@ def flags(args: Mapping[str, Any]) -> str:
 
 
 def place(key: str) -> tuple[str, ...]:
-    """The names under which a tensor lies in the nested maps of a file."""
+    """The names under which a tensor is in the nested maps of a file."""
     model, part, rest = (*key.split(".", 2), "")[:3]
     return (model, part, rest) if part == "encoder" else tuple(key.split("."))

@@ -8,11 +8,11 @@
                           optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_{chunk}.{types}.bucket_idx_{n}.{param|…}
 
 A parameter's number i counts first those with weight decay, then the vectors and biases, each in the order in which the
-model has them. In `distrib_optim.pt` they lie in the reverse order, each from a multiple of 64 elements on. Experts on
+model has them. In `distrib_optim.pt` they are in the reverse order, each from a multiple of 64 elements on. Experts on
 ranks of their own have an optimizer of their own (`megatron_chained`).
 
 Facts: megatron-core 0.16.1, optimizer/__init__.py `_get_param_groups`, optimizer.py, distrib_optimizer.py and
-distributed/param_and_grad_buffer.py; a training that goes on with each is in tests/golden/test_megatron_optim.py.
+distributed/param_and_grad_buffer.py; a training that is resumed with each is in tests/golden/test_megatron_optim.py.
 """
 
 from __future__ import annotations

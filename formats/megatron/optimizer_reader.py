@@ -262,7 +262,7 @@ def _plain(
 
 
 def _sharded(beside: TorchFile, shares: Sequence[Chunks]) -> Iterator[tuple[str, Place, str, Fragment]]:
-    """The same of a distributed optimizer, whose states lie in a file of their own."""
+    """The same of a distributed optimizer, whose states are in a file of their own."""
     path = beside.path.with_name(SHARDED)
     if not path.is_file():
         raise SourceError(f"{path.parent} holds no {SHARDED}, which {beside.path.name} says there is")

@@ -5,7 +5,7 @@ are those of a constant rate, and `--override-opt_param-scheduler` puts the trai
 for torch's Adam and for the fused ones, which keep their step in the group.
 
 Facts: megatron-core 0.16.1, optimizer/__init__.py `_get_param_groups`, optimizer_param_scheduler.py `load_state_dict`,
-optimizer/optimizer.py `_filter_and_reorder_param_groups`; trainings that go on are in tests/golden/test_optimizers.py.
+optimizer/optimizer.py `_filter_and_reorder_param_groups`; trainings that resume are in tests/golden/test_optimizers.py.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
     sides: dict[bool, set[Group]] = {True: set(), False: set()}
     for placed in source.tensors:
         for name in set(placed.slot.rule.pattern.tensors) - BUFFERS:
-            decayed = decays(placed.key, placed.slot.shape) and not name.endswith("_bias")  # experts' lie in one matrix
+            decayed = decays(placed.key, placed.slot.shape) and not name.endswith("_bias")  # experts' are in one matrix
             sides[decayed].add(found.groups[name, placed.slot.layer])
     for decayed, kinds in sides.items():
         if len(kinds) > 1:
@@ -102,7 +102,7 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
         "wd_incr_steps": 0, "wd_incr_style": "constant",
     }  # fmt: skip
     notes = [
-        "Megatron goes on with --override-opt_param-scheduler: the schedule of the other framework is not taken along"
+        "Megatron resumes with --override-opt_param-scheduler: the schedule of the other framework is not taken along"
     ]
     if found.samples is None:
         notes.append(

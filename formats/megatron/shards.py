@@ -32,7 +32,7 @@ SHARED = sorted(
 """Arguments that all files of a checkpoint must agree on."""
 
 STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
-"""Keys of a file beside the model that training needs to go on."""
+"""Keys of a file beside the model that training needs to resume."""
 
 OPTIMIZER = "optim.pt"
 """Alone in a folder mp_rank_TP[_PP]_DP: what Megatron of 2023 kept of its distributed optimizer on a data rank."""
@@ -101,7 +101,7 @@ def read_shards(iteration: Path) -> list[Shard]:
 
 
 def _one_stage_of_experts(file: TorchFile) -> bool:
-    """Whether the one number behind a tensor rank is an expert rank: a name does not tell it from a pipeline rank."""
+    """Whether the one number after a tensor rank is an expert rank: a name does not tell it from a pipeline rank."""
     args = args_of(file)
     stages, spread = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
     return stages in (None, 1) and type(spread) is int and spread > 1
@@ -281,7 +281,7 @@ def iteration_of(file: TorchFile) -> int:
 
 
 def state_of(shards: Sequence[Shard]) -> tuple[str, ...]:
-    """What the files hold to go on training with: nothing of it is carried over."""
+    """What the files hold to resume a training with: nothing of it is carried over."""
     found = {name for shard in shards for name in STATE if name in shard.file.value}
     found |= {
         path.name for shard in shards for path in shard.file.path.parent.glob("*optim*.pt") if path != shard.file.path

@@ -66,7 +66,7 @@ class TorchFile:
             SourceError: it reaches past its storage, or the storage is missing.
         """
         if ref.storage.key not in self.storages:
-            raise SourceError(f"{self.path}: {name} lies in the storage {ref.storage.key!r}, which the archive lacks")
+            raise SourceError(f"{self.path}: {name} is in the storage {ref.storage.key!r}, which the archive lacks")
         start, size, crc = self.storages[ref.storage.key]
         item = DTYPES[ref.dtype]
         last = sum((n - 1) * stride for n, stride in zip(ref.shape, ref.strides, strict=True))
@@ -280,7 +280,7 @@ def _extents(read: Read, members: list[_Entry], directory: int) -> Iterator[tupl
 class Stored(NamedTuple):
     """A member of an archive: its byte offset in the file, its size, and its CRC-32, 0 when that was not recorded.
 
-    `noted` are the offsets at which the checksum may stand: in the header, the directory, and behind the data.
+    `noted` are the offsets at which the checksum may stand: in the header, the directory, and after the data.
     """
 
     name: str

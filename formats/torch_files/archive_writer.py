@@ -105,7 +105,7 @@ def plain(file: TorchFile, value: Any, name: str, depth: int = 8) -> Any:
         file: the file.
         value: what it holds.
         name: what to call the value in an error.
-        depth: how many maps and lists may lie inside each other.
+        depth: how many maps and lists may be nested.
 
     Raises:
         UnsupportedError: it holds more than plain data and small tensors.
@@ -133,7 +133,7 @@ def packed_plain(value: Any) -> bytes:
 
 
 def _settled(value: Any, small: dict[str, bytes], before: int) -> Any:
-    """A value with references to its small tensors, each of which gets a storage of its own, behind so many others."""
+    """A value with references to its small tensors, each of which gets a storage of its own, after so many others."""
     match value:
         case Small():
             key = str(before + len(small))

@@ -82,7 +82,7 @@ def layout(
         ranks: what each rank's file holds.
         dtypes: the element type of each logical tensor.
         paths: where in the saved dictionary everything was; None where nobody asks.
-        objects: what is no tensor, pickled, and numbers, which are tensors; they lie behind the first rank's tensors.
+        objects: what is no tensor, pickled, and numbers, which are tensors; they are after the first rank's tensors.
 
     Returns:
         The files, and the `.metadata` that belongs to them.
@@ -120,7 +120,7 @@ def _boxes(shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, tuple[tupl
 
 
 def _starts(items: Iterable[_Item]) -> list[int]:
-    """Where each item of a file begins; behind them its size."""
+    """Where each item of a file begins; after them its size."""
     return list(accumulate((item.archive.size for item in items), initial=0))
 
 

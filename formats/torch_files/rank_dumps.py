@@ -169,9 +169,9 @@ def _require_saved_by(rank: int, mesh: Mapping[str, Any], file: TorchFile, name:
 
 
 def _later(placements: Sequence[tuple[Any, int, int]], strided: Any, dim: int) -> int:
-    """Into how many parts the mesh dimensions behind a strided one cut a dimension."""
-    behind = placements[[placement for placement, _, _ in placements].index(strided) + 1 :]
-    return prod(n for one, _, n in behind if one.name == "Shard" and _fields(one.state)["dim"] == dim)
+    """Into how many parts the mesh dimensions after a strided one cut a dimension."""
+    after = placements[[placement for placement, _, _ in placements].index(strided) + 1 :]
+    return prod(n for one, _, n in after if one.name == "Shard" and _fields(one.state)["dim"] == dim)
 
 
 def _coordinates(mesh: Mapping[str, Any], rank: int) -> tuple[list[int], list[int]]:

@@ -101,7 +101,7 @@ def test_without_the_option_the_weights_go_alone(made, convert, tmp_path):
     source, folder = made
     ran = convert("hf2fsdp", folder / "fsdp2/plain/checkpoint-3", tmp_path / "out", "--config", source)
     assert ran.code == 0
-    assert "what is no weight of the model stays behind: 60 such as optim.state." in ran.err
+    assert "what is no weight of the model is not carried: 60 such as optim.state." in ran.err
     assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["optimizer"] is None
     ran = convert("hf2fsdp", tmp_path / "out", tmp_path / "two", "--with-optimizer")
     assert (ran.code, "holds no optimizer" in ran.err) == (3, True)

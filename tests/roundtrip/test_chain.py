@@ -47,7 +47,7 @@ CHAIN = {
 """Format: how it is planned, each time from what the format before it wrote."""
 
 RESIDUAL = "attention and MLP read the same residual"
-NORMS = "megatron-core has no norms behind attention and MLP"
+NORMS = "megatron-core has no norms after attention and MLP"
 REFUSED = {
     "llama-tied": {"megatron-llm": "an output head of their own"},
     "llama3": {"megatron-llm": "only knows linear ones", "neox": "no rotary embedding of the kind llama3"},

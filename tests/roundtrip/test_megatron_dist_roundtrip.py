@@ -85,7 +85,7 @@ def test_a_plan_shows_what_stays_behind(model, convert, tmp_path):
     assert "release/.metadata" in text
     assert convert("hf2megatron", model("llama"), tmp_path / "m", "--format", "torch_dist", "--norm", "local").code == 0
     text = convert("megatron2hf", tmp_path / "m", tmp_path / "h", "-n").out
-    assert "what is no weight of the model stays behind: 16 such as decoder.layers.self_attention.linear_qkv" in text
+    assert "what is no weight of the model is not carried: 16 such as decoder.layers.self_attention.linear_qkv" in text
     assert "linear_fc1.weight_w" in convert("explain", "megatron_dist").out
 
 

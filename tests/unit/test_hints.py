@@ -115,7 +115,7 @@ def test_force_is_not_offered_for_the_source_itself(model, convert, tmp_path):
     for out in (source, source / "inner", tmp_path / "hf" / ".." / "hf"):
         for more in ((), ("--force",)):
             ran = convert("hf2hf", source, out, *more)
-            assert (ran.code, "lie inside each other" in ran.err, "--force" in ran.err) == (7, True, False)
+            assert (ran.code, "are inside each other" in ran.err, "--force" in ran.err) == (7, True, False)
 
 
 def test_the_folder_of_a_file_is_offered_only_if_it_is_a_checkpoint(model, convert, tmp_path):

@@ -199,7 +199,7 @@ def _checkpoint(
 def _place(
     opened: _Opened, found: Mapping[str, Mapping[str, Fragment]], parts: Mapping[tuple[str, str], Scattered]
 ) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
-    """Where each tensor of the layout lies, given those of each file, and those of them that lie in parts."""
+    """Where each tensor of the layout is, given those of each file, and those of them that are in parts."""
     if opened.model.qkv == "grouped":
         found, parts = gqa_order.split(opened.model.spec, found, parts, opened.tp)
     placed, dropped = match(opened.wanted, {Place(file): held for file, held in found.items()}, DROPS, opened.tag)

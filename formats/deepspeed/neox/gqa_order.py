@@ -1,9 +1,9 @@
 """Grouped queries in GPT-NeoX, of which there are two layouts with the same shapes.
 
     blocked   all queries, then all keys, then all values of a rank: EleutherAI/gpt-neox#1315 (2024-11-13) and later
-    grouped   behind each query head an equal share of the rows of keys and of values: f36aed7f (2024-02-22) to #1315
+    grouped   after each query head an equal share of the rows of keys and of values: f36aed7f (2024-02-22) to #1315
 
-In the grouped layout, row y of the keys lies in share y // c at its row y % c, for c = head_dim * groups / heads rows.
+In the grouped layout, row y of the keys is in share y // c at its row y % c, for c = head_dim * groups / heads rows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tu
     if seen is None or old:
         looks = "their names are from before, their rows look like after it" if old else f"the rows do not tell{why}"
         raise RefusedError(
-            "heads share keys, and query, key and value lie in one of two orders of the same shape: NeoX changed it on "
+            "heads share keys, and query, key and value are in one of two orders of the same shape: NeoX changed it on "
             f"2024-11-13, and {looks}",
             "add --gqa-layout blocked for a training with newer code, or grouped with older code",
         )

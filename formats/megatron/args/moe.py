@@ -113,7 +113,7 @@ def interleaves_of(args: Mapping[str, Any], where: str) -> dict[str, int]:
 
 
 def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
-    """The arguments that say how experts lie in a checkpoint; `names` are those of Options."""
+    """The arguments that say how experts are laid out in a checkpoint; `names` are those of Options."""
     if not spec.experts:
         return {"expert_model_parallel_size": 1}
     # without grouped layers the fusion clamps what has no bias yet (fused_bias_geglu.py, 0.15 to 0.19)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +181,24 @@ def test_the_program(tmp_path):
             cwd=tmp_path,
         )
         assert (ran.returncode, said in ran.stdout + ran.stderr) == (code, True), ran
+
+
+@pytest.mark.parametrize(
+    ("program", "shell", "typed", "wanted"),
+    [
+        ("convert", "bash", "convert hf2mega", "plain,hf2megatron"),
+        ("convert", "zsh", "convert hf2megatron --make-v", "--make-vocab-size-divisible-by"),
+        ("train", "fish", "train pa", "plain,pack"),
+    ],
+)
+def test_shells_complete_what_is_typed(program, shell, typed, wanted):
+    path = str(Path(sys.executable).with_name(program))
+    line = {"COMP_WORDS": typed, "COMP_CWORD": typed.split()[-1] if shell == "fish" else str(typed.count(" "))}
+    env = {**os.environ, f"_{program.upper()}_COMPLETE": f"{shell}_complete", **line}
+    ran = subprocess.run([path], capture_output=True, text=True, timeout=60, check=True, env=env)
+    assert wanted in ran.stdout
+    env[f"_{program.upper()}_COMPLETE"] = f"{shell}_source"
+    assert "complet" in subprocess.run([path], capture_output=True, text=True, timeout=60, check=True, env=env).stdout
 
 
 def test_each_package_says_that_it_has_types():

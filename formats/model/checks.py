@@ -84,7 +84,7 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     for check in CHECKS:
         if (not check.trait or check.trait in family.traits) and check.wrong(spec, family):
             raise check.error(f"{where}: {check.sentence.format(m=spec)}")
-    for reason in fixed_otherwise(family, found):
+    for reason in fixed_otherwise(family, found, where):
         raise UnsupportedError(f"{where}: {reason}")
     return spec
 
@@ -106,14 +106,18 @@ def layers_of(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...
     return layers
 
 
-def fixed_otherwise(family: Family, values: Mapping[str, Any]) -> list[str]:
-    """What a family fixes to something else than these settings say, each as the end of a sentence."""
+def fixed_otherwise(family: Family, values: Mapping[str, Any], where: str) -> list[str]:
+    """What a family fixes to something else than these settings say, each as the end of a sentence.
+
+    Raises:
+        SourceError: a size from which the family makes another is none.
+    """
     fixed = {name: only for name, only in FIXED.items() if name not in family.keys and only is not None}
-    heads = whole(values["heads"], "heads", family.name)
+    heads = whole(values["heads"], "heads", where)
     if family.keys.get("kv_heads") == "":
         fixed["kv_heads"] = family.defaults.get("kv_heads", heads)
     if family.keys.get("head_dim") == "":
-        hidden = whole(values["hidden"], "hidden", family.name)
+        hidden = whole(values["hidden"], "hidden", where)
         fixed["head_dim"] = hidden / heads if hidden % heads else hidden // heads
     return [
         f"{name} = {short(values[name])} is not supported for {family.name}, only {short(only)}"

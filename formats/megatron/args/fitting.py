@@ -53,7 +53,7 @@ def fitting(values: Args, holding: Collection[str], base: ModelSpec | None, wher
             f"{where}: no known family has this combination of norms, biases, query/key norms, sliding window, partial "
             "rotary embedding or learned positions, and experts"
         )
-    otherwise = {name: next(_otherwise(family_named(name), values), "") for name in _ordered(fits)}
+    otherwise = {name: next(_otherwise(family_named(name), values, where), "") for name in _ordered(fits)}
     name = next((name for name, reason in otherwise.items() if not reason), None)
     if name is None:
         raise UnsupportedError(f"{where}: {next(iter(otherwise.values()))}")
@@ -82,9 +82,9 @@ def _written(family: Family, biases: Collection[str], values: Args) -> Args | No
     return None
 
 
-def _otherwise(family: Family, values: Args) -> Iterator[str]:
+def _otherwise(family: Family, values: Args, where: str) -> Iterator[str]:
     """What a family fixes to something else than these settings say, each as the end of a sentence."""
-    yield from fixed_otherwise(family, {name: value for name, value in values.items() if name not in FREE})
+    yield from fixed_otherwise(family, {name: value for name, value in values.items() if name not in FREE}, where)
     try:
         keys = required(family, values)
     except RefusedError as error:

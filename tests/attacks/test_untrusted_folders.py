@@ -162,7 +162,7 @@ def test_what_is_no_file_of_a_model_stays_behind_and_is_named(hostile, convert, 
         assert not [name for name in STRANGE if f" {name}\n" in sent and name != "README"]
         assert "not sent: token (not the name of a model file)" in ran.out
     else:
-        assert "stay behind: not names of model files" in ran.out + ran.err
+        assert "are not carried: not names of model files" in ran.out + ran.err
 
 
 NAMES = """

@@ -168,7 +168,7 @@ def test_what_predicts_a_second_token_stays_behind_where_transformers_leaves_it(
     save_file(held | {"model.layers.61.enorm.weight": norm}, file)
     ran = convert("hf2megatron", folder, tmp_path / "m")
     assert ran.code == 0, ran.err
-    assert "stays behind: 1 such as model.layers.61.enorm.weight" in ran.err
+    assert "is not carried: 1 such as model.layers.61.enorm.weight" in ran.err
     save_file(held | {"model.layers.4.enorm.weight": norm}, file)
     refused(convert("hf2megatron", folder, tmp_path / "m2"), 3, "no place in this model: model.layers.4.enorm.weight")
     refused(convert("inspect", folder), 3, "a layer that predicts further tokens is in no table", "--verbatim")

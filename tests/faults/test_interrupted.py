@@ -103,7 +103,7 @@ def test_a_signal_ends_with_75_and_the_same_command_goes_on(whole, model, conver
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
-    assert "goes on where this one stopped" in err
+    assert "run the same command again to resume" in err
     assert not out.exists()
     assert journal.read_text().count("\n") > 1
     assert convert(*words).code == 0

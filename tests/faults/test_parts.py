@@ -88,7 +88,7 @@ def test_parts_at_once_one_of_them_killed_make_the_same_bytes(sources, started, 
     assert [part.returncode for part in parts] == [0, -signal.SIGKILL, 0], told
     assert "the same command without --part finishes" in told[0][0]
     last = started(signal.SIGTERM, 5, *words)
-    assert "goes on where this one stopped" in last.communicate(timeout=120)[1]
+    assert "run the same command again to resume" in last.communicate(timeout=120)[1]
     assert last.returncode == 75
     assert not (tmp_path / "out").exists()
     assert convert(*words).code == 0

@@ -39,8 +39,21 @@ NAMES = {
 """What commands call a format, and what those call it who look for one."""
 
 
+SPELLED = {
+    "--tensor-model-parallel-size": "--tp", "--tensor-parallel-size": "--tp", "--tp-size": "--tp",
+    "--pipeline-model-parallel-size": "--pp", "--pipeline-parallel-size": "--pp", "--pp-size": "--pp",
+    "--expert-model-parallel-size": "--ep", "--ep-size": "--ep", "--expert-tensor-parallel-size": "--etp",
+}  # fmt: skip
+"""What other programs call an option: ours."""
+
+
 class Converter(Sections):
     """The commands, and a hint for two formats that no command is named after."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words, options by the names of other programs too."""
+        parts = [word.partition("=") for word in args]
+        return super().parse_args(ctx, ["".join((SPELLED.get(name, name), *rest)) for name, *rest in parts])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -40,6 +40,8 @@ from formats.model.spec import Verbatim, differences
 from formats.registry import FORMATS, open_checkpoint, steps
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
+"""Suffixes that no folder of a checkpoint has."""
 ANEW = "what was written is deleted, the same command starts over"
 
 
@@ -201,6 +203,8 @@ def check_paths(source: Checkpoint, request: Request) -> None:
     out = request.out
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} exists and is no folder")
+    if out.suffix in FILES:
+        raise OutputError(f"OUT is a folder, and {out} is named like a file", f"name it {out.with_suffix('')}")
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out} is a broken link")
     root, home = source.root.resolve(), source.home.resolve()  # a run may keep models beside its checkpoints

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**12
+LEAST = 1024
+"""Bytes that may be written without a unit: fewer were meant to have one."""
 FILE = FOLDER = click.Path(path_type=Path)
 """What is there is found out by whoever opens it, who has the better sentence."""
 
@@ -39,10 +41,22 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(value))
         if match is None or match[2].upper() not in self.units or float(match[1]) <= 0:
             self.fail(f"{value!r} is no size such as 5GB or 64MiB", param, ctx)
+        if not match[2] and float(match[1]) < LEAST:
+            self.fail(f"{value!r} has no unit, such as {value}GB", param, ctx)
         size = int(float(match[1]) * self.units[match[2].upper()])
         if not 0 < size <= MOST:
             self.fail(f"{value!r} is not between 1 byte and 1 TB", param, ctx)
         return size
+
+
+class Dtype(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
+    """An element type, by its short name or by torch's."""
+
+    long: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse a type."""
+        return super().convert(self.long.get(value, value), param, ctx)
 
 
 class ShareType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
@@ -138,7 +152,7 @@ replicas = click.option(
     help="Further copies of a tensor: compare, ignore, or average in float32.",
 )  # fmt: skip
 dtype = click.option(
-    "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), default="keep", show_default=True,
+    "--dtype", type=Dtype(["keep", "bf16", "fp16", "fp32"]), default="keep", show_default=True,
     help="Cast floating point weights.",
 )  # fmt: skip
 shard_size = click.option(

@@ -8,11 +8,11 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping
 from io import TextIOWrapper
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from formats.errors import UnsupportedError, VitruvianError
+from formats.errors import OutputError, UnsupportedError, UsageError, VitruvianError
 
 EXIT_CODES = """\b
 Exit codes:
@@ -48,6 +48,14 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
 
 
+def _tell(error: VitruvianError) -> NoReturn:
+    """Print an error, and leave with its exit code."""
+    click.echo(f"error: {printable(str(error))}", err=True)
+    if error.hint:
+        click.echo(f"hint: {printable(error.hint)}", err=True)
+    sys.exit(error.exit_code)
+
+
 def run(group: click.Group, program: str) -> None:
     """Run a command line: one sentence and a hint for every error, and its exit code."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `convert … | head` ends quietly
@@ -60,31 +68,29 @@ def run(group: click.Group, program: str) -> None:
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except click.ClickException as error:
-        error.show()
-        sys.exit(2)
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        _tell(UsageError(error.format_message(), f"{context.command_path} --help" if context else ""))
     except (click.Abort, KeyboardInterrupt):  # click makes the one of the other, but not as early
         click.echo("error: interrupted", err=True)
         sys.exit(75)
     except VitruvianError as error:
         if verbose:
             raise
-        click.echo(f"error: {printable(str(error))}", err=True)
-        if error.hint:
-            click.echo(f"hint: {printable(error.hint)}", err=True)
-        sys.exit(error.exit_code)
+        _tell(error)
     except OSError as error:
         if verbose:
             raise
-        click.echo(f"error: {printable(str(error.filename or 'output'))}: {error.strerror}", err=True)
-        sys.exit(7)
+        _tell(OutputError(f"{error.filename or 'output'}: {error.strerror}"))
     except Exception as error:  # the last resort, which says that it is a bug
         if verbose:
             raise
         lacking = error.name if isinstance(error, ModuleNotFoundError) else ""
         if lacking in ("torch", "transformers"):
-            click.echo(f"error: this needs {lacking}, which is not installed", err=True)
-            click.echo("hint: pip install '.[transformers]'", err=True)
-            sys.exit(UnsupportedError.exit_code)
+            _tell(
+                UnsupportedError(
+                    f"this needs {lacking}, which is not installed", "pip install 'vitruvian[transformers]'"
+                )
+            )
         click.echo(f"bug: {type(error).__name__}: {error}", err=True)
         click.echo(f"hint: run `{program} -vv …` again and report what it prints", err=True)
         sys.exit(1)

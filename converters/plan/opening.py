@@ -34,7 +34,8 @@ def located(path: Path, settings: Settings) -> tuple[Path, Settings, list[str]]:
     if source.note:
         notes.append(source.note)
     if settings.config is not None:
-        config = folder_of(settings.config)
+        named = settings.config
+        config = folder_of(named.parent if named.name == "config.json" and named.is_file() else named)
         yml = config.folder.suffix in (".yml", ".yaml") and config.folder.is_file()
         if not yml and not any(config.folder.glob("*.y*ml")) and not (config.folder / "config.json").is_file():
             raise UsageError(f"--config {settings.config} is no folder with a config.json", downloaded(settings.config))

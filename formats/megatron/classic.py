@@ -274,10 +274,15 @@ def _require_tp(spec: ModelSpec, tp: int) -> None:
     Raises:
         RefusedError: they do not.
     """
-    if spec.heads % tp or (spec.kv_heads % tp and tp % spec.kv_heads):
+
+    def divides(ranks: int) -> bool:
+        return not (spec.heads % ranks or (spec.kv_heads % ranks and ranks % spec.kv_heads))
+
+    if not divides(tp):
+        sizes = ", ".join(str(ranks) for ranks in range(1, spec.heads + 1) if divides(ranks))
         raise RefusedError(
             f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}",
-            "megatron-core needs heads % tp == 0, and groups % tp == 0 or tp % groups == 0",
+            f"--tp may be {sizes}",
         )
 
 

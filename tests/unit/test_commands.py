@@ -270,7 +270,7 @@ def test_an_explicit_tied_head_is_compared_and_comes_back(model, convert, tmp_pa
     assert "by up to 1 " in ran.err
 
 
-@pytest.mark.parametrize(("text", "value"), [("5GB", 5 * 10**9), ("64MiB", 64 << 20), ("1.5 kB", 1500), ("7", 7)])
+@pytest.mark.parametrize(("text", "value"), [("5GB", 5 * 10**9), ("64MiB", 64 << 20), ("1.5 kB", 1500), ("7000", 7000)])
 def test_sizes(text, value):
     assert Size().convert(text, None, None) == value
 

@@ -1,0 +1,46 @@
+"""What people type who come from other programs, or in a hurry: understood, or refused with the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models import files
+
+
+def test_names_of_other_programs_are_understood(model, convert, tmp_path):
+    source = model("llama", "float32")
+    words = ["--tensor-model-parallel-size", "2", "--pipeline-parallel-size=2", "--dtype", "bfloat16"]
+    assert convert("hf2megatron", source, tmp_path / "one", *words).code == 0
+    assert convert("hf2megatron", source, tmp_path / "two", "--tp", "2", "--pp", "2", "--dtype", "bf16").code == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert convert("fsdp2hf", source, tmp_path / "out", "--dtype", "float64").code == 2
+
+
+def test_a_config_may_be_the_file(model, convert, tmp_path):
+    source = tmp_path / "fsdp"
+    assert convert("hf2fsdp", model("llama"), source).code == 0
+    (source / "config.json").rename(tmp_path / "config.json")
+    assert convert("fsdp2hf", source, tmp_path / "out", "--config", tmp_path / "config.json").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said", "hint"),
+    [
+        (["hf2hf", "HF", "OUT", "--shard-size", "5"], 2, "'5' has no unit, such as 5GB", "hf2hf --help"),
+        (["hf2hf", "HF", "OUT.safetensors"], 7, "OUT is a folder, and", "name it"),
+        (["hf2megatron", "HF", "OUT", "--tp", "3"], 5, "do not divide over tp = 3", "--tp may be 1, 2, 4, 8"),
+        (["hf2megatron", "HF"], 2, "Missing argument 'OUT'", "hf2megatron --help"),
+        (["hf2megatron", "HF", "OUT", "--colour", "red"], 2, "No such option", "hf2megatron --help"),
+        (["paint"], 2, "No such command 'paint'", "--help"),
+    ],
+)
+def test_an_error_is_a_sentence_and_a_hint(model, convert, tmp_path, words, code, said, hint):
+    places = {"HF": model("llama"), "OUT": tmp_path / "out", "OUT.safetensors": tmp_path / "model.safetensors"}
+    ran = convert(*(places.get(word, word) for word in words))
+    error, told = ran.err.strip().splitlines()[-2:]
+    assert ran.code == code
+    assert error.startswith("error: ")
+    assert said in error
+    assert told.startswith("hint: ")
+    assert hint in told
+    assert not list(tmp_path.iterdir())

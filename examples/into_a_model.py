@@ -10,6 +10,7 @@ import vitruvian.torch
 
 run, base = sys.argv[1:]
 with init_empty_weights(include_buffers=False):
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=torch.bfloat16)
+    config = AutoConfig.from_pretrained(base)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
 loaded = vitruvian.torch.load(model, run)
 print(f"{len(loaded.names)} tensors; logits {tuple(model(torch.tensor([[1, 2, 3]])).logits.shape)}")

@@ -13,6 +13,7 @@ and `vitruvian.transformers`.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vitruvian import beside
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from converters.library.checkpoint import Checkpoint
     from converters.library.checkpoint import open_checkpoint as open  # noqa: A004  # as the builtin opens files
     from converters.library.conversion import Converted, Part, Plan, convert, convert_part, plan
-    from converters.library.exporting import Export, Exporter, exporter
+    from converters.library.exporting import Export, Exporter, ExportError, exporter
     from converters.library.proving import Differences, Digest, Verified, diff, digest, verify
     from converters.library.publishing import Pushed, push
     from converters.library.view import Tensor, View
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 ROOMS = {
     "converters.library.checkpoint": {"open": "open_checkpoint", "Checkpoint": "Checkpoint"},
     "converters.library.conversion": ("Converted", "Part", "Plan", "convert", "convert_part", "plan"),
-    "converters.library.exporting": ("Export", "Exporter", "exporter"),
+    "converters.library.exporting": ("Export", "ExportError", "Exporter", "exporter"),
     "converters.library.proving": ("Differences", "Digest", "Verified", "diff", "digest", "verify"),
     "converters.library.publishing": ("Pushed", "push"),
     "converters.library.view": ("Tensor", "View"),
@@ -54,6 +55,8 @@ ROOMS = {
     ),
 }  # fmt: skip
 """Module: the public names that are in it, by what it calls them where that is another name."""
+SUBMODULES = ("torch", "transformers")
+"""What imports torch, and is imported when it is first used."""
 PLACES = {
     name: (module, names[name] if isinstance(names, dict) else name)
     for module, names in ROOMS.items()
@@ -61,10 +64,11 @@ PLACES = {
 }
 
 __all__ = [
-    "Checkpoint", "Converted", "DamagedError", "Difference", "Differences", "Digest", "Export", "Exporter",
-    "Interrupted", "NetworkError", "OptionNeededError", "OutputError", "Part", "Plan", "Pushed", "RefusedError",
-    "SourceError", "Tensor", "UnsupportedError", "UsageError", "VerificationError", "Verified", "View",
-    "VitruvianError", "convert", "convert_part", "diff", "digest", "exporter", "open", "plan", "push", "verify",
+    "Checkpoint", "Converted", "DamagedError", "Difference", "Differences", "Digest", "Export", "ExportError",
+    "Exporter", "Interrupted", "NetworkError", "OptionNeededError", "OutputError", "Part", "Plan", "Pushed",
+    "RefusedError", "SourceError", "Tensor", "UnsupportedError", "UsageError", "VerificationError", "Verified",
+    "View", "VitruvianError", "convert", "convert_part", "diff", "digest", "exporter", "open", "plan", "push",
+    "verify",
 ]  # fmt: skip
 
 
@@ -74,6 +78,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("vitruvian")
+    if name in SUBMODULES:
+        return import_module(f"vitruvian.{name}")
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, own = PLACES[name]

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.library.options import (
+    KINDS,
+    RANKS,
     Effort,
     Place,
     Reading,
     Target,
+    checked,
     known_family,
     limits_of,
     output_of,
-    require_known,
+    path_of,
     settings_of,
 )
 from converters.library.options import (
     View as ViewOptions,
 )
 from converters.library.records import inspect_record
-from converters.library.view import View, tensors_of
+from converters.library.view import Reader, View, tensors_of
 from converters.move.casts import Array
 from converters.plan.opening import open_source, replicas_of, require_effect, require_family
 from converters.plan.output import plan_output
 from converters.plan.request import Request
 from formats import checkpoint
-from formats.errors import UnsupportedError, UsageError, some
+from formats.errors import SourceError, UnsupportedError, UsageError, some
 from formats.model.spec import Spec
 
 if TYPE_CHECKING:
@@ -47,14 +51,27 @@ class Checkpoint:
         source: what the reader of its format made of it.
     """
 
-    def __init__(self, path: Path, options: Reading) -> None:
-        require_known(options, Reading.__optional_keys__)
+    def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.path, self.options = path, options
         settings = settings_of(options)
         with known_family(options) as family:
             self.source: checkpoint.Checkpoint = open_source(path, settings)
             require_effect(settings, self.source)
             require_family(family, self.source)
+        self.stamps = {file: _stamp(file) for file in self.source.files}
+
+    def unchanged(self) -> None:
+        """Insist on files that are those which were opened.
+
+        Raises:
+            SourceError: one was written or replaced since.
+        """
+        changed = [str(file) for file, stamp in self.stamps.items() if _stamp(file) != stamp]
+        if changed:
+            raise SourceError(
+                f"{len(changed)} files of {self.path} have changed since it was opened, such as {changed[0]}",
+                "open it again",
+            )
 
     def __repr__(self) -> str:
         sizes = "".join(f", {name}={size}" for name, size in self.topology.items())
@@ -118,34 +135,52 @@ class Checkpoint:
             RefusedError: something would be lost, guessed or duplicated.
             UnsupportedError: the layout cannot hold the model.
         """
-        require_known(options, ViewOptions.__optional_keys__)
+        laid_out = checked(options, ViewOptions.__optional_keys__, {**KINDS, **RANKS})
         if to == "deepspeed":
             raise UnsupportedError("a universal checkpoint has no view", "its tensors are those of as_('fsdp')")
-        laid_out: dict[str, Any] = dict(options)
-        ranks = {
-            name: _rank(name, laid_out[name]) for name in (*AXES, "ranks") if isinstance(laid_out.get(name), tuple)
-        }
+        ranks = {name: laid_out[name] for name in RANKS if isinstance(laid_out.get(name), tuple)}
         laid_out |= {name: size for name, (_, size) in ranks.items()}
+        own_file = _file_of(to, ranks, laid_out) if ranks else ""
         limits = limits_of(laid_out, replicas_of(self.source, laid_out.get("replicas")))
-        with known_family(self.options):
+        self.unchanged()
+        with known_family(self.options), _readable():
             plan = plan_output(self.source, Request(NOWHERE, limits=limits), to, output_of(laid_out))
         assert plan.target is not None
         root = Request(NOWHERE).root
+        if own_file and not any(own_file in file.path.relative_to(root).parts for file in plan.target.files):
+            raise UsageError(f"no file of such an output is of the rank {own_file}", "name a rank that saves one")
         every = list(tensors_of(plan.target))
-        if ranks:
-            of_rank = _file_of(to, ranks, laid_out)
-            every = [one for one in every if of_rank in one[0].relative_to(root).parts]
+        every = [one for one in every if not own_file or own_file in one[0].relative_to(root).parts]
         tensors = {name: (str(file.relative_to(root)), state, placed) for file, state, name, placed in every}
         if len(tensors) < len(every):
             names = some([*dict.fromkeys(str(file.relative_to(root)) for file, *_ in every)], 3)
-            raise UsageError(f"several files hold tensors of one name: {names}", "name a rank, such as tp=(0, 2)")
-        return View(plan, limits, tensors)
+            hint = {"megatron": "name a rank, such as tp=(0, 2)", "fsdp": "name a rank, such as ranks=(0, 2)"}.get(
+                to, ""
+            )
+            of_core = laid_out.get("format", "torch") == "torch"
+            raise UsageError(
+                f"several files hold tensors of one name: {names}",
+                hint if of_core else "view the format torch by ranks",
+            )
+        return View(plan, Reader(plan, plan.target, limits, self.unchanged), tensors)
 
 
-def _rank(name: str, size: tuple[int, int]) -> tuple[int, int]:
-    if len(size) != 2 or not 0 <= size[0] < size[1]:
-        raise UsageError(f"{name}={size} is no rank and size, such as {name}=(0, 2)")
-    return size
+@contextmanager
+def _readable() -> Iterator[None]:
+    """What a disk refuses of the source, in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise SourceError(f"{error.filename or 'the source'}: {error.strerror}") from None
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """What changes when a file is written or replaced; nothing of one that is not there."""
+    try:
+        about = file.stat()
+    except OSError:
+        return ()
+    return about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def _file_of(to: str, ranks: Mapping[str, tuple[int, int]], options: Mapping[str, Any]) -> str:
@@ -183,4 +218,4 @@ def open_checkpoint(path: Place, **options: Unpack[Reading]) -> Checkpoint:
         RefusedError: it holds two models, and nobody said which.
         UsageError: an option means nothing to it.
     """
-    return Checkpoint(Path(path), options)
+    return Checkpoint(path_of(path, "path"), checked(options, Reading.__optional_keys__))

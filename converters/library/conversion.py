@@ -18,10 +18,11 @@ from converters.library.options import (
     Reading,
     Target,
     cast_of,
+    checked,
     known_family,
     limits_of,
     output_of,
-    require_known,
+    path_of,
     settings_of,
 )
 from converters.library.records import plan_record
@@ -111,7 +112,7 @@ class Part:
 class Plan:
     """What a conversion would do: every element has one source and one place, which is proved when it is made."""
 
-    plan: plans.Plan
+    plan: plans.Plan = field(repr=False)
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -195,9 +196,9 @@ def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning])
     Raises:
         VitruvianError: as `convert`, output and weights apart.
     """
-    require_known(options, Planning.__optional_keys__)
-    with known_family(options) as family:
-        return Plan(_planned(Path(src), Path("OUT"), to, options, family)[0])
+    said = checked(options, Planning.__optional_keys__)
+    with known_family(said) as family:
+        return Plan(_planned(path_of(src, "src"), Path("OUT"), to, said, family)[0])
 
 
 def convert(src: Place, out: Place, *, to: Target = "huggingface", **options: Unpack[Conversion]) -> Converted:
@@ -219,7 +220,7 @@ def convert(src: Place, out: Place, *, to: Target = "huggingface", **options: Un
         OutputError: OUT exists, or there is no room.
         Interrupted: a signal came.
     """
-    done = _convert(Path(src), Path(out), None, to, options)
+    done = _convert(path_of(src, "src"), path_of(out, "out"), None, to, options)
     assert isinstance(done, Converted)
     return done
 
@@ -239,17 +240,17 @@ def convert_part(
     Raises:
         UsageError: there is no such part. Else as `convert`.
     """
-    if not 1 <= part[0] <= part[1]:
-        raise UsageError(f"part={part} is none such as (1, 8) or (8, 8)")
-    done = _convert(Path(src), Path(out), Share(*part), to, options)
+    if [type(number) for number in part] != [int, int] or not 1 <= part[0] <= part[1]:
+        raise UsageError(f"part = {part!r} is none such as (1, 8) or (8, 8)")
+    done = _convert(path_of(src, "src"), path_of(out, "out"), Share(*part), to, options)
     assert isinstance(done, Part)
     return done
 
 
 def _convert(src: Path, out: Path, share: Share | None, to: str, options: Mapping[str, Any]) -> Converted | Part:
-    require_known(options, Conversion.__optional_keys__)
-    with known_family(options) as family:
-        planned, request = _planned(src, out, to, options, family)
+    said = checked(options, Conversion.__optional_keys__)
+    with known_family(said) as family:
+        planned, request = _planned(src, out, to, said, family)
         return carry_out(planned, request, share, plan_record(planned)["notes"])
 
 

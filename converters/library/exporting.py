@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.library.options import Conversion, Place, require_known
-from formats.errors import VitruvianError
+from converters.hub.push_plan import check_names
+from converters.library.options import Conversion, Place, checked
+from formats.errors import Interrupted, UsageError, VitruvianError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 PROGRAM = "vitruvian.export"
 """The module that exports one checkpoint in a process of its own."""
+SECONDS = 1.0
+"""How soon an exporter that nobody closed sees that the program has ended."""
 LOG = logging.getLogger("vitruvian")
 
 
@@ -52,29 +56,42 @@ class Export:
     exit_code: int = 0
 
 
-@dataclass
 class Exporter:
     """Exports checkpoints to Hub-ready folders, in the order in which they are submitted.
 
-    Attributes:
+    It ends with `close`, or as a context; what is left when the program ends is exported first.
+
+    Args:
         out: the folder in which each becomes a folder of its name.
         push: ORG/NAME to which each is pushed afterwards, into a branch of the folder's name; None for none.
-        waiting: how many checkpoints may wait for the one that is exported.
+        waiting: how many checkpoints may wait for the one that is exported; a further one is skipped.
         options: those of `vitruvian.convert`, such as `config` and `dtype`.
-        results: what came of each, in order.
+
+    Raises:
+        UsageError: an option is unknown or has an impossible value, or `push` is no name on the Hub.
     """
 
-    out: Path
-    push: str | None = None
-    waiting: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    results: list[Export] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        require_known(self.options, Conversion.__optional_keys__ - {"progress"})
-        self.queue: queue.Queue[Path | None] = queue.Queue(self.waiting)
-        self.thread = threading.Thread(target=self._work, name="vitruvian-export", daemon=True)
+    def __init__(
+        self, out: Place, push: str | None = None, waiting: int = 1, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.options = checked(options or {}, Conversion.__optional_keys__ - {"progress"})
+        if push is not None:
+            check_names(push, None)
+        if type(waiting) is not int or waiting < 0:
+            raise UsageError(f"waiting = {waiting!r} is not a whole number of 0 or more")
+        self.out, self.push, self.waiting = Path(out).absolute(), push, waiting
+        self.home = Path.cwd()
+        self.exports: list[Export | None] = []
+        self.pending: deque[tuple[int, Path]] = deque()
+        self.condition, self.busy, self.closed = threading.Condition(), False, False
+        self.thread = threading.Thread(target=self._work, name="vitruvian-export")
         self.thread.start()
+
+    @property
+    def results(self) -> list[Export]:
+        """What came of each checkpoint that is done or was skipped, in the order in which they were submitted."""
+        with self.condition:
+            return [export for export in self.exports if export is not None]
 
     def submit(self, checkpoint: Place) -> bool:
         """Export a checkpoint when those before it are done. Returns at once.
@@ -83,17 +100,25 @@ class Exporter:
             checkpoint: its folder, which must stay as it is until it is exported.
 
         Returns:
-            Whether there was room in the queue. If not, it is skipped, which `results` say.
+            Whether there was room for it to wait. If not, it is skipped, which `results` say.
+
+        Raises:
+            UsageError: the exporter is closed.
         """
-        folder = Path(checkpoint)
-        try:
-            self.queue.put_nowait(folder)
-        except queue.Full:
-            self._note(
-                Export(folder, self.out / folder.name, error="skipped: earlier exports are not done", exit_code=75)
-            )
-            return False
-        return True
+        folder = Path(checkpoint).absolute()
+        with self.condition:
+            if self.closed:
+                raise UsageError("the exporter is closed", "start another one")
+            skipped = len(self.pending) >= self.waiting + (not self.busy)
+            self.exports.append(None)
+            number = len(self.exports) - 1
+            if not skipped:
+                self.pending.append((number, folder))
+                self.condition.notify_all()
+        if skipped:
+            error = "skipped: earlier exports are not done"
+            self._note(number, Export(folder, self.out / folder.name, error=error, exit_code=Interrupted.exit_code))
+        return not skipped
 
     def close(self, *, strict: bool = False) -> list[Export]:
         """Wait until all is done.
@@ -104,28 +129,42 @@ class Exporter:
         Raises:
             ExportError: one failed or was skipped, and `strict`.
         """
-        self.queue.put(None)
+        with self.condition:
+            self.closed = True
+            self.condition.notify_all()
         self.thread.join()
-        failed = [one for one in self.results if one.error]
+        failed = [export for export in self.results if export.error]
         if failed and strict:
-            raise ExportError(
-                f"{len(failed)} of {len(self.results)} exports failed: {failed[0].src}: {failed[0].error}"
-            )
+            first = failed[0]
+            raise ExportError(f"{len(failed)} of {len(self.results)} exports failed: {first.src}: {first.error}")
         return self.results
 
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(strict=kind is None)
+
     def _work(self) -> None:
-        while (folder := self.queue.get()) is not None:
-            self._note(self._export(folder))
+        while True:
+            with self.condition:
+                while not self.pending:
+                    if self.closed or not threading.main_thread().is_alive():
+                        return
+                    self.condition.wait(SECONDS)
+                number, folder = self.pending.popleft()
+                self.busy = True
+            export = self._export(folder)
+            with self.condition:
+                self.busy = False
+            self._note(number, export)
 
     def _export(self, folder: Path) -> Export:
         out = self.out / folder.name
         task = {"src": str(folder), "out": str(out), "push": self.push, "options": self.options}
+        words = [sys.executable, "-m", PROGRAM]
         ran = subprocess.run(  # noqa: S603  # this interpreter, and fixed words
-            [sys.executable, "-m", PROGRAM],
-            input=json.dumps(task, default=str),
-            capture_output=True,
-            text=True,
-            check=False,
+            words, input=json.dumps(task, default=str), capture_output=True, text=True, check=False, cwd=self.home
         )
         if ran.returncode:
             lines = ran.stderr.strip().splitlines() or ["it was killed"]
@@ -133,8 +172,9 @@ class Exporter:
         done = json.loads(ran.stdout)
         return Export(folder, out, done["digest"], done["url"])
 
-    def _note(self, export: Export) -> None:
-        self.results.append(export)
+    def _note(self, number: int, export: Export) -> None:
+        with self.condition:
+            self.exports[number] = export
         if export.error:
             LOG.warning("%s was not exported: %s", export.src, export.error)
         else:
@@ -149,5 +189,8 @@ def exporter(out: Place, *, push: str | None = None, waiting: int = 1, **options
         push: ORG/NAME to which each is pushed afterwards, into a branch of the folder's name.
         waiting: how many checkpoints may wait for the one that is exported; a further one is skipped.
         options: those of `convert`, such as `config="BASE"` and `dtype="bf16"`.
+
+    Raises:
+        UsageError: an option is unknown or has an impossible value, or `push` is no name on the Hub.
     """
-    return Exporter(Path(out), push, waiting, dict(options))
+    return Exporter(out, push, waiting, options)

@@ -6,16 +6,16 @@ settings, family = reading({"config": "BASE", "set": {"rope_theta": 5e5}})
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from converters.plan.output import DEFAULTS, Output
 from converters.plan.request import DEFAULT_MEMORY, Limits
 from formats.checkpoint import Settings
-from formats.errors import UsageError
+from formats.errors import UsageError, short
 
 if TYPE_CHECKING:
     from converters.common.progress import Tell
@@ -109,6 +109,94 @@ class Conversion(Planning, Effort, total=False):
     verify: bool
 
 
+class Kind(NamedTuple):
+    """What a value has to be: how to say it, and whether it is."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def number(least: int) -> Kind:
+    """A natural number, from some least one on."""
+    return Kind(f"a whole number of {least} or more", lambda value: type(value) is int and value >= least)
+
+
+def choice(*values: str) -> Kind:
+    """One of some words."""
+    return Kind("one of " + ", ".join(values), lambda value: value in values)
+
+
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+PLACE = Kind("a path", lambda value: isinstance(value, str | PathLike))
+FLAG = Kind("True or False", lambda value: isinstance(value, bool))
+NAMES = Kind(
+    "a list of texts",
+    lambda value: isinstance(value, list | tuple | set) and all(isinstance(one, str) for one in value),
+)
+RANK = Kind(
+    "a size, or a rank and the size such as (0, 2)",
+    lambda value: (
+        (type(value) is int and value >= 1)
+        or (isinstance(value, tuple) and [type(one) for one in value] == [int, int] and 0 <= value[0] < value[1])
+    ),
+)
+KINDS: Mapping[str, Kind] = {
+    "config": PLACE, "vocab_size": number(1), "set": Kind("a dict of settings", lambda value: isinstance(value, dict)),
+    "verbatim": FLAG, "allow_missing": NAMES, "container": TEXT, "tag": TEXT, "accept": NAMES, "family": PLACE,
+    "weights": choice("module", "fp32-master", "exp_avg", "exp_avg_sq"),
+    "gqa_layout": choice("auto", "blocked", "grouped"), "replicas": choice("verify", "first", "mean"),
+    "threads": number(1), "memory": number(1), "progress": Kind("a function", callable),
+    **dict.fromkeys(("tp", "pp", "ep", "ranks"), number(1)),
+    **dict.fromkeys(("vpp", "etp", "make_vocab_size_divisible_by", "true_vocab_size", "shard_size"), number(1)),
+    **dict.fromkeys(("first_stage_layers", "last_stage_layers", "glu_interleave", "consumed_samples"), number(0)),
+    "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
+        "a name or a path", lambda value: isinstance(value, str | PathLike)),
+    "norm": choice("te", "local"), "experts": choice("te", "local"), "with_optimizer": FLAG, "force": FLAG,
+    "format": choice("torch", "torch_dist", "megatron-llm"), "layout": choice("sequential", "pipeline"),
+    "optimizer": choice("plain", "distributed"), "verify": FLAG, "prefetch": number(0),
+    "dtype": choice("keep", "bf16", "fp16", "fp32"),
+}  # fmt: skip
+"""Option: what it has to be."""
+RANKS = dict.fromkeys(("tp", "pp", "ep", "ranks"), RANK)
+"""The same in a view."""
+LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""Torch's names of element types: those of the flags."""
+
+
+def checked(options: Mapping[str, Any], names: Collection[str], kinds: Mapping[str, Kind] = KINDS) -> dict[str, Any]:
+    """Options of which each is known and has a possible value. None is what is not said.
+
+    Args:
+        options: by name.
+        names: those that a function has.
+        kinds: what each has to be.
+
+    Raises:
+        UsageError: one is unknown, or has another value.
+    """
+    if odd := [name for name in options if name not in names]:
+        raise UsageError(f"there is no option {odd[0]}", f"options: {', '.join(sorted(names))}")
+    said = {name: value for name, value in options.items() if value is not None}
+    if "dtype" in said:
+        said["dtype"] = LONG.get(str(said["dtype"]).removeprefix("torch."), said["dtype"])
+    for name, value in said.items():
+        if not kinds[name].holds(value):
+            raise UsageError(f"{name} = {short(value)} is not {kinds[name].words}")
+    return said
+
+
+def path_of(value: object, what: str) -> Path:
+    """A path that someone gave, absolute if it is there: the current folder may change.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(value, str | PathLike):
+        raise UsageError(f"{what} = {short(value)} is no path")
+    path = Path(value)
+    return path.absolute() if path.exists() else path
+
+
 def settings_of(options: Mapping[str, Any]) -> Settings:
     """What `Reading` tells a reader.
 
@@ -122,7 +210,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
     return Settings(
         vocab_size=options.get("vocab_size"),
         values=values,
-        config=None if config is None else Path(config),
+        config=None if config is None else path_of(config, "config"),
         verbatim=options.get("verbatim", False),
         container=options.get("container"),
         tag=options.get("tag"),
@@ -159,22 +247,6 @@ def limits_of(options: Mapping[str, Any], replicas: str) -> Limits:
 
 
 def cast_of(options: Mapping[str, Any]) -> str | None:
-    """What weights are cast to, None for nothing.
-
-    Raises:
-        UsageError: there is no such type.
-    """
+    """What weights are cast to, None for nothing."""
     dtype = options.get("dtype", "keep")
-    if dtype not in ("keep", "bf16", "fp16", "fp32"):
-        raise UsageError(f"there is no dtype {dtype}", "keep, bf16, fp16 or fp32")
     return None if dtype == "keep" else str(dtype)
-
-
-def require_known(options: Mapping[str, Any], names: Collection[str]) -> None:
-    """Every keyword is one that a function has.
-
-    Raises:
-        UsageError: one is none.
-    """
-    if odd := [name for name in options if name not in names]:
-        raise UsageError(f"there is no option {odd[0]}", f"options: {', '.join(sorted(names))}")

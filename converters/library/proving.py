@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.common.manifest import contradictions, is_verbatim, read_manifest, remembered_states, total
 from converters.common.progress import Progress, Tell
-from converters.library.options import Effort, Place, Reading, known_family, limits_of, require_known, settings_of
+from converters.library.options import Effort, Place, Reading, checked, known_family, limits_of, path_of, settings_of
 from converters.move.engine import digest_of
 from converters.plan.opening import open_source, require_effect, require_family
 from converters.plan.plan import Job
@@ -108,6 +108,10 @@ class Differences:
     def equal(self) -> bool:
         """Whether in nothing."""
         return not (self.settings or self.tensors)
+
+    def __bool__(self) -> bool:
+        """Whether there are differences."""
+        return not self.equal
 
     def to_dict(self) -> dict[str, Any]:
         """What `convert diff --json` prints."""
@@ -252,9 +256,10 @@ def digest(src: Place, **options: Unpack[Proving]) -> Digest:
         SourceError: it cannot be read, is damaged or incomplete.
         VerificationError: copies of a tensor in it differ.
     """
-    with known_family(options) as family:
-        effects = _effects(options, family)
-        return digest_with(effects.open(Path(src), effects.settings), effects)
+    said = checked(options, Proving.__optional_keys__)
+    with known_family(said) as family:
+        effects = _effects(said, family)
+        return digest_with(effects.open(path_of(src, "src"), effects.settings), effects)
 
 
 def verify(out: Place, src: Place | None = None, **options: Unpack[Proving]) -> Verified:
@@ -269,8 +274,10 @@ def verify(out: Place, src: Place | None = None, **options: Unpack[Proving]) -> 
         VerificationError: they differ, in settings or tensors.
         SourceError: one cannot be read, or there is no manifest.
     """
-    with known_family(options) as family:
-        found = verify_with(Path(out), None if src is None else Path(src), _effects(options, family))
+    said = checked(options, Proving.__optional_keys__)
+    with known_family(said) as family:
+        other = None if src is None else path_of(src, "src")
+        found = verify_with(path_of(out, "out"), other, _effects(said, family))
     found.require()
     return found
 
@@ -286,11 +293,11 @@ def diff(one: Place, two: Place, **options: Unpack[Proving]) -> Differences:
     Raises:
         SourceError: one cannot be read, is damaged or incomplete.
     """
-    with known_family(options) as family:
-        return diff_with(Path(one), Path(two), _effects(options, family))
+    said = checked(options, Proving.__optional_keys__)
+    with known_family(said) as family:
+        return diff_with(path_of(one, "one"), path_of(two, "two"), _effects(said, family))
 
 
-def _effects(options: Proving, family: Family | None) -> Effects:
-    require_known(options, Proving.__optional_keys__)
+def _effects(options: Mapping[str, Any], family: Family | None) -> Effects:
     limits = limits_of(options, options.get("replicas", "verify"))
     return Effects(settings_of(options), limits, family, tell=options.get("progress"))

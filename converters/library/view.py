@@ -6,14 +6,18 @@ tensors that a conversion would write there, so that its bytes are those of the 
 
 from __future__ import annotations
 
+import operator
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -28,12 +32,15 @@ from converters.plan.request import Limits
 from converters.plan.training_state import rows_of_padding
 from formats.checkpoint import Target
 from formats.disk.safetensors import DTYPES
+from formats.errors import UnsupportedError, UsageError
 from formats.layout.leaves import Leaf
 from formats.layout.table import Cut, Placed
 
 if TYPE_CHECKING:
     from converters.library.torch_tensor import TorchTensor
 
+Index = SupportsIndex | slice | EllipsisType
+"""What picks elements along an axis."""
 NUMPY = {
     "F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
@@ -47,16 +54,53 @@ ML_DTYPES = {
 
 
 class Reader:
-    """Reads what a plan would write. Threads may share it."""
+    """Reads what a plan would write. Threads may share it.
 
-    def __init__(self, plan: Plan, target: Target, limits: Limits) -> None:
+    Args:
+        plan: the plan.
+        target: what it would write.
+        limits: threads, memory, and what is done with further copies.
+        unchanged: called before and after reading; it raises if the source is not what it was when it was opened.
+    """
+
+    def __init__(self, plan: Plan, target: Target, limits: Limits, unchanged: Callable[[], None]) -> None:
         self.jobs = {job.name: job for job in plan.jobs}
-        self.repeats, self.limits = target.padding == "last", limits
+        self.repeats, self.limits, self.unchanged = target.padding == "last", limits, unchanged
         self.checks = SourceChecks(plan.jobs, limits.replicas)
         self.files, self.buffers = Files(checks=self.checks), buffers_of(limits)
         self.files.__enter__()
-        self.close = weakref.finalize(self, self.files.__exit__)
-        """Closes the files; nothing can be read afterwards."""
+        self.condition, self.reading, self.closed = threading.Condition(), 0, False
+        self.begun = False
+        self.finalizer = weakref.finalize(self, self.files.__exit__)
+
+    def close(self) -> None:
+        """Close the files, once whoever reads them is done; nothing can be read afterwards."""
+        with self.condition:
+            self.closed = True
+            self.condition.wait_for(lambda: not self.reading)
+            self.finalizer()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """While it lasts, the files stay open.
+
+        Raises:
+            UsageError: they were closed.
+            SourceError: the source has changed since it was opened.
+        """
+        with self.condition:
+            if self.closed:
+                raise UsageError("the view is closed", "read its tensors before, or open another one")
+            if not self.begun:
+                self.unchanged()
+                self.begun = True
+            self.reading += 1
+        try:
+            yield
+        finally:
+            with self.condition:
+                self.reading -= 1
+                self.condition.notify_all()
 
     def read(self, placed: Placed, state: str, values: Array) -> None:
         """Fill flat words from a tensor of the target, or from a part of it. Vocabulary padding is left alone.
@@ -70,21 +114,29 @@ class Reader:
             SourceError: a file of the source is damaged.
             VerificationError: copies of a tensor in it differ.
         """
-        for job, leaf in self._leaves(placed, state):
-            box = tuple((0, 1) if span.axis == "layer" else (span.start, span.stop) for span in leaf.spans)
-            copies = Copies(job, self.files, self.limits.replicas)
-            for start, shape, piece in pieces_of(job, copies, self.files, self.buffers, box):
-                where = region(leaf, start, shape)
-                strided(values, where.file, where.dims, 1)[...] = strided(piece, where.tile, where.dims, 2)
-            copies.judge()
+        with self.opened():
+            for job, leaf in self._leaves(placed, state):
+                self._read(job, leaf, values)
+
+    def _read(self, job: Job, leaf: Leaf, values: Array) -> None:
+        """Put the elements of a leaf into their places."""
+        box = tuple((0, 1) if span.axis == "layer" else (span.start, span.stop) for span in leaf.spans)
+        copies = Copies(job, self.files, self.limits.replicas)
+        for start, shape, piece in pieces_of(job, copies, self.files, self.buffers, box):
+            where = region(leaf, start, shape)
+            strided(values, where.file, where.dims, 1)[...] = strided(piece, where.tile, where.dims, 2)
+        copies.judge()
 
     def complete(self) -> None:
         """Compare the checksums of the source's archives, as far as that was not done when they were read.
 
         Raises:
             DamagedError: one differs.
+            SourceError: the source has changed meanwhile.
         """
-        self.checks.complete(self.files.read_stored, self.limits.threads)
+        with self.opened():
+            self.checks.complete(self.files.read_stored, self.limits.threads)
+            self.unchanged()
 
     def _leaves(self, placed: Placed, state: str) -> Iterator[tuple[Job, Leaf]]:
         """The logical tensors that a tensor is put together from, and where their elements are in it."""
@@ -130,57 +182,122 @@ class Tensor:
         """Bytes of its elements."""
         return prod(self.shape) * DTYPES[self.dtype]
 
-    def words(self, *ranges: slice) -> Array:
-        """Its elements as unsigned integers of the same size; with ranges, those of a box along the first axes.
+    @property
+    def spellings(self) -> frozenset[str]:
+        """Its name, and others that some version of the framework has for it."""
+        return frozenset((self.name, *self.placed.slot.keys))
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        """Its size along the first axis."""
+        if not self.shape:
+            raise TypeError(f"{self.name} has no axes")
+        return self.shape[0]
+
+    def words(self, *index: Index) -> Array:
+        """Its elements as unsigned integers of the same size; with an index, those of a box: only they are read.
 
         Raises:
-            IndexError: a range has a step, or there are more ranges than axes.
+            IndexError: a range has a step, a number is not in its axis, or there are more of them than axes.
         """
-        if len(ranges) > len(self.shape):
-            raise IndexError(f"{self.name} has {len(self.shape)} axes")
-        if any(one.step not in (None, 1) for one in ranges):
-            raise IndexError("a range of a tensor has no step")
-        asked = [one.indices(n)[:2] for one, n in zip(ranges, self.shape, strict=False)]
-        first = [low for low, _ in self.placed.part.ranges] if self.placed.part else [0] * len(self.shape)
-        box = (*asked, *((0, n) for n in self.shape[len(ranges) :]))
-        cut = Cut(tuple((at + low, at + max(low, high)) for at, (low, high) in zip(first, box, strict=True)))
+        box = box_of(self.name, self.shape, index)
+        low = [start for start, _ in self.placed.part.ranges] if self.placed.part else [0] * self.ndim
+        cut = Cut(tuple((at + start, at + stop) for at, (start, stop) in zip(low, box.ranges, strict=True)))
         values: Array = np.zeros(prod(cut.shape), WORDS[DTYPES[self.dtype]])
         if len(values):
-            self.reader.read(self.placed._replace(part=cut) if ranges else self.placed, self.state, values)
-        return values.reshape(cut.shape)
+            self.reader.read(self.placed._replace(part=cut) if index else self.placed, self.state, values)
+        return values.reshape(box.shape)
 
-    def __getitem__(self, ranges: slice | tuple[slice, ...]) -> Array:
-        """A box of it as an array: `tensor[:10]`, `tensor[2:4, 8:16]`. Only these elements are read."""
-        return as_numpy(self.words(*(ranges if isinstance(ranges, tuple) else (ranges,))), self.dtype)
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Array:
+        """A box of it as an array: `tensor[:10]`, `tensor[2:4, -1]`. Only these elements are read."""
+        return as_numpy(self.words(*(index if isinstance(index, tuple) else (index,))), self.dtype)
 
     def numpy(self) -> Array:
-        """All of it as an array: bfloat16 and float8 in the types of ml_dtypes if that is installed, else as bits."""
+        """All of it as an array; bfloat16 and float8 are types of ml_dtypes.
+
+        Raises:
+            UnsupportedError: numpy has no such type, and ml_dtypes is not installed.
+        """
         return as_numpy(self.words(), self.dtype)
 
-    def torch(self, *ranges: slice) -> TorchTensor:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """All of it, for `numpy.asarray`."""
+        del copy
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def torch(self, *index: Index) -> TorchTensor:
         """All of it, or a box, as a tensor of torch on the CPU, which owns its memory."""
         from converters.library.torch_tensor import as_torch
 
-        return as_torch(self.words(*ranges), self.dtype)
+        return as_torch(self.words(*index), self.dtype)
+
+
+class Box(NamedTuple):
+    """A part of a tensor: a start and a stop along each axis, and its shape without the axes of which one was named."""
+
+    ranges: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+
+
+def box_of(name: str, shape: tuple[int, ...], index: tuple[Index, ...]) -> Box:
+    """What an index says of a tensor of a shape, as numpy understands it.
+
+    Raises:
+        IndexError: it is none of numbers, ranges without a step, and one `...`.
+    """
+    words = list(index)
+    if (dots := [number for number, word in enumerate(words) if word is Ellipsis]) and len(dots) == 1:
+        words[dots[0] : dots[0] + 1] = [slice(None)] * (len(shape) - len(words) + 1)
+    if len(words) > len(shape):
+        raise IndexError(f"{name} has {len(shape)} axes, the index {len(words)}")
+    ranges, kept = list[tuple[int, int]](), list[int]()
+    words += [slice(None)] * (len(shape) - len(words))
+    for word, n in zip(words, shape, strict=True):
+        if isinstance(word, slice):
+            low, high, step = word.indices(n)
+            if step != 1:
+                raise IndexError(f"a range of {name} has no step")
+            ranges.append((low, max(low, high)))
+            kept.append(max(low, high) - low)
+            continue
+        try:
+            number = operator.index(word)  # type: ignore[arg-type]  # another `...` is refused here
+        except TypeError:
+            raise IndexError(f"{name} is indexed by numbers and ranges, not by {word!r}") from None
+        if not -n <= number < n:
+            raise IndexError(f"{name} has {n} elements along an axis, and none is {number}")
+        ranges.append((number % n, number % n + 1))
+    return Box(tuple(ranges), tuple(kept))
 
 
 def as_numpy(words: Array, dtype: str) -> Array:
-    """Bits as an array of their type: that of numpy or of ml_dtypes; as they are where neither has it."""
+    """Bits as an array of their type.
+
+    Raises:
+        UnsupportedError: it is one of ml_dtypes, which is not installed; or neither has it.
+    """
     if dtype in NUMPY:
         return words.view(NUMPY[dtype])
     try:
         import ml_dtypes
     except ModuleNotFoundError:
-        return words
-    return words.view(getattr(ml_dtypes, ML_DTYPES[dtype])) if dtype in ML_DTYPES else words
+        raise UnsupportedError(
+            f"numpy has no {dtype}", "pip install 'vitruvian[bf16]', or take words(), the bits, or torch()"
+        ) from None
+    if dtype not in ML_DTYPES:
+        raise UnsupportedError(f"numpy has no {dtype}", "take words(), the bits")
+    return words.view(getattr(ml_dtypes, ML_DTYPES[dtype]))
 
 
 class View(Mapping[str, Tensor]):
     """The tensors of a layout by their names, in the order of its files. Reading one changes nothing on disk."""
 
-    def __init__(self, plan: Plan, limits: Limits, tensors: Mapping[str, tuple[str, str, Placed]]) -> None:
-        assert plan.target is not None
-        self.reader = Reader(plan, plan.target, limits)
+    def __init__(self, plan: Plan, reader: Reader, tensors: Mapping[str, tuple[str, str, Placed]]) -> None:
+        self.reader = reader
         self.plan = plan
         self.held = {
             name: Tensor(name, one.fragment.dtype, one.fragment.shape, file, one, state, self.reader)
@@ -202,8 +319,11 @@ class View(Mapping[str, Tensor]):
         return self.plan.notes
 
     def close(self) -> None:
-        """Close the files of the source."""
+        """Close the files of the source, once whoever reads them is done."""
         self.reader.close()
+
+    def __repr__(self) -> str:
+        return f"View({len(self)} tensors, {sum(tensor.nbytes for tensor in self.values())} bytes)"
 
     def __enter__(self) -> View:
         return self
@@ -252,6 +372,7 @@ def tensors_of(target: Target) -> Iterator[tuple[Path, str, str, Placed]]:
         every = [("", placed) for placed in file.tensors]
         every += [(state, placed) for state, held in file.states.items() for placed in held]
         for state, placed in sorted(every, key=lambda one: one[1].fragment.offset):
-            chunk, _, key = placed.key.rpartition(" ")
-            name = key if chunk in ("", "model") else f"{chunk}.{key}"
+            *prefix, key = placed.key.split(" ")
+            chunk = next((word for word in prefix if word.startswith("model") and word != "model"), "")
+            name = f"{chunk}.{key}" if chunk else key
             yield file.path, state, f"{state}.{name}" if state else name, placed

@@ -134,7 +134,7 @@ def test_what_megatron_cannot_hold_is_refused(model, convert, tmp_path, name, ch
         ("qwen3_moe", {"mlp_only_layers": "0"}, ["mlp_only_layers"]),
         ("qwen3_moe", {"decoder_sparse_step": "x"}, ["decoder_sparse_step"]),
         ("qwen3_moe", {"norm_topk_prob": "x"}, ["router_normalized"]),
-        ("dots1", {"n_group": 3}, ["4 experts in 1 of 3 groups"]),
+        ("dots1", {"n_group": 3}, ["4 experts do not divide into 3 groups"]),
         ("dots1", {"n_shared_experts": None}, ["n_shared_experts = null"]),
         ("mixtral", {"num_local_experts": 3}, ["[4, 64]", "[3, 64]"]),
         ("mixtral", {"num_local_experts": 1e9}, ["experts"]),

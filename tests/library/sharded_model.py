@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import vitruvian.torch
+from vitruvian import UnsupportedError
 
 
 def sharded(model: torch.nn.Module, how: str) -> torch.nn.Module:
@@ -44,6 +46,10 @@ def main() -> None:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             assert torch.equal(whole, wanted[name]), f"{how}: {name}"
         assert spread >= 6, f"{how}: {spread} tensors are sharded"
+    whole = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    flat = FullyShardedDataParallel(whole, device_id=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="FSDP1"):
+        vitruvian.torch.load(flat, run)
     dist.destroy_process_group()
     print("done", flush=True)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -27,19 +29,43 @@ def test_checkpoints_are_exported_in_order_and_failures_are_told(model, tmp_path
     assert "checkpoint-3 was not exported" in caplog.text
 
 
-def test_what_finds_the_queue_full_is_skipped(model, tmp_path):
+def test_what_finds_no_room_is_skipped(model, tmp_path):
     exporter = vitruvian.exporter(tmp_path / "hub", waiting=1)
-    submitted = [exporter.submit(model("llama")) for _ in range(5)]
-    assert submitted[:1] == [True]
-    assert not all(submitted)
-    with pytest.raises(vitruvian.VitruvianError, match="exports failed"):
+    assert [exporter.submit(tmp_path / f"nothing-{number}") for number in range(4)] == [True, True, False, False]
+    with pytest.raises(vitruvian.ExportError, match="4 of 4 exports failed"):
         exporter.close(strict=True)
-    assert sum(one.error.startswith("skipped") for one in exporter.results) == submitted.count(False)
+    assert [one.src.name for one in exporter.results] == [f"nothing-{number}" for number in range(4)]
+    assert [one.error.startswith("skipped") for one in exporter.results] == [False, False, True, True]
+    with pytest.raises(vitruvian.UsageError, match="is closed"):
+        exporter.submit(tmp_path)
+    assert len(exporter.close()) == 4
+    with (
+        pytest.raises(vitruvian.ExportError, match="1 of 2 exports failed"),
+        vitruvian.exporter(tmp_path / "hub", waiting=0) as alone,
+    ):
+        assert [alone.submit(model("llama")), alone.submit(model("llama"))] == [True, False]
+    assert alone.results[0].error == ""
 
 
-def test_options_are_checked_at_the_start(tmp_path):
-    with pytest.raises(vitruvian.UsageError, match="there is no option colour"):
-        vitruvian.exporter(tmp_path, colour=1)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"colour": 1}, "there is no option colour"),
+        ({"dtype": "int4"}, "is not one of"),
+        ({"push": "bad name!"}, "is no name on the Hub"),
+        ({"waiting": -1}, "waiting = -1"),
+    ],
+)
+def test_options_are_checked_at_the_start(tmp_path, options, words):
+    with pytest.raises(vitruvian.UsageError, match=words):
+        vitruvian.exporter(tmp_path, **options)
+
+
+def test_what_nobody_waited_for_is_exported_before_the_program_ends(model, tmp_path):
+    code = "import sys, vitruvian; assert vitruvian.exporter(sys.argv[1]).submit(sys.argv[2])"
+    words = [sys.executable, "-c", code, str(tmp_path / "hub"), str(model("llama"))]
+    subprocess.run(words, timeout=120, check=True)
+    assert vitruvian.verify(tmp_path / "hub" / model("llama").name).equal
 
 
 @pytest.mark.distributed

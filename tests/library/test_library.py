@@ -65,8 +65,9 @@ def test_parts_and_the_call_that_finishes(model, tmp_path):
     assert not (tmp_path / "out").exists()
     done = vitruvian.convert(source, tmp_path / "out", to="fsdp", ranks=2)
     assert done.digest == vitruvian.digest(source).digest
-    with pytest.raises(vitruvian.UsageError, match="none such as"):
-        vitruvian.convert_part(source, tmp_path / "other", (3, 2))
+    for part in ((3, 2), "1/2"):
+        with pytest.raises(vitruvian.UsageError, match="none such as"):
+            vitruvian.convert_part(source, tmp_path / "other", part)
 
 
 def test_plans_say_what_would_be_done(model):
@@ -75,6 +76,8 @@ def test_plans_say_what_would_be_done(model):
     assert sum(plan.changes.values()) == len(plan.plan.jobs)
     assert plan.to_dict()["target"]["bytes"] == sum(plan.files.values())
     assert vitruvian.plan(model("llama", "bfloat16")).changes == {}
+    assert vitruvian.plan(model("llama", "bfloat16"), dtype="bfloat16", tp=None).changes == {}  # None is not said
+    assert len(repr(plan)) < 100
 
 
 def test_proofs(model, tmp_path):
@@ -103,7 +106,7 @@ def test_errors_say_what_the_command_says(model, tmp_path):
         vitruvian.convert(model("llama"), tmp_path / "taken")
     assert error.value.hint
     for words, options in (
-        ("there is no dtype int4", {"dtype": "int4"}),
+        ("dtype = 'int4' is not one of", {"dtype": "int4"}),
         ("there is no option colour", {"colour": 1}),
         ("--tp has no effect on the target huggingface", {"tp": 2}),
         ("there is no target gguf", {"to": "gguf"}),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +139,19 @@ def test_a_box_is_a_slice(run):
             ):
                 assert np.array_equal(view[name].words(*box), whole[box])
             assert np.array_equal(view[name][1:4].view(np.uint16), whole[1:4])
-        with pytest.raises(IndexError, match="no step"):
-            view[name][::2]
-        with pytest.raises(IndexError, match="2 axes"):
-            view[name].words(slice(1), slice(1), slice(1))
+            for index in (3, -1, (..., 2), (np.int64(1), slice(2, 4)), (slice(-4, None), -1), (..., slice(3), 0)):
+                words = index if isinstance(index, tuple) else (index,)
+                assert np.array_equal(view[name].words(*words), whole[index])
+            assert (len(view[name]), view[name].ndim) == (rows, 2)
+            assert np.array_equal(np.asarray(view[name]).view(np.uint16), whole)
+        for index, words in (
+            (slice(0, 4, 2), "no step"),
+            ((0, 0, 0), "2 axes"),
+            (rows, "none is"),
+            ("a", "not by 'a'"),
+        ):
+            with pytest.raises(IndexError, match=words):
+                view[name][index]
 
 
 def test_rows_of_a_shard_with_padding(model):
@@ -165,11 +176,17 @@ def test_fsdp_names_are_those_in_memory(model):
 
 
 def test_what_cannot_be_asked(model, run):
-    checkpoint = vitruvian.open(run)
+    checkpoint, experts = vitruvian.open(run), vitruvian.open(model("mixtral", "bfloat16"))
     for words, asked in (
         ("names no rank", lambda: checkpoint.as_("megatron", tp=(0, 2), pp=2)),
         ("several files hold tensors of one name", lambda: checkpoint.as_("megatron", tp=2)),
-        ("is no rank and size", lambda: checkpoint.as_("megatron", tp=(2, 2))),
+        ("is not a size, or a rank", lambda: checkpoint.as_("megatron", tp=(2, 2))),
+        ("no file of such an output", lambda: experts.as_("megatron", tp=(0, 2), ep=(1, 2), etp=1)),
+        ("tp = 0 is not", lambda: checkpoint.as_("megatron", tp=0)),
+        ("memory = '1G' is not", lambda: list(checkpoint.tensors(memory="1G"))),
+        ("replicas = 'nope' is not", lambda: list(checkpoint.tensors(replicas="nope"))),
+        ("allow_missing = 'x' is not", lambda: vitruvian.open(run, allow_missing="x")),
+        ("path = 3 is no path", lambda: vitruvian.open(3)),
         ("has no effect on the target huggingface", lambda: checkpoint.as_("huggingface", vpp=2)),
         ("has no files of such ranks", lambda: checkpoint.as_("neox", tp=(0, 2))),
         ("there is no option color", lambda: checkpoint.as_("huggingface", color=2)),
@@ -182,6 +199,51 @@ def test_what_cannot_be_asked(model, run):
     ):
         with pytest.raises(VitruvianError, match=words):
             asked()
+
+
+def test_a_source_that_changes_is_refused(model, tmp_path):
+    """Written anew between opening and reading, between views, and while it is read."""
+    source = tmp_path / "hf"
+    shutil.copytree(model("llama", "bfloat16"), source)
+    checkpoint = vitruvian.open(source)
+    view = checkpoint["huggingface"]
+    reading = view.read()
+    next(reading)
+    file = source / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content)
+    with pytest.raises(vitruvian.SourceError, match="have changed since it was opened"):
+        list(reading)
+    with pytest.raises(vitruvian.SourceError, match="have changed") as error:
+        _ = checkpoint["huggingface"]
+    assert error.value.hint == "open it again"
+    assert len(list(vitruvian.open(source).tensors())) == len(view)
+
+
+def test_a_closed_view_reads_nothing(model, tmp_path):
+    with vitruvian.open(model("llama", "bfloat16"))["huggingface"] as view:
+        tensor = view["lm_head.weight"]
+        assert tensor[:1].shape == (1, 64)
+    with (tmp_path / "other").open("wb"), pytest.raises(vitruvian.UsageError, match="the view is closed"):
+        tensor.numpy()
+
+
+def test_the_current_folder_may_change(model, tmp_path, monkeypatch):
+    shutil.copytree(model("llama", "bfloat16"), tmp_path / "one" / "m")
+    shutil.copytree(model("llama", "float32"), tmp_path / "two" / "m")
+    monkeypatch.chdir(tmp_path / "one")
+    checkpoint = vitruvian.open("m")
+    monkeypatch.chdir(tmp_path / "two")
+    assert {tensor.dtype.name for _, tensor in checkpoint.tensors()} == {"bfloat16"}
+
+
+def test_bits_without_the_types_of_ml_dtypes(model, monkeypatch):
+    tensor = vitruvian.open(model("llama", "bfloat16"))["huggingface"]["lm_head.weight"]
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(vitruvian.UnsupportedError, match="numpy has no BF16") as error:
+        tensor.numpy()
+    assert "vitruvian[bf16]" in error.value.hint
+    assert tensor.words().dtype == np.uint16
 
 
 def test_damage_is_found_when_it_is_read(model, tmp_path):
@@ -199,7 +261,6 @@ def test_damage_is_found_when_it_is_read(model, tmp_path):
 def test_a_view_keeps_memory_small(tmp_path):
     """A tensor of 512 MB is read by rows: what the process had at most grows by less than 64 MB."""
     import subprocess
-    import sys
 
     rows, columns = 1 << 16, 4096
     header = json.dumps(

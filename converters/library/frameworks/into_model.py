@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from converters.library.checkpoint import Checkpoint, open_checkpoint
-from converters.library.options import Effort, Place, Reading, Target
+from converters.library.options import Effort, Place, Reading, Target, View
 from converters.library.torch_tensor import as_torch, dtype_of
 from converters.library.view import Tensor
-from formats.errors import RefusedError, UnsupportedError, some
+from formats.errors import RefusedError, UnsupportedError, UsageError, some
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,6 +25,10 @@ SHOWN = 4
 
 class Loading(Reading, Effort, total=False):
     """What loading depends on."""
+
+
+class Iterating(Reading, View, total=False):
+    """What iterating depends on."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def iterate(
     to: Target = "huggingface",
     device: torch.device | str | None = None,
     prefetch: int = 1,
-    **options: Unpack[Loading],
+    **options: Unpack[Iterating],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of all that a checkpoint holds, in a layout, in the order of its files.
 
@@ -56,14 +61,16 @@ def iterate(
         to: the layout: `huggingface` for the names of the Hub, `fsdp` for those that transformers has in memory.
         device: where the tensors go; None for the CPU.
         prefetch: how many further tensors are read, and are in memory, while the caller uses one.
-        options: by the flags of the commands.
+        options: by the flags of the commands; of a rank of Megatron `tp=(0, 8)`.
 
     Raises:
         DamagedError: at the end, if what was read has not the checksum that the source keeps of it.
         VerificationError: copies of a tensor differ.
     """
-    checkpoint, effort = _opened(src, options)
-    with checkpoint.as_(to, **effort) as view:
+    checkpoint, viewing = _opened(src, options, Iterating.__optional_keys__)
+    if type(prefetch) is not int or prefetch < 0:
+        raise UsageError(f"prefetch = {prefetch!r} is not a whole number of 0 or more")
+    with checkpoint.as_(to, **viewing) as view:
         for tensor, words in view.read_words(prefetch):
             made = as_torch(words, tensor.dtype)
             yield tensor.name, made if device is None else made.to(device, non_blocking=True)
@@ -89,24 +96,26 @@ def load(
         UnsupportedError: a DTensor is placed otherwise.
         DamagedError: what was read has not the checksum that the source keeps of it; the model is filled then.
     """
-    checkpoint, effort = _opened(src, options)
+    checkpoint, effort = _opened(src, options, Loading.__optional_keys__)
+    _require_plain(model)
     with checkpoint.as_("fsdp", **effort) as view:
-        wanted = dict(_tensors(model))
+        wanted, held = dict(_tensors(model)), {key: tensor for tensor in view.values() for key in tensor.spellings}
         shared = _shared(wanted)
-        missing = [name for name in wanted if name not in view and not shared.get(name, set()) & view.keys()]
-        unexpected = [name for name in view if name not in wanted]
-        if strict and (missing or unexpected):
+        missing = [name for name in wanted if not shared[name] & held.keys()]
+        unexpected = [tensor.name for tensor in view.values() if not tensor.spellings & wanted.keys()]
+        both = [name for name in wanted if name in held]
+        if not both or (strict and (missing or unexpected)):
             parts = [f"{what} {len(names)}: {some(names, SHOWN)}" for what, names in
                      (("the checkpoint lacks", missing), ("the model lacks", unexpected)) if names]  # fmt: skip
             raise RefusedError(
                 f"{type(model).__name__} and {checkpoint.path} differ in names: {'; '.join(parts)}",
-                "strict=False fills what both have",
+                _hint(missing) or ("strict=False fills what both have" if both else ""),
             )
-        both = [name for name in wanted if name in view]
         for name in both:
-            _require_fit(name, wanted[name], view[name], cast=cast)
+            _require_fit(name, wanted[name], held[name], cast=cast)
+            _require_one(shared[name], held)
         for name in both:
-            _fill(model, name, wanted[name], view[name], shared.get(name, {name}))
+            _fill(model, name, wanted[name], held[name], shared[name])
         view.reader.complete()
     if any(wanted[name].is_meta for name in both) and callable(tie := getattr(model, "tie_weights", None)):
         tie()  # what is made on the meta device is not tied yet
@@ -119,10 +128,61 @@ def load(
     return Loaded(tuple(both), tuple(missing), tuple(unexpected))
 
 
-def _opened(src: Place | Checkpoint, options: Any) -> tuple[Checkpoint, Effort]:
-    effort: Any = {name: value for name, value in options.items() if name in Effort.__optional_keys__}
-    rest = {name: value for name, value in options.items() if name not in effort}
-    return (src if isinstance(src, Checkpoint) else open_checkpoint(src, **rest)), effort
+WRAPPED = {"module.": "model.module", "_orig_mod.": "model._orig_mod", "base_model.model.": "the base model"}
+"""What the names of a wrapped model begin with, and what is to be filled in its place."""
+EXACT = {("BF16", torch.float32), ("F16", torch.float32), ("BF16", torch.float64), ("F16", torch.float64),
+         ("F32", torch.float64)}  # fmt: skip
+"""Element types of which every number is one of another type."""
+
+
+def _opened(src: Place | Checkpoint, options: Any, names: Collection[str]) -> tuple[Checkpoint, Any]:
+    """The checkpoint, and the options that are not of opening it.
+
+    Raises:
+        UsageError: an option is of opening a checkpoint that is open.
+    """
+    if odd := [name for name in options if name not in names]:
+        raise UsageError(f"there is no option {odd[0]}", f"options: {', '.join(sorted(names))}")
+    reading = {name: value for name, value in options.items() if name in Reading.__optional_keys__}
+    rest = {name: value for name, value in options.items() if name not in reading}
+    if not isinstance(src, Checkpoint):
+        return open_checkpoint(src, **reading), rest
+    if reading:
+        raise UsageError(f"{next(iter(reading))} is for opening, and {src.path} is open", "give it to vitruvian.open")
+    return src, rest
+
+
+def _require_plain(model: nn.Module) -> None:
+    """The parameters of a model are those that its state dict names.
+
+    Raises:
+        UnsupportedError: FSDP1 has flattened them.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedError(
+            f"{type(model).__name__} is wrapped by FSDP1, which keeps flat parameters of its own",
+            "load it before it is wrapped, or shard it with fully_shard (FSDP2)",
+        )
+
+
+def _hint(missing: Sequence[str]) -> str:
+    """What to load instead of a wrapped model; empty for any other."""
+    inner = [what for prefix, what in WRAPPED.items() if missing and all(name.startswith(prefix) for name in missing)]
+    return f"the model is wrapped: load {inner[0]}" if inner else ""
+
+
+def _require_one(names: set[str], held: Mapping[str, Tensor]) -> None:
+    """What is one tensor in the model is one in the checkpoint.
+
+    Raises:
+        RefusedError: it is several there.
+    """
+    different = {held[key].placed.slot.rule.pattern.tensors: key for key in sorted(names) if key in held}
+    if len(different) > 1:
+        raise RefusedError(
+            f"{' and '.join(different.values())} are one tensor in the model, and several in the checkpoint",
+            "make the model with tie_word_embeddings=False",
+        )
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,7 +210,7 @@ def _require_fit(name: str, tensor: torch.Tensor, held: Tensor, *, cast: bool) -
     """
     if tuple(tensor.shape) != held.shape:
         raise RefusedError(f"{name} is {list(held.shape)} in the checkpoint, {list(tensor.shape)} in the model")
-    if tensor.dtype != dtype_of(held.dtype) and not cast:
+    if tensor.dtype != dtype_of(held.dtype) and not cast and (held.dtype, tensor.dtype) not in EXACT:
         raise RefusedError(
             f"{name} is {held.dtype} in the checkpoint, {tensor.dtype} in the model",
             f"make the model in that type (dtype={dtype_of(held.dtype)}), or cast=True rounds",
@@ -162,13 +222,12 @@ def _require_fit(name: str, tensor: torch.Tensor, held: Tensor, *, cast: bool) -
 def _fill(model: nn.Module, name: str, tensor: torch.Tensor, held: Tensor, names: set[str]) -> None:
     """Fill a tensor of a model; one on the meta device is replaced by one on the CPU, under all of its names."""
     ranges = _ranges(name, tensor) if isinstance(tensor, DTensor) else ()
-    values = held.torch(*ranges)
+    values = _rounded(name, held.torch(*ranges), tensor.dtype)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     with torch.no_grad():
         if not local.is_meta:
             local.copy_(values)
             return
-        values = values.to(tensor.dtype)
         if isinstance(tensor, DTensor):
             values = DTensor.from_local(
                 values,
@@ -186,6 +245,18 @@ def _fill(model: nn.Module, name: str, tensor: torch.Tensor, held: Tensor, names
             module._parameters[last] = parameter  # noqa: SLF001
         else:
             module._buffers[last] = values  # noqa: SLF001
+
+
+def _rounded(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Elements in another type.
+
+    Raises:
+        RefusedError: one is too large for it.
+    """
+    rounded = values.to(dtype)
+    if rounded.is_floating_point() and bool((rounded.isinf() & ~values.isinf()).any()):
+        raise RefusedError(f"{name} holds numbers that are too large for {dtype}", "make the model in another type")
+    return rounded
 
 
 def _ranges(name: str, tensor: DTensor) -> tuple[slice, ...]:

@@ -16,6 +16,7 @@ from converters.assets.trusted import require_inside, why_not
 from converters.hub import model_card
 from converters.hub.files import File
 from formats.errors import SourceError, UsageError, VerificationError, short
+from formats.huggingface.folder import strays
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 """What a framework takes for weights when it lies at the root of a repository."""
@@ -87,6 +88,7 @@ def plan_push(
     if not any(fnmatchcase(name, WEIGHTS[0]) for name in paths):
         raise SourceError(f"{folder} holds no *.safetensors file")
     paths.pop(model_card.NAME, None)
+    left_out += [(name, "no tensor of the model is in it") for name in strays(folder) if paths.pop(name, None)]
     files = _hashed(paths, quiet)
     text, notes = model_card.write_card(folder, repo, files, base_model)
     content = text.encode()

@@ -18,7 +18,7 @@ from typing import Any
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, short, some
 from formats.families import FAMILIES, family_named
 from formats.families.family import Family
 from formats.huggingface import HUGGINGFACE
@@ -67,6 +67,15 @@ def unread(path: Path) -> str:
         return ""
     safe, other = (names[0] for names in both.values())
     return f"{path} holds {safe} and {other}: the first is read, as transformers does; nobody compares them"
+
+
+def strays(path: Path) -> list[str]:
+    """The safetensors files of a folder that are not read: its index does not name them, or there is a whole one."""
+    if not any((path / name).is_file() for name in (SINGLE, INDEX)):
+        return []
+    weight_map = read_weight_map(path, SINGLE, INDEX)
+    read = {SINGLE} if weight_map is None else {*weight_map.values()}
+    return sorted({file.name for file in path.glob("*.safetensors")} - read)
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
@@ -119,7 +128,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if isinstance(spec, ModelSpec):
         found, note = dequantized(found, config)
     placed, dropped = match(model_slots(spec, found), {ALONE: found}, drops(spec), path)
-    notes = tuple(filter(None, [note, unread(path)]))
+    other = strays(path)
+    besides = f"{some(other, 4)} in {path} are not read: no tensor of the model is in them" if other else ""
+    notes = tuple(filter(None, [note, unread(path), besides]))
     return Checkpoint(
         path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes, config=config
     )

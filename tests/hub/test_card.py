@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 
 import pytest
 import yaml
@@ -207,6 +208,14 @@ def test_what_cannot_be_sent_is_said(tiny, tmp_path):
     (tiny / "model.safetensors").unlink()
     with pytest.raises(SourceError, match=r"no \*\.safetensors"):
         plan_push(tiny, "acme/m")
+
+
+def test_weights_of_another_model_are_not_sent(tiny):
+    """Whoever loads all of `*.safetensors` would take both."""
+    shutil.copy(tiny / "model.safetensors", tiny / "model-00001-of-00002.safetensors")
+    plan = plan_push(tiny, "acme/m")
+    assert dict(plan.left_out)["model-00001-of-00002.safetensors"] == "no tensor of the model is in it"
+    assert [file.name for file in plan.files if file.name.endswith(".safetensors")] == ["model.safetensors"]
 
 
 def test_what_is_left_out_is_listed(tiny):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from tests.models import files
@@ -44,3 +47,12 @@ def test_an_error_is_a_sentence_and_a_hint(model, convert, tmp_path, words, code
     assert told.startswith("hint: ")
     assert hint in told
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_not_read_are_named(model, convert, tmp_path):
+    folder = Path(shutil.copytree(model("llama"), tmp_path / "hf"))
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00002.safetensors")
+    for words in (("inspect", folder), ("hf2hf", folder, tmp_path / "out")):
+        ran = convert(*words)
+        assert "model-00001-of-00002.safetensors in" in ran.out + ran.err
+        assert "not read" in ran.out + ran.err

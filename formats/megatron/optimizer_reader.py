@@ -68,6 +68,7 @@ def read(source: Checkpoint) -> Optimizer:
     optimizer = (_dist if source.format == torch_dist.NAME else _classic)(source)
     for group in optimizer.groups:
         require_states(group, str(source.home))
+    _require_one_step(optimizer, str(source.home))
     dtypes = {dtype for (name, _), dtype in source.dtypes().items() if name not in BUFFERS}
     half = dtypes.intersection(HALF)
     if half and dtypes != half:
@@ -76,6 +77,20 @@ def read(source: Checkpoint) -> Optimizer:
     if missing:
         raise SourceError(f"{source.home} holds no {' and no '.join(sorted(missing))}: its optimizer is not Adam's")
     return optimizer
+
+
+def _require_one_step(optimizer: Optimizer, where: str) -> None:
+    """The groups that say how many updates Adam has made agree, and with its states.
+
+    Raises:
+        UnsupportedError: they do not.
+    """
+    said = {float(group["step"]) for group in optimizer.groups if type(group.get("step")) in (int, float)}
+    if optimizer.step is not None and optimizer.step.shape == ():
+        said.add(float(optimizer.step.number))
+    if len(said) > 1:
+        numbers = ", ".join(f"{number:g}" for number in sorted(said))
+        raise UnsupportedError(f"{where}: its parameters have made different numbers of steps: {numbers}")
 
 
 def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:

@@ -318,3 +318,13 @@ def test_a_scaler_of_losses_travels(runs, convert, tmp_path):
     del stored["optimizer"]["grad_scaler"]
     torch.save(stored, out / FOLDER.format(0) / "model_optim_rng.pt")
     check(out, "plain", 0)
+
+
+def test_steps_that_contradict_each_other_are_refused(runs, convert, tmp_path):
+    """One group says another number of updates than the states, on all ranks."""
+    run = shutil.copytree(runs["plain"], tmp_path / "run")
+    for rank in (0, 1):
+        spoil(run, lambda stored: adam(stored)["param_groups"][0].update(step=99), rank=rank)
+    for words in (("reshard", run), ("hf2fsdp", run)):
+        ran = convert(*words, tmp_path / "out", "--with-optimizer")
+        assert (ran.code, "different numbers of steps: " in ran.err, ", 99" in ran.err) == (4, True, True), ran.err

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+from converters.assets.trusted import require_inside
 from converters.common.atomic import sync_folder
 from converters.convert import check_paths, publish
 from converters.move.blocks import Files
@@ -27,7 +28,7 @@ from formats.checkpoint import MANIFEST, Checkpoint, Settings
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.neox import checkpoint as neox
 from formats.detect import lookalikes
-from formats.errors import OutputError, UnsupportedError
+from formats.errors import OutputError, SourceError, UnsupportedError
 from formats.torch_files import saved_names
 
 NORMS = ("input_norm", "input_norm_bias", "post_norm", "post_norm_bias", "final_norm", "final_norm_bias")
@@ -63,6 +64,7 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
 
     Raises:
         UnsupportedError: there is one tensor parallel rank, and so one copy; or it is no checkpoint of GPT-NeoX.
+        SourceError: what would be copied or linked is no file of the checkpoint.
     """
     lookalikes.check(run)
     settings = replace(settings, gqa_layout="blocked")  # which no norm depends on
@@ -70,17 +72,19 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
     if source.topology["tp"] == 1:
         raise UnsupportedError(f"{source.home} is of one tensor parallel rank: its norms have one copy")
     out = request.root / source.home.name
-    module = _norms(make_plan(source))
+    planned = [make_plan(source)]
+    module = _norms(planned[0])
     jobs: list[Job] = []
     held = any(saved_names.OPTIM.fullmatch(path.name) for path in source.home.iterdir())
     if held:
-        masters = _norms(make_plan(neox.read(run, replace(settings, weights="fp32-master"))))
-        for name, job in masters.items():
+        planned.append(make_plan(neox.read(run, replace(settings, weights="fp32-master"))))
+        for name, job in _norms(planned[1]).items():
             mean = replace(job, targets=_moved(job, source.home, out), twins=())
             rounded = replace(mean, dtype=module[name].dtype, targets=_moved(module[name], source.home, out))
             jobs += [mean, rounded]
     else:
         jobs += [replace(job, targets=_moved(job, source.home, out)) for job in module.values()]
+    _require_own(source.home, {part.fragment.path for one in planned for job in one.jobs for part in _copies(job)})
     names = {part.fragment.path.name for job in jobs for part in job.targets}
     files = [path for path in sorted(source.home.iterdir()) if path.is_file() and path.name != MANIFEST]
     written = tuple(path for path in files if path.name in names)
@@ -92,10 +96,26 @@ def _norms(found: Plan) -> dict[str, Job]:
     return {job.name: job for job in found.jobs if job.tensor in NORMS}
 
 
+def _copies(job: Job) -> Iterable[Part]:
+    return chain(job.sources, *job.replicas.values())
+
+
+def _require_own(home: Path, weights: Collection[Path]) -> None:
+    """What is copied or linked is in the folder of the tag itself; weights may be linked from another file system.
+
+    Raises:
+        SourceError: a link leads out of the folder or nowhere, or something is neither a file nor a folder.
+    """
+    for path in sorted(home.rglob("*")):
+        if path not in weights:
+            require_inside(path, home)
+        if not path.is_file() and not path.is_dir():
+            raise SourceError(f"{path} is no regular file", "remove it if it is not of the checkpoint")
+
+
 def _moved(job: Job, home: Path, out: Path) -> tuple[Part, ...]:
     """Where all copies of a tensor are in the files of the output."""
-    parts = chain(job.sources, *job.replicas.values())
-    places = ((part, out / part.fragment.path.relative_to(home)) for part in parts)
+    places = ((part, out / part.fragment.path.relative_to(home)) for part in _copies(job))
     return tuple(replace(part, fragment=part.fragment._replace(path=path)) for part, path in places)
 
 
@@ -132,7 +152,7 @@ def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float
             execute(
                 work.jobs,
                 files,
-                replace(limits, replicas="mean", fresh=False),
+                replace(limits, replicas="mean", fresh=False, finite=True),
                 done=lambda *_: None,
                 drifted=lambda job, distance: drifted.update({job.name: distance}),
             )

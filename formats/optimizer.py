@@ -22,6 +22,25 @@ OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
 """What those of others have, that keep the same of a parameter."""
 USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True, "correct_bias": True}
 """What changes an Adam's step, and the value with which it is the one that is carried."""
+DECOUPLED = ("decoupled_weight_decay", "adam_w_mode", "weight_decouple")
+"""Whether the weight decay is AdamW's, as torch, apex and others call it; where it is not, it is in the gradients."""
+NEUTRAL = {"lr_mult": 1, "lr_scale": 1}
+"""Factors of the rate that a schedule multiplies again, and the one that changes nothing."""
+KNOWN = {
+    "carried": ("params", "param_names", "lr", "betas", "eps", "weight_decay", "step"),
+    "how torch computes the same": ("foreach", "fused", "capturable", "differentiable"),
+    "of a schedule": (
+        "initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "start_wd", "end_wd",
+    ),
+    "labels of DeepSpeed": ("name", "moe", "_ds_source_param_group_id"),
+    "labels of Megatron": (
+        "wd_mult", "pre_wd_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config",
+    ),
+}  # fmt: skip
+"""What else an Adam's groups have (torch 2.13.0, DeepSpeed 0.19.8, megatron-core 0.16.1 optimizer/__init__.py)."""
+_KNOWN = frozenset({*USUAL, *DECOUPLED, *NEUTRAL}.union(*KNOWN.values()))
+_UNSET: tuple[object, ...] = (None, False, "", (), [], {})
+"""With which a setting that is not known does nothing."""
 
 
 MORE = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
@@ -53,9 +72,15 @@ def require_adam(group: Mapping[str, Any], where: str) -> None:
     for name, usual in USUAL.items():
         if bool(group.get(name, usual)) is not usual:
             raise UnsupportedError(f"{where} says {name} = {group[name]}, and only Adam with {usual} is carried")
-    if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
+    if group.get("weight_decay") and any(group.get(name) in (False, 0) for name in DECOUPLED):
         decay = short(group["weight_decay"])
         raise UnsupportedError(f"{where}: a weight decay of {decay} is in the gradients, and not AdamW's")
+    for name, value in group.items():
+        if (name in NEUTRAL and value != NEUTRAL[name]) or (name not in _KNOWN and value not in _UNSET):
+            raise UnsupportedError(
+                f"{where} says {name} = {short(value)}, and what that does to Adam's step is not carried",
+                "convert the weights without the optimizer",
+            )
 
 
 class Group(NamedTuple):
@@ -71,7 +96,7 @@ def group_of(about: Mapping[str, Any], where: str) -> Group:
     """A parameter group of Adam, as torch has it.
 
     Raises:
-        SourceError: a setting is missing, or no finite number.
+        SourceError: a setting is missing, no finite number, or one that no Adam takes.
         UnsupportedError: see `require_adam`.
     """
     require_adam(about, where)
@@ -80,6 +105,12 @@ def group_of(about: Mapping[str, Any], where: str) -> Group:
         raise SourceError(f"{where} has the betas {short(betas)}")
     lr, eps, decay = (number_of(about.get(name), f"{where}: its {name}") for name in ("lr", "eps", "weight_decay"))
     first, second = (number_of(one, f"{where}: its betas") for one in betas)
+    for name, value, most in (
+        ("lr", lr, math.inf), ("betas", first, 1), ("betas", second, 1), ("eps", eps, math.inf),
+        ("weight_decay", decay, math.inf),
+    ):  # fmt: skip
+        if not 0 <= value < most:
+            raise SourceError(f"{where}: its {name} is {value:g}, which no Adam takes")
     return Group(lr, (first, second), eps, decay)
 
 

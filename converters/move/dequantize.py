@@ -54,21 +54,24 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
 
     Raises:
         SourceError: a file ends before its elements or scales do.
-        RefusedError: a scale is no finite positive number, or a product is too large for BF16.
+        RefusedError: a scale is no finite positive number, or a product is NaN or too large for BF16.
     """
     out = np.frombuffer(buffer, np.uint16)
     for start, rows, columns in _pieces(at // 2, len(out), scales):
         count, begin = rows * columns, start - at // 2
         codes, factors = _codes(opened, fragment, start, count, scales), _factors(opened, start, columns, scales)
+        words = out[begin : begin + count]
         if scales.method == "MXFP4":
-            out[begin : begin + count] = MXFP4[factors.astype(np.uint16) << 4 | codes]
-            if not casts.finite(out[begin : begin + count], "BF16"):
-                reason = f"{scales.factors.path}: elements times {scales.name} are too large for BF16"
-                raise RefusedError(reason, "--verbatim carries every tensor as it is")
-            continue
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = E4M3[codes].reshape(rows, columns) * casts.to_float(factors, scales.factors.dtype)
-        out[begin : begin + count] = casts.cast(casts.as_words(values.ravel()), "F32", "BF16", fragment.path.name)
+            words[:] = MXFP4[factors.astype(np.uint16) << 4 | codes]
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = E4M3[codes].reshape(rows, columns) * casts.to_float(factors, scales.factors.dtype)
+            words[:] = casts.cast(casts.as_words(values.ravel()), "F32", "BF16", fragment.path.name)
+        if not casts.finite(words, "BF16"):
+            nan = scales.method == "FP8" and bool(np.isnan(E4M3[codes]).any())
+            wrong = "are NaN in FP8" if nan else "are too large for BF16"
+            reason = f"{scales.factors.path}: elements times {scales.name} {wrong}"
+            raise RefusedError(reason, "--verbatim carries every tensor as it is")
 
 
 def _pieces(start: int, count: int, scales: Scales) -> Iterator[tuple[int, int, int]]:

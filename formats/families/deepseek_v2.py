@@ -39,7 +39,7 @@ FAMILY = Family(
         "latent_rank": "kv_lora_rank",
         "nope_dim": "qk_nope_head_dim",
         "rope_dim": "qk_rope_head_dim",
-        "experts": "n_routed_experts",
+        "experts": "n_routed_experts num_experts",
         "top_k": "num_experts_per_tok",
         "expert_ffn": "moe_intermediate_size",
         "shared_ffn": "n_shared_experts",

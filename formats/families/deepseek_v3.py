@@ -26,7 +26,12 @@ FAMILY = replace(
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     },
-    keys={**deepseek_v2.FAMILY.keys, "router_groups": "n_group", "router_top_groups": "topk_group"},
+    keys={
+        **deepseek_v2.FAMILY.keys,
+        "experts": "n_routed_experts num_local_experts",
+        "router_groups": "n_group",
+        "router_top_groups": "topk_group",
+    },
     defaults={
         **deepseek_v2.FAMILY.defaults,
         "experts": 256,

@@ -15,7 +15,7 @@ FAMILY = Family(
     requires={"hidden_act": "silu", "attention_bias": False},
     mha=True,
     keys={
-        "experts": "n_routed_experts",
+        "experts": "n_routed_experts num_local_experts",
         "top_k": "num_experts_per_tok",
         "expert_ffn": "moe_intermediate_size",
         "shared_ffn": "n_shared_experts",

@@ -24,7 +24,7 @@ FAMILY = Family(
     requires={"hidden_act": "silu"},
     rope_theta=1000000.0,
     window="sliding_window",
-    keys={"experts": "num_local_experts", "top_k": "num_experts_per_tok"},
+    keys={"experts": "num_local_experts num_experts", "top_k": "num_experts_per_tok"},
     defaults={"experts": 8, "top_k": 2},
     router="softmax",
 )

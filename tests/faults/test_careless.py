@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from tests.models import files
@@ -48,6 +49,48 @@ def test_averaged_norms_take_no_folder_from_others(model, convert, tmp_path):
     assert convert(*words).code == 0
     assert not staging.exists()
     assert "half" not in files(tmp_path / "out/global_step0")
+
+
+@pytest.mark.parametrize(
+    ("name", "leads", "words"),
+    [
+        ("tokenizer.json", "../../secret/id_rsa", "which is not in"),
+        ("logs", "../../secret", "which is not in"),
+        ("gone", "/nonexistent", "is a broken link"),
+    ],
+)
+def test_averaged_norms_follow_no_link_out_of_the_run(model, convert, tmp_path, name, leads, words):
+    """Neither a second name of a file of the user's, nor a copy of it; and no link is left out without a word."""
+    assert convert("hf2neox", model(), tmp_path / "run", "--tp", 2).code == 0
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/id_rsa").write_text("private")
+    link = tmp_path / "run/global_step0" / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(leads)
+    ran = convert("average-norms", tmp_path / "run", tmp_path / "out")
+    assert (ran.code, str(link) in ran.err, words in ran.err) == (3, True, True), ran.err
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "secret/id_rsa").stat().st_nlink == 1
+
+
+def test_weights_of_averaged_norms_may_be_linked(model, convert, tmp_path):
+    assert convert("hf2neox", model(), tmp_path / "run", "--tp", 2).code == 0
+    (tmp_path / "far").mkdir()
+    for path in list((tmp_path / "run/global_step0").glob("mp_rank_*.pt")):
+        path.rename(tmp_path / "far" / path.name)
+        path.symlink_to(tmp_path / "far" / path.name)
+    assert convert("average-norms", tmp_path / "run", tmp_path / "out").code == 0
+
+
+def test_averaged_norms_are_numbers(model, convert, tmp_path):
+    assert convert("hf2neox", model(), tmp_path / "run", "--tp", 2).code == 0
+    path = tmp_path / "run/global_step0/mp_rank_01_model_states.pt"
+    held = torch.load(path, weights_only=False)
+    next(one for name, one in held["module"].items() if "norm" in name)[3] = float("nan")
+    torch.save(held, path)
+    ran = convert("average-norms", tmp_path / "run", tmp_path / "out")
+    assert (ran.code, "holds NaN or infinity" in ran.err) == (6, True), ran.err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("force", [False, True])

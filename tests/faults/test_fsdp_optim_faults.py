@@ -86,6 +86,16 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
         lambda s: s["optim"]["param_groups"][0].update(decoupled_weight_decay=False), 4,
         ("a weight decay of 0.1 is in the gradients, and not AdamW's",),
     ),
+    "not AdamW, as apex says it": (
+        lambda s: s["optim"]["param_groups"][0].update(adam_w_mode=False), 4, ("a weight decay of 0.1 is in the grad",),
+    ),
+    "timm's cautious AdamW": (
+        lambda s: s["optim"]["param_groups"][1].update(caution=True), 4, ("group 1", "says caution = True"),
+    ),
+    "rates by layer": (lambda s: s["optim"]["param_groups"][0].update(lr_scale=0.5), 4, ("says lr_scale = 0.5",)),
+    "a negative rate": (lambda s: s["optim"]["param_groups"][0].update(lr=-0.1), 3, ("group 0", "its lr is -0.1")),
+    "a beta of one": (lambda s: s["optim"]["param_groups"][0].update(betas=(0.9, 1.0)), 3, ("its betas is 1, which",)),
+    "a negative eps": (lambda s: s["optim"]["param_groups"][0].update(eps=-1e-8), 3, ("its eps is -1e-08",)),
     "momentum": (
         lambda s: every(s, lambda one: one.update(momentum_buffer=one.pop("exp_avg"))), 4,
         ("is not Adam's or AdamW's, it keeps momentum_buffer",),

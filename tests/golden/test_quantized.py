@@ -285,6 +285,7 @@ def broken(value: float):
         ("deepseek", 0.0, "self_attn.o_proj.weight_scale_inv is 0"),
         ("deepseek", -0.5, "self_attn.o_proj.weight_scale_inv is -0.5"),
         ("deepseek", float("inf"), "self_attn.o_proj.weight_scale_inv is inf"),
+        ("deepseek", 1e38, "self_attn.o_proj.weight_scale_inv are too large for BF16"),
         ("oss", 255, "experts.down_proj_scales is nan, and"),
         ("oss", 254, "experts.down_proj_scales are too large for BF16"),
         ("oss", 252, ""),
@@ -300,6 +301,17 @@ def test_a_scale_that_no_quantizer_writes(kind, value, words, convert, tmp_path,
         assert convert("hf2hf", source, tmp_path / "kept", "--verbatim").code == 0
     else:
         assert ran.code == 0, ran.err
+
+
+def test_an_element_of_fp8_that_is_no_number(deepseek, convert, tmp_path):
+    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if name.endswith("layers.1.self_attn.o_proj.weight"):
+            tensor.view(torch.uint8).view(-1)[-2] = 0x7F
+        return {name: tensor}
+
+    source = rewritten(deepseek, tmp_path / "hf", change, FP8)
+    ran = convert("hf2hf", source, tmp_path / "out")
+    refused(ran, 5, "self_attn.o_proj.weight_scale_inv are NaN in FP8", "--verbatim carries every tensor")
 
 
 def test_elements_that_do_not_lie_row_by_row(deepseek, convert, tmp_path):

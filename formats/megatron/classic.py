@@ -20,7 +20,7 @@ from typing import Any
 
 from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment
-from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
@@ -167,6 +167,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     elif any(key.startswith("language_model.") for key in keys):
         table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
     padded = _padded_vocab(found, mesh.tp)
+    if args.get("padded_vocab_size") not in (None, padded):
+        claimed = short(args["padded_vocab_size"])
+        raise SourceError(f"{iteration}: args say padded_vocab_size = {claimed}, its embeddings have {padded} rows")
     settled = table is LEGACY  # whose model was given what its args say (megatron/legacy/model/language_model.py)
     spec = spec_of(args, dialect, assets, config, settings, iteration, first.file.path, padded, settled=settled)
     pipeline = pipeline_of(args, pp, len(first.chunks), first.file.path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.disk.safetensors import Fragment, read_bytes
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.layout.table import Place, Placed
 from formats.megatron import megatron_llm
 from formats.megatron.args.fields import FIELDS
@@ -33,6 +33,13 @@ SHARED = sorted(
 
 STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
 """Keys of a file beside the model that training needs to resume."""
+
+OTHERS = (
+    "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states",
+    "rerun_state_machine",
+)  # fmt: skip
+"""Further keys with tensors that are no model's: those of random numbers where Megatron-LM kept them one by
+one, and of its checks of results (training/checkpointing.py, 2.x and 0.16)."""
 
 OPTIMIZER = "optim.pt"
 """Alone in a folder mp_rank_TP[_PP]_DP: what Megatron of 2023 kept of its distributed optimizer on a data rank."""
@@ -75,6 +82,7 @@ def read_shards(iteration: Path) -> list[Shard]:
     Raises:
         SourceError: a folder holds none, or one without a model.
         UnsupportedError: a folder is not named after a tensor and pipeline rank.
+        RefusedError: a file holds the tensors of another model too.
     """
     shards = []
     for folder in sorted(iteration.glob("mp_rank_*")):
@@ -91,6 +99,7 @@ def read_shards(iteration: Path) -> list[Shard]:
             raise SourceError(f"{file.path} holds no `model`")
         if not all(isinstance(state, dict) for _, state in Shard(0, 0, 0, file).chunks):
             raise SourceError(f"{file.path}: its `model` is no map of tensors")
+        _require_alone(file)
         pp, ep = int(match_[2] or 0), int(match_[3] or 0)
         if match_[2] and not match_[3] and _one_stage_of_experts(file):
             pp, ep = 0, pp
@@ -98,6 +107,34 @@ def read_shards(iteration: Path) -> list[Shard]:
     if not shards:
         raise SourceError(f"{iteration} holds no mp_rank folder with a model")
     return shards
+
+
+def _require_alone(file: TorchFile) -> None:
+    """A file holds no tensors but those of its model and of the training.
+
+    Raises:
+        RefusedError: it does: of two models nothing says which one is wanted.
+    """
+    known = {*STATE, *OTHERS, *(name for name, _ in Shard(0, 0, 0, file).chunks)}
+    for name, value in file.value.items():
+        if name not in known and _holds_tensors(value):
+            raise RefusedError(
+                f"{file.path} holds tensors under {short(name)} beside its model: nothing says if they are wanted",
+                "without that key in the files, what is under `model` is converted",
+            )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether there is a tensor of more than one element in maps and lists, which may hold each other in a circle."""
+    rest, seen = [value], set[int]()
+    while rest:
+        held = rest.pop()
+        if isinstance(held, TensorRef) and prod(held.shape) > 1:
+            return True
+        if isinstance(held, Mapping | list | tuple) and id(held) not in seen:
+            seen.add(id(held))
+            rest += held.values() if isinstance(held, Mapping) else held
+    return False
 
 
 def _one_stage_of_experts(file: TorchFile) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from converters.prove.archive_crc import amend
 from formats.checkpoint import MANIFEST
@@ -134,6 +135,28 @@ def test_a_rank_in_the_place_of_another_is_noticed(made, convert, topology, kept
     shutil.copyfile(rank(root, kept), rank(root, lost))
     # rank 0 in both files of tp2: so do some converters write, and only what they hold can tell
     refused(convert("inspect", root), 3, root, *(["was copied over"] if topology == "tp2 pp1" else []))
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        (lambda held: held.update(ema=held["model"]), 5, ("holds tensors under 'ema' beside its model",)),
+        (lambda held: held.update(extra=[{"of": held["model"]}]), 5, ("holds tensors under 'extra'",)),
+        (lambda held: setattr(held["args"], "padded_vocab_size", 999), 3, ("padded_vocab_size = 999", "have 256 rows")),
+        (lambda held: held.update(torch_rng_state=torch.ones(9), note={"runs": [3]}, time=torch.ones(1)), 0, ()),
+    ],
+    ids=["a second model", "within lists", "another vocabulary", "no model"],
+)
+def test_what_a_file_holds_besides_its_model(made, convert, tmp_path, change, code, words):
+    root = made("tp2 pp1")
+    for file in root.rglob("model_optim_rng.pt"):
+        stored = torch.load(file, weights_only=False)
+        change(stored)
+        torch.save(stored, file)
+    (root / "release" / MANIFEST).unlink()
+    ran = convert("megatron2hf", root, tmp_path / "hf")
+    assert ran.code == code, ran.err
+    assert all(one in ran.err for one in words), ran.err
 
 
 def test_ranks_of_two_iterations_are_noticed(made, convert):

@@ -246,5 +246,5 @@ def test_without_the_library_one_sentence_says_what_to_install(tmp_path, env):
             env=env, cwd=ROOT, check=False, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 4
-        assert done.stderr.endswith("hint: pip install '.[data]'\n")
+        assert done.stderr.endswith("hint: pip install 'vitruvian[data]'\n")
         assert "Traceback" not in done.stderr

@@ -145,7 +145,7 @@ def test_without_torch(train, monkeypatch):
     monkeypatch.delitem(sys.modules, "train.distributed", raising=False)
     ran = train("doctor")
     assert ran.code == 4, ran.err
-    assert "error: this needs torch, which is not installed\nhint: pip install '.[transformers]'" in ran.err
+    assert "error: this needs torch, which is not installed\nhint: pip install 'vitruvian[transformers]'" in ran.err
 
 
 def test_without_the_library(train, tmp_path, monkeypatch):
@@ -158,4 +158,4 @@ def test_without_the_library(train, tmp_path, monkeypatch):
         "tokenize", "--input", tmp_path / "in.jsonl", "--vocab-file", GOLDEN / "model.model", "--output-prefix",
         tmp_path / "P", "--ftfy",
     )  # fmt: skip
-    assert (ran.code, "pip install '.[ftfy]'" in ran.err) == (4, True), ran.err
+    assert (ran.code, "pip install 'vitruvian[ftfy]'" in ran.err) == (4, True), ran.err

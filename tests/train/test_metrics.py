@@ -130,7 +130,7 @@ def test_a_missing_library_and_another_tokenizer_are_named(rows, tmp_path, monke
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(UnsupportedError, match="sacrebleu") as caught:
         open_judge(["bleu"], MODEL, {"one": rows})
-    assert caught.value.hint == "pip install '.[eval]'"
+    assert caught.value.hint == "pip install 'vitruvian[eval]'"
 
 
 def test_the_line_has_the_names_of_the_users_logs():

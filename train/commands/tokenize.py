@@ -171,7 +171,9 @@ def _ftfy() -> str:
     try:
         return version("ftfy")
     except PackageNotFoundError:
-        raise UnsupportedError("--ftfy needs a library that is not installed", "pip install '.[ftfy]'") from None
+        raise UnsupportedError(
+            "--ftfy needs a library that is not installed", "pip install 'vitruvian[ftfy]'"
+        ) from None
 
 
 def _template(template: str | None, vocabulary: Any, form: str, control: Mapping[str, int]) -> str | None:

@@ -207,7 +207,9 @@ def _deepspeed(world: World) -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise UnsupportedError(f"the engine deepspeed lacks a library: {error}", "pip install '.[train]'") from None
+        raise UnsupportedError(
+            f"the engine deepspeed lacks a library: {error}", "pip install 'vitruvian[train]'"
+        ) from None
     if world.device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
             False  # needs a C++ compiler, and only inference uses it

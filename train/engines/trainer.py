@@ -35,7 +35,7 @@ class TrainerEngine:
 
     def __init__(self, config: Config, model_config: Any, world: World, backend: str) -> None:
         if find_spec("accelerate") is None:
-            raise UnsupportedError("the engine transformers needs accelerate", "pip install '.[train]'")
+            raise UnsupportedError("the engine transformers needs accelerate", "pip install 'vitruvian[train]'")
         self.world, self.source = world, config.model.path
         self.start: Path | None = None
         self.model = make(model_config, backend)

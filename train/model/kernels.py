@@ -32,7 +32,7 @@ def resolve(requested: str, config: Any, device: torch.device) -> str:
     if find_spec("liger_kernel") is None:
         if requested == "auto":
             return "torch"
-        raise UnsupportedError("liger_kernel is not installed", "pip install '.[liger]'")
+        raise UnsupportedError("liger_kernel is not installed", "pip install 'vitruvian[liger]'")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0

@@ -53,7 +53,7 @@ def insert(model: Any, lora: Lora, base: Path) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise UnsupportedError("lora needs peft, which is not installed", "pip install '.[lora]'") from None
+        raise UnsupportedError("lora needs peft, which is not installed", "pip install 'vitruvian[lora]'") from None
     if (base / NOTE).is_file():
         raise UnsupportedError(f"{base} holds a PEFT adapter beside its weights", "merge it into them first")
     _check(model, lora)

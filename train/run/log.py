@@ -130,7 +130,7 @@ def _step_of(line: str) -> float:
 
 
 def _lacking(name: str) -> UnsupportedError:
-    return UnsupportedError(f"log.trackers names {name}, which is not installed", "pip install '.[trackers]'")
+    return UnsupportedError(f"log.trackers names {name}, which is not installed", "pip install 'vitruvian[trackers]'")
 
 
 def _tensorboard(config: Config, step: int) -> Tracker:

@@ -135,6 +135,6 @@ def open_judge(metrics: Sequence[str], path: Path, sets: Mapping[str, Rows]) -> 
         if "bleu" in metrics:
             from sacrebleu.metrics.bleu import BLEU
     except ImportError as error:
-        raise UnsupportedError(f"evaluate.metrics needs a library: {error}", "pip install '.[eval]'") from None
+        raise UnsupportedError(f"evaluate.metrics needs a library: {error}", "pip install 'vitruvian[eval]'") from None
     rouge = RougeScorer(list(ROUGE)) if "rouge" in metrics else None
     return Judge(vocabulary, rouge, BLEU(max_ngram_order=ORDER) if "bleu" in metrics else None)

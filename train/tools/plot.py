@@ -72,7 +72,7 @@ def draw(runs: Sequence[History], out: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise UnsupportedError(f"diagrams need matplotlib: {error}", "pip install '.[plot]'") from None
+        raise UnsupportedError(f"diagrams need matplotlib: {error}", "pip install 'vitruvian[plot]'") from None
     panels = dict(PANELS) | {name: title for name, title in TEXTS.items() if any(name in run.scores for run in runs)}
     figure = Figure((WIDTH, HEIGHT * len(panels)), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LIBRARIES = ("httpx2", "httpx", "requests", "urllib3", "hf_xet", "aiohttp")
 """Libraries that connect to the Hub; their errors are network errors."""
 LATER = (408, 409, 425, 429)
-INSTALL = "pip install '.[data]'"
+INSTALL = "pip install 'vitruvian[data]'"
 LOGIN = "hf auth login   # or set HF_TOKEN; some sets also ask you to accept terms on their page"
 
 

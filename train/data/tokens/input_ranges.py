@@ -200,7 +200,7 @@ def _parquet(path: Path) -> Any:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise UnsupportedError(f"{path} is parquet, which needs pyarrow", "pip install '.[data]'") from None
+        raise UnsupportedError(f"{path} is parquet, which needs pyarrow", "pip install 'vitruvian[data]'") from None
     try:
         return ParquetFile(path)
     except (ArrowException, OSError) as error:
@@ -401,7 +401,7 @@ def _unzstd(path: Path) -> Generator[bytes, None, None]:
     try:
         from zstandard import ZstdDecompressor, ZstdError
     except ImportError:
-        raise UnsupportedError(f"{path} is compressed with zstd", "pip install '.[zstd]'") from None
+        raise UnsupportedError(f"{path} is compressed with zstd", "pip install 'vitruvian[zstd]'") from None
     frame = None
     with path.open("rb") as file:
         while block := file.read(STEP[".zst"]):

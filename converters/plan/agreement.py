@@ -139,10 +139,13 @@ def _against_base(source: Checkpoint, spec: Verbatim) -> list[Finding] | None:
     base = {key: fragment.shape for key, fragment in read_files(folder).items()}
     copies = {*spec.copies, *([key for key in base if HEAD.fullmatch(key)] if spec.tied else [])}
     shared = set() if any(map(HEAD.fullmatch, base)) else {key for key in spec.shapes if HEAD.fullmatch(key)}
+    embedded = next((shape for key, shape in spec.shapes.items() if EMBEDDING.fullmatch(key)), None)
+    cut = {key: spec.shapes[key] for key in shared if embedded is not None and spec.shapes[key] != embedded}
     unknown = [] if source.settings.verbatim else [key for key in spec.shapes if key not in {*base, *shared}]
     return [
         *(Finding(key, f"{key} is missing") for key in base if key not in spec.shapes and key not in copies),
         *(Finding(key, f"{key} is no tensor of {folder}") for key in unknown),
+        *(Finding(key, f"{key} is {list(here)}, the embedding {list(embedded or ())}") for key, here in cut.items()),
         *(
             Finding(key, f"{key} is {list(shape)}, {list(base[key])} in {folder}")
             for key, shape in spec.shapes.items()

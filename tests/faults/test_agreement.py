@@ -316,6 +316,14 @@ def test_what_is_left_over(plain, convert, tmp_path):
     assert convert(*words, "--allow-missing", "probe.*").code == 0
 
 
+def test_a_shared_head_that_is_cut(plain, convert, tmp_path, alone):
+    """The base has no head, as it is the embedding; that of the checkpoint has fewer rows."""
+    base, state = plain("bloom")
+    cut = state | {"lm_head.weight": state["lm_head.weight"][:54].clone()}
+    words = ("fsdp2hf", save(tmp_path / "c", {"model": cut}), tmp_path / "out", "--config", base, "-q")
+    refused(convert(*words), 3, "lm_head.weight is [54, ", "--allow-missing 'lm_head.weight'")
+
+
 def test_a_vocabulary_that_the_user_says(plain, convert, tmp_path, alone):
     """More rows than the base has are right with --vocab-size; the config of the language model says so then."""
     import torch

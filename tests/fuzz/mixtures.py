@@ -168,7 +168,7 @@ def _trained(folder: Path, number: int) -> Path:
     from train.settings.config import Save
 
     world: Any = SimpleNamespace(
-        rank=0, ranks=1, first=True, wait=lambda: None, told=lambda find: find(), gathered=lambda value: [value]
+        rank=0, ranks=1, first=True, wait=lambda: None, from_first=lambda find: find(), gathered=lambda value: [value]
     )
     progress = Progress(number, 100, 4, 1, "rows", 9, 24)
     saver, engine = Saver(Save(path=folder), small_files(_hf(1)), world), _Written(folder, number)

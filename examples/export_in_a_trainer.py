@@ -1,4 +1,4 @@
-"""Each checkpoint of the Trainer of transformers becomes a Hub-ready folder while it goes on: `… BASE RUN OUT`."""
+"""Each checkpoint of the Trainer of transformers becomes a Hub-ready folder while it trains: `… BASE RUN OUT`."""
 
 import sys
 

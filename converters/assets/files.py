@@ -52,7 +52,7 @@ def files(folder: Path) -> Iterator[tuple[str, Path]]:
                     yield f"{path.name}/{inner.name}", require_inside(inner, folder)
 
 
-def left_behind(folder: Path) -> list[str]:
+def not_carried(folder: Path) -> list[str]:
     """The files of a folder that do not travel since nobody knows their names, or since they are no regular files."""
     return [
         path.name

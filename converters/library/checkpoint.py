@@ -110,10 +110,10 @@ class Checkpoint:
     def tensors(self, to: Target = "huggingface", **options: Unpack[Effort]) -> Iterator[tuple[str, Array]]:
         """Name and elements of every tensor in a layout, in the order of its files, one at a time in memory.
 
-        The bytes are those of a conversion, and bfloat16 is in the type of ml_dtypes if that is installed, else as
-        bits. At the end the checksums of the source are compared.
+        The bytes are those of a conversion. At the end the checksums of the source are compared.
 
         Raises:
+            UnsupportedError: one is bfloat16 or float8, and ml_dtypes is not installed.
             DamagedError: what was read has not the checksum that the source keeps of it.
             VerificationError: copies of a tensor differ.
         """

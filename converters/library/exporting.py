@@ -1,4 +1,4 @@
-"""Export each checkpoint of a training while it goes on: a process for each, one after the other, a bounded queue.
+"""Export each checkpoint while its training continues: a process for each, one after the other, a bounded queue.
 
 No export stops a training: what finds the queue full is skipped, and a failure is recorded and logged. Who wants to
 know asks `Exporter.results`, or `close(strict=True)`.

@@ -1,7 +1,4 @@
-"""The keyword arguments of the library, which are the flags of the commands by their names, and what becomes of them.
-
-settings, family = reading({"config": "BASE", "set": {"rope_theta": 5e5}})
-"""
+"""The keyword arguments of the library: the flags of the commands by their names, and what becomes of them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _notes(source: Checkpoint) -> list[str]:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:
         notes += assets.checks(source.assets, source.spec)
-        if left := assets.left_behind(source.assets):
+        if left := assets.not_carried(source.assets):
             notes.append(f"{some(left, 4)} in {source.assets} are not carried: not names of model files")
     if source.spec.vocab is None:
         notes.append("its true vocabulary is unknown; --vocab-size N or --config BASE supplies it")

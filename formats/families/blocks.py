@@ -154,7 +154,7 @@ model.layers.{layer}.post_attention_layernorm.bias       post_norm_bias: hidden
 """
 """The same as LayerNorms, which have biases."""
 
-NORMS_BEHIND = """
+NORMS_AFTER = """
 model.layers.{layer}.post_attention_layernorm.weight       output_norm: hidden
 model.layers.{layer}.post_feedforward_layernorm.weight     down_norm: hidden
 """

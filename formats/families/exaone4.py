@@ -5,10 +5,10 @@ missing, every `sliding_window_pattern`-th layer has no window; without that lis
 one of letters, or the window null.
 """
 
-from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_BEHIND, QK_NORMS
+from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_AFTER, QK_NORMS
 from formats.families.family import Family
 
-TABLE = ATTENTION + QK_NORMS + GATED_MLP + NORMS_BEHIND + HEAD
+TABLE = ATTENTION + QK_NORMS + GATED_MLP + NORMS_AFTER + HEAD
 
 FAMILY = Family(
     name="exaone4",

@@ -3,10 +3,10 @@
 Facts: transformers models/olmo2/modeling_olmo2.py, 5.23.0.
 """
 
-from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_BEHIND, WIDTH_NORMS
+from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_AFTER, WIDTH_NORMS
 from formats.families.family import Family
 
-TABLE = ATTENTION + WIDTH_NORMS + GATED_MLP + NORMS_BEHIND + HEAD
+TABLE = ATTENTION + WIDTH_NORMS + GATED_MLP + NORMS_AFTER + HEAD
 
 FAMILY = Family(
     name="olmo2",

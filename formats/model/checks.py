@@ -78,7 +78,7 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     found |= layers_of(values, where)
     foreign = [name for name in CHOICES if found[name] is not None and name not in family.keys]
     if foreign:
-        raise UnsupportedError(f"{where}: a {family.name} leaves no choice of {foreign[0]}")
+        raise UnsupportedError(f"{where}: {foreign[0]} is fixed for {family.name}")
     apart = {name: values[name] for name in ("own", "biases", "notes") if name in values}
     spec = ModelSpec(family=family.name, **found, **apart)
     for check in CHECKS:

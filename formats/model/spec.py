@@ -85,7 +85,7 @@ class ModelSpec(Parts):
                 yield tensor, None, tuple(sizes[axis] for axis in TENSORS[tensor])
 
     def settings(self) -> dict[str, Any]:
-        """The settings by name, without those in which the family leaves no choice."""
+        """The settings by name, without those that are fixed for the family."""
         values = {name: getattr(self, name) for name in ("family", *EVERY, "own", "biases", *CHOICES)}
         lists = (*LISTS, *(["biases"] if self.biases else []))
         values |= {name: list(values[name]) for name in lists if values[name] is not None}  # as JSON reads it back

@@ -280,7 +280,7 @@ def test_virtual_chunks_need_a_pipeline(model, convert, tmp_path):
     assert "virtual pipeline chunks need a pipeline" in ran.err
 
 
-def test_an_adapter_is_not_left_behind_in_silence(model, convert, tmp_path):
+def test_an_adapter_is_not_not_carried_in_silence(model, convert, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(model(), source)
     (source / "adapter_config.json").write_text("{}")

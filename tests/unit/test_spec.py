@@ -413,7 +413,7 @@ def test_some_layers_can_be_set_by_hand(name):
     assert from_huggingface(again, {}, "again") == spec
     with pytest.raises(SourceError, match=f"{setting} = .*, these are no layers of 4"):
         from_huggingface(config(name), {setting: [4]}, "config.json")
-    with pytest.raises(UnsupportedError, match=f"a llama leaves no choice of {setting}"):
+    with pytest.raises(UnsupportedError, match=f"{setting} is fixed for llama"):
         from_huggingface(config("llama"), {setting: [0]}, "config.json")
 
 

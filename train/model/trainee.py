@@ -305,7 +305,7 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
             names = ", ".join((lacking or over)[:3])
             raise SourceError(
                 f"{path} {what} {len(lacking or over)} tensors, such as {names}",
-                "" if lacking else _left_behind(path, config, over),
+                "" if lacking else _not_carried(path, config, over),
             )
         for name, tensor in tensors.items():
             parts = [[file_of[key].get_slice(key) for key in part] for part in apart.get(name, [[name]])]
@@ -315,7 +315,7 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
             yield tensor, piece
 
 
-def _left_behind(path: Path, config: Mapping[str, Any], keys: Iterable[str]) -> str:
+def _not_carried(path: Path, config: Mapping[str, Any], keys: Iterable[str]) -> str:
     """A hint, if the converter drops all of these tensors: multi-token prediction layers, stored rotary frequencies."""
     family = find_family(config)
     drops = family.drops if family else ()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ExportCallback(TrainerCallback):
-    """Exports each checkpoint that the Trainer saves, on the first rank, while the training goes on.
+    """Exports each checkpoint that the Trainer saves, on the first rank, while the training continues.
 
     `save_total_limit` may delete a checkpoint before its turn: then it counts as failed. At the end of the training
     the exports that are left are waited for.

@@ -122,7 +122,7 @@ def agreed(
 
 
 def _as_in_family(values: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None) -> dict[str, Any]:
-    """The settings as the family has them: None where it leaves no choice.
+    """The settings as the family has them: None where they are fixed for it.
 
     Without a dense layer `ffn` is the width of nothing, and Megatron may say anything: it is that of the config.
     """

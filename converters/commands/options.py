@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from converters.plan.request import LONG
 from formats.errors import SourceError
 from formats.format import Format
 from formats.megatron.args.versions import VERSIONS
@@ -52,11 +53,9 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
 class Dtype(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
     """An element type, by its short name or by torch's."""
 
-    long: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Parse a type."""
-        return super().convert(self.long.get(value, value), param, ctx)
+        return super().convert(LONG.get(value, value), param, ctx)
 
 
 class ShareType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from converters.plan.output import DEFAULTS, Output
-from converters.plan.request import DEFAULT_MEMORY, Limits
+from converters.plan.request import DEFAULT_MEMORY, LONG, Limits
 from formats.checkpoint import Settings
 from formats.errors import UsageError, short
 
@@ -156,8 +156,6 @@ KINDS: Mapping[str, Kind] = {
 """Option: what it has to be."""
 RANKS = dict.fromkeys(("tp", "pp", "ep", "ranks"), RANK)
 """The same in a view."""
-LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Torch's names of element types: those of the flags."""
 
 
 def checked(options: Mapping[str, Any], names: Collection[str], kinds: Mapping[str, Kind] = KINDS) -> dict[str, Any]:

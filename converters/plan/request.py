@@ -13,6 +13,8 @@ COMMIT_SECONDS = 0.25
 
 
 DEFAULT_MEMORY = 16 << 20
+LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""Torch's names of the element types of a cast: ours."""
 
 
 @dataclass(frozen=True)

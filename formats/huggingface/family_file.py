@@ -58,6 +58,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "defaults": (dict,),
     "biases": (dict,),
     "own": (dict,),
+    "nulls": (list,),
     "only_here": (str,),
     "router": (str,),
     "full_until": (list,),
@@ -65,7 +66,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "tokens": (dict,),
 }
 """Field of a `Family`, and its type. The first four have to be there."""
-APART = ("rope_theta", "drops", "full_until", "biases")
+APART = ("rope_theta", "drops", "nulls", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*USUAL, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
@@ -119,6 +120,7 @@ def load(path: Path) -> Family:
     family = Family(
         **{name: value for name, value in values.items() if name not in APART},
         drops=tuple(_drops(values.get("drops", []), path)),
+        nulls=tuple(_keys(values.get("nulls", []), path)),
         rope_theta=_theta(values["rope_theta"], path),
         full_until=_full_until(values.get("full_until"), path),
         biases={key: _bias(value, f"{path}: biases.{key}") for key, value in values.get("biases", {}).items()},
@@ -184,6 +186,12 @@ def _drops(values: list[Any], path: Path) -> Iterator[str]:
         except (TypeError, re.error, RecursionError, OverflowError) as error:
             raise UsageError(f"{path}: drops holds {short(value)}, which is no regular expression: {error}") from None
         yield value
+
+
+def _keys(values: list[Any], path: Path) -> list[str]:
+    if others := [value for value in values if not isinstance(value, str)]:
+        raise UsageError(f"{path}: nulls holds {short(others[0])}, which is no config key")
+    return values
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

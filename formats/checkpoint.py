@@ -14,6 +14,8 @@ from formats.model.spec import ModelSpec, Spec
 
 INTEGERS = {dtype for dtype in DTYPES if dtype not in FLOATS and not dtype.startswith("F8")}
 
+ASSETS = "huggingface"
+"""The folder of a run of Megatron or GPT-NeoX with the small files of the model: config.json, tokenizer, card."""
 MANIFEST = "vitruvian.json"
 """What a conversion leaves beside the weights that it wrote, and no other program does."""
 

@@ -12,7 +12,7 @@ from converters.assets.trusted import require_inside
 from converters.plan import agreement
 from converters.plan.plan import Plan, cast_dtype, cast_dtypes, make_plan
 from converters.plan.request import Request
-from formats.checkpoint import Checkpoint
+from formats.checkpoint import ASSETS, Checkpoint
 from formats.errors import RefusedError, UnsupportedError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
@@ -115,7 +115,7 @@ def plan_megatron(
     args = assets.dropouts_of(source) | dict(args or (saved.args if saved and llm[0] == llm[1] else {}))
     writer = torch_dist if options.dialect == DIST else megatron
     target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
-    texts, copies = _inside(source, request, megatron.ASSETS, spec)
+    texts, copies = _inside(source, request, ASSETS, spec)
     if options.dialect == megatron_llm.NAME:
         name = megatron_llm.TOKENIZER
         folders = [folder for folder in (source.assets, source.root) if folder and (folder / name).is_file()]
@@ -136,7 +136,7 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     require_vocab(source)
     dtypes = cast_dtypes(source, request.cast)
     target = writer.write(request.root, source.spec, dtypes, options)
-    texts, copies = _inside(source, request, neox.ASSETS)
+    texts, copies = _inside(source, request, ASSETS)
     notes = () if isinstance(source.details, neox.Neox) else yml.window_notes(source.spec)
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
     return replace(plan, notes=notes)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.checkpoint import Checkpoint, Details, Settings
+from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
 from formats.deepspeed import NEOX, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
@@ -40,7 +40,6 @@ from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.saves import require_same
 
 NAME = NEOX.name
-ASSETS = "huggingface"
 DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
 TIED = re.compile(r"tied_modules\.embed\.")
 """What the optimizer of a pipeline calls the embedding that two stages share."""

@@ -47,7 +47,7 @@ from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
-from formats.megatron.shards import DROPS, STATE, args_of
+from formats.megatron.shards import DROPS, STATE, args_of, require_alone
 from formats.model.spec import ModelSpec
 from formats.model.values import MOST_LAYERS
 from formats.torch_files import dcp, dcp_writer
@@ -136,6 +136,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     _require_whole(folder)
     entries, objects = dcp.contents(folder)
     common = common_state.read(folder)
+    require_alone(common)
     args = args_of(common)
     tensors = tensors_in(folder, [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)])
     if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:

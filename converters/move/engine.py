@@ -10,7 +10,7 @@ averaged, their total is as many floats again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from math import prod
 from typing import NamedTuple
@@ -68,7 +68,9 @@ class Piece(NamedTuple):
     values: Array
 
 
-def pieces_of(job: Job, copies: Copies, files: Files, buffers: Buffers, box: Box | None = None) -> Iterator[Piece]:
+def pieces_of(
+    job: Job, copies: Copies, files: Files, buffers: Buffers, box: Box | None = None, accepted: Collection[str] = ()
+) -> Iterator[Piece]:
     """The elements of a job's tensor as they are written, in canonical order; `copies` knows at the end of any others.
 
     Args:
@@ -77,6 +79,7 @@ def pieces_of(job: Job, copies: Copies, files: Files, buffers: Buffers, box: Box
         files: open files.
         buffers: this thread's memory. Each piece is in it, and overwritten by the next.
         box: the part of the tensor, as a start and a stop along each axis; None for all of it.
+        accepted: deviations that the user named.
     """
     word = WORDS[DTYPES[job.source_dtype]]
     tile, scratch = buffers.tile.view(word), buffers.scratch.view(word)
@@ -93,7 +96,17 @@ def pieces_of(job: Job, copies: Copies, files: Files, buffers: Buffers, box: Box
         if grows:
             _grow(values, job.rows or 0, fill, start, shape)
         room = buffers.other.view(WORDS[DTYPES[job.dtype]])[: len(values)]
-        yield Piece(start, shape, casts.cast(values, job.source_dtype, job.dtype, job.name, room))
+        values = casts.cast(values, job.source_dtype, job.dtype, job.name, room)
+        yield Piece(start, shape, _shifted(job, values, accepted))
+
+
+def _shifted(job: Job, values: Array, accepted: Collection[str]) -> Array:
+    """The elements as the target stores them: the tensor, or the tensor less one."""
+    if job.shift > 0:
+        return casts.add_one(values, job.dtype)
+    if job.shift < 0:
+        return casts.less_one(values, job.dtype, job.name, rounded=casts.ROUNDED_NORMS in accepted)
+    return values
 
 
 def run_job(
@@ -108,7 +121,7 @@ def run_job(
     """
     digest, targets, copies = hasher(job), Nearby(job.targets, len(job.shape)), Copies(job, files, limits.replicas)
     moments = Moments(job, limits.accepted)
-    for start, shape, values in pieces_of(job, copies, files, buffers):
+    for start, shape, values in pieces_of(job, copies, files, buffers, accepted=limits.accepted):
         moments.see(values)
         if stop():
             raise Interrupted("stopped by a signal", "run the same command again to resume")
@@ -116,7 +129,7 @@ def run_job(
             raise VerificationError(
                 f"{job.name} holds NaN or infinity", "the training has diverged; take an earlier one"
             )
-        digest.update(values.data.cast("B"))
+        digest.update((casts.add_one(values, job.dtype) if job.less_one[1] else values).data.cast("B"))
         if job.targets and len(values) and (not limits.fresh or values[0] or values.any()):
             scatter(files, targets, start, shape, values, buffers.scratch.view(values.dtype))
         advance(len(values) * DTYPES[job.source_dtype])

@@ -281,7 +281,9 @@ def fingerprint(plan: Plan, replicas: str) -> str:
     facts = blake3(json.dumps([source, target, repr(plan.spec), replicas]).encode())
     place = lru_cache(maxsize=None)(Path.resolve)  # however the user spells it
     for job in plan.jobs:  # which tensors are read, and in which order, and not only from which files
-        facts.update(f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial}\n".encode())
+        facts.update(
+            f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial} {job.shift}\n".encode()
+        )
         for part in (*job.sources, *job.targets):
             at, spans = part.fragment, [(one.start, one.stop, one.stride) for one in part.leaf.spans]
             of = at.scales

@@ -23,6 +23,8 @@ from formats.model.spec import Spec
 
 PADDING = "padding"
 """The state that rows of a vocabulary's padding are in, where a training is resumed with them."""
+MASTERS = "fp32"
+"""The state of an optimizer that weights are rounded from."""
 SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
 """What weights of 8 bits, named before it, are multiplied by; the last two are bitsandbytes'."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -51,7 +53,8 @@ class Job:
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
     become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
-    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
+    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like. `centred`
+    says of source and target whether they store the tensor less one.
     """
 
     tensor: str
@@ -67,6 +70,18 @@ class Job:
     twins: tuple[Part, ...] = ()
     last: bool = False
     state: str = ""
+    centred: tuple[bool, bool] = (False, False)
+
+    @property
+    def less_one(self) -> tuple[bool, bool]:
+        """Whether source and target store what moves less one: weights and their masters, not their moments."""
+        return self.centred if self.state in ("", MASTERS) else (False, False)
+
+    @property
+    def shift(self) -> int:
+        """What is added to the source, for the target or, without one, for the tensor itself."""
+        source, target = self.less_one
+        return int(source) - int(target)
 
     @property
     def name(self) -> str:
@@ -87,7 +102,8 @@ class Job:
         kind = "last" if self.last else "mean"
         grow = [] if self.rows is None else [f"{kind} of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
         added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
-        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *grow)
+        moved = {1: ["add one to a norm that is stored less one"], -1: ["take one off a norm"]} if self.targets else {}
+        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *moved.get(self.shift, []), *grow)
 
 
 @dataclass(frozen=True)
@@ -143,13 +159,9 @@ def make_plan(
         UnsupportedError: what would be cast are weights of 8 bits with scales.
     """
     held, twins = _parts(source.tensors), _parts(source.twins)
-    partial = {
-        (name, placed.slot.layer)
-        for placed in source.tensors
-        if "partial" in placed.slot.rule.conditions
-        for name in placed.slot.rule.pattern.tensors
-    }
-    wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
+    partial, centred = (_marked(source.tensors, condition) for condition in ("partial", "centred"))
+    written = [placed for file in target.files for placed in file.tensors] if target else []
+    wanted, less_one = _parts(written), _marked(written, "centred")
     repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
@@ -182,11 +194,22 @@ def make_plan(
                 (tensor, layer) in partial,
                 tuple(twin),
                 bool(target and target.padding == "last"),
+                centred=((tensor, layer) in centred, (tensor, layer) in less_one),
             )
         )  # fmt: skip
     if target:
         _prove_filled(target)
     return Plan(source, spec or source.spec, tuple(jobs), target)
+
+
+def _marked(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | None]]:
+    """The (tensor, layer) of physical tensors whose lines say so."""
+    return {
+        (name, placed.slot.layer)
+        for placed in tensors
+        if condition in placed.slot.rule.conditions
+        for name in placed.slot.rule.pattern.tensors
+    }
 
 
 def _require_no_scales(source: Checkpoint) -> None:

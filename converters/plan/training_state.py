@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from converters.plan.plan import PADDING, Copies, Job, Part, Plan, cast_dtypes, make_plan, padding_leaves, prove_tiling
+from converters.plan.plan import (
+    MASTERS,
+    PADDING,
+    Copies,
+    Job,
+    Part,
+    Plan,
+    cast_dtypes,
+    make_plan,
+    padding_leaves,
+    prove_tiling,
+)
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_megatron
 from converters.plan.universal import UNTAKEN
@@ -178,7 +189,18 @@ def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:
 
 
 def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None) -> Plan:
-    """A plan of the weights, with the jobs of the optimizer; masters that it does not carry are the proof."""
+    """A plan of the weights, with the jobs of the optimizer; masters that it does not carry are the proof.
+
+    Raises:
+        UnsupportedError: masters would not round to the weights, from which one is taken off.
+    """
+    shifted = next((job.name for job in plan.jobs if job.shift), None)
+    if shifted and MASTERS in optimizer.states:
+        raise UnsupportedError(
+            f"Megatron stores {shifted} less one, where its float32 masters do not round to the weights of "
+            f"{plan.source.root}",
+            "take the weights alone, without --with-optimizer, or --dtype fp32",
+        )
     source = plan.source
 
     def more(written: Checkpoint) -> Iterator[Job]:

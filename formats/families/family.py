@@ -24,6 +24,8 @@ SIGNS = {
     "learned": {"positions"},
     "sinks": {"sinks"},
     "latent": {"latent_down"},
+    "recurrent": {"linear_decay"},
+    "query_gate": {"query_gate"},
     "moe": {"router"},
     "router_bias": {"router_bias"},
     "shared_experts": {"shared_up"},

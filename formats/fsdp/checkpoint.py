@@ -346,9 +346,17 @@ def _native_slots(spec: Spec) -> list[Slot]:
             f"{torchtitan.FIRST} is a name of torchtitan, whose {spec.family} has no table",
             f"there are {', '.join(torchtitan.TITAN)}",
         )
-    layers = enumerate(range(spec.layers))
-    table = torchtitan.TITAN[spec.family]
-    return list(slots(table, spec.sizes(), tensors=spec.tensors, layers=layers, mesh={}, conditions=spec.conditions))
+    return list(
+        slots(
+            torchtitan.TITAN[spec.family],
+            spec.sizes(),
+            tensors=spec.tensors,
+            layers=enumerate(range(spec.layers)),
+            mesh={},
+            conditions=spec.conditions,
+            kinds=spec.layer_kinds,
+        )
+    )
 
 
 def _require_rows(tensors: Mapping[str, Scattered], spec: Verbatim, where: Path) -> None:

@@ -71,8 +71,9 @@ REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*USUAL, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
 OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
+OF_MIXERS = {"attention", "recurrent"}
 OF_QUERIES = {"compressed", "uncompressed"}
-ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS, *OF_QUERIES, *BIASES}
+ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS, *OF_QUERIES, *OF_MIXERS, *BIASES}
 """The conditions that mean something in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
 SILU = {"silu", "swish", "swiglu"}
@@ -290,11 +291,14 @@ def _check_table(family: Family, path: Path) -> None:
     if "query_rank" not in family.keys and used & OF_QUERIES:
         raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
     queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
+    if "recurrent_layers" not in family.keys and used & OF_MIXERS:
+        raise UsageError(f"{path}: without the key recurrent_layers no line can be {min(used & OF_MIXERS)}")
+    mixers = [{one} for one in sorted(OF_MIXERS)] if "recurrent_layers" in family.keys else [set[str]()]
     chosen = {name for names, _ in family.biases.values() for name in names.split()}
     if used & BIASES != chosen:
         raise UsageError(f"{path}: biases has {sorted(chosen)}, the lines of its table {sorted(used & BIASES)}")
     biases = [chosen, set[str]()] if chosen else [chosen]
-    for residual, head, *rest in product(residuals, ({"tied"}, {"untied"}), kinds, queries, biases):
+    for residual, head, *rest in product(residuals, ({"tied"}, {"untied"}), kinds, queries, mixers, biases):
         kind = set[str]().union(*rest)
         here = [rule for rule in family.tensors if rule.conditions <= {*residual, *head, *kind, "optional"}]
         keys = [key for rule in here for key in rule.spellings]
@@ -356,7 +360,9 @@ def _check_megatron(family: Family, path: Path) -> None:
             not plain and not SILU & {value for value in family.requires.values() if isinstance(value, str)}
         ),
         "keys does not say what its activation is called": plain and "activation" not in family.keys,
-        "its norms are stored less one, and its MLP has a gate": family.centred and not plain,
+        "its norms are stored less one, and its MLP has a gate": (
+            family.centred and not plain and "recurrent" not in family.traits
+        ),
         "its MLP has a gate, and keys leaves its activation open": not plain and "activation" in family.keys,
     }
     for reason, holds in reasons.items():

@@ -15,6 +15,10 @@ score of no token, one for each head.
 A latent is what keys and values of all heads are made of: `latent_down` leads to it, and to the part of the keys that
 rotates; `latent_up` leads from it to each head. Queries may have one of their own, or come by `latent_query`.
 
+A query gate weighs the output of attention, element by element. The value heads of linear attention are in the order of
+the key heads that they belong to, `spread` of each; beta says how much its state learns of a token, alpha, decay and
+the bias of their step how much it forgets. Taps are the weights of a convolution over tokens.
+
 Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
 """
 
@@ -35,6 +39,7 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         query_bias   layer group head half pair
         query_norm   layer half pair
         query_width_norm  layer group head half pair
+        query_gate   layer group head dim hidden
         key          layer group half pair hidden
         key_bias     layer group half pair
         key_norm     layer half pair
@@ -48,6 +53,19 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         latent_down  layer joint_dim hidden
         latent_norm  layer latent_rank
         latent_up    layer group up_dim latent_rank
+        linear_query  layer key_head key_dim hidden
+        linear_key   layer key_head key_dim hidden
+        linear_value  layer key_head spread value_dim hidden
+        linear_gate  layer key_head spread value_dim hidden
+        linear_beta  layer key_head spread hidden
+        linear_alpha  layer key_head spread hidden
+        linear_query_taps  layer key_head key_dim tap
+        linear_key_taps  layer key_head key_dim tap
+        linear_value_taps  layer key_head spread value_dim tap
+        linear_step_bias  layer key_head spread
+        linear_decay  layer key_head spread
+        linear_norm  layer value_dim
+        linear_output  layer hidden key_head spread value_dim
         sinks        layer group head
         output       layer hidden group head dim
         output_bias  layer hidden

@@ -61,6 +61,11 @@ CHECKS = (
     Check(UnsupportedError, lambda m, _: m.kv_heads != m.heads or (m.rope_dim or 0) % 2,
           "{m.heads} heads in {m.kv_heads} groups, of which {m.rope_dim} elements rotate, are not supported with "
           "latents", "latent"),
+    Check(UnsupportedError, lambda m, _: not 0 < len(m.recurrent_layers or ()) < m.layers,
+          "layers {m.recurrent_layers} of {m.layers} have linear attention, and a {m.family} mixes both", "recurrent"),
+    Check(SourceError, lambda m, _: (m.linear_value_heads or 0) % (m.linear_key_heads or 1),
+          "{m.linear_value_heads} value heads of linear attention do not divide over {m.linear_key_heads} key heads",
+          "recurrent"),
 )
 # fmt: on
 

@@ -105,11 +105,13 @@ def test_settings_survive_megatron(name):
     args = to_megatron(spec)
     assert from_megatron(args, {}, spec, "args") == spec
     alone = from_megatron(args, {}, None, "args")
-    # a Phi-3 whose heads rotate as a whole is a Llama, and a Hunyuan 3 a dots.llm1 with the router's choices made
+    # a Phi-3 whose heads rotate as a whole is a Llama, and a Hunyuan 3 a dots.llm1 with the router's choices made, as a
+    # Qwen3.5 with experts is a Qwen3-Next
     spellings = (
         "family",
         "rotary_fraction: None | 1.0",
         "biases: None | ['qkv_bias']",
+        "dense_layers: [] | None",
         *(f"router_{name} | None" for name in ROUTER),
     )
     assert [line for line in differences(alone, spec) if not line.startswith(spellings)] == []

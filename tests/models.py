@@ -23,6 +23,7 @@ PLAIN_YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+BY_KIND = {"full_attention": PLAIN_YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}
 PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.75}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -85,6 +86,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite-tied": {"model_type": "granite", "tie_word_embeddings": True},
     "olmo2": {"model_type": "olmo2", **TOKENS},
     "olmo2-tied": {"model_type": "olmo2", "tie_word_embeddings": True, **TOKENS},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 8, "rope_parameters": BY_KIND, **TOKENS},
+    "olmo3-tied": {"model_type": "olmo3", "sliding_window": 8, "layer_types": ALTERNATING, **TIED},
     "exaone4": {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
     "exaone4-tied": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 4, **TIED},
     "glm4": {"model_type": "glm4", "head_dim": 16, **TOKENS},

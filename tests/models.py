@@ -88,6 +88,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2-tied": {"model_type": "olmo2", "tie_word_embeddings": True, **TOKENS},
     "olmo3": {"model_type": "olmo3", "sliding_window": 8, "rope_parameters": BY_KIND, **TOKENS},
     "olmo3-tied": {"model_type": "olmo3", "sliding_window": 8, "layer_types": ALTERNATING, **TIED},
+    "apertus": {"model_type": "apertus"},
+    "apertus-tied": {"model_type": "apertus", "attention_bias": True, "rope_parameters": PLAIN_YARN, **TIED},
     "exaone4": {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
     "exaone4-tied": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 4, **TIED},
     "glm4": {"model_type": "glm4", "head_dim": 16, **TOKENS},

@@ -109,6 +109,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox-tied": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "n_inner": 96, **TOKENS},
     "gpt2-untied": {"model_type": "gpt2", "activation_function": "gelu", "tie_word_embeddings": False, **TOKENS},
+    "bloom": {"model_type": "bloom"},
+    "bloom-untied": {"model_type": "bloom", "tie_word_embeddings": False},
     "falcon": {"model_type": "falcon", "ffn_hidden_size": 96, **TOKENS},
     "falcon-untied": {"model_type": "falcon", "tie_word_embeddings": False, **TOKENS},
     "falcon-40b": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 4, **TOKENS},
@@ -184,6 +186,7 @@ MODELS: dict[str, dict[str, Any]] = {
 UNKNOWN = {
     "gpt_neox": ("num_key_value_heads",),
     "gpt2": ("num_key_value_heads", "intermediate_size"),
+    "bloom": ("num_key_value_heads", "intermediate_size"),
     "falcon": ("num_key_value_heads", "intermediate_size"),
 }
 """Model type: what its config calls otherwise, or does not have."""
@@ -196,7 +199,7 @@ HARMLESS = {
     "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
     "multi_query", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
     "shared_expert_intermediate_size", "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
-    "enable_moe_fp32_combine", "eod_token_id",
+    "enable_moe_fp32_combine", "eod_token_id", "slow_but_exact",
 }  # fmt: skip
 """Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
 has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does

@@ -30,6 +30,8 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         str.split,
         """
         embedding    vocab hidden
+        embedding_norm  hidden
+        embedding_norm_bias  hidden
         positions    position hidden
         input_norm   layer hidden
         input_norm_bias  layer hidden

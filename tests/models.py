@@ -24,6 +24,7 @@ PLAIN_YARN = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 BY_KIND = {"full_attention": PLAIN_YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}
+GROWING = {**PLAIN_YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
 PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.75}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -90,6 +91,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3-tied": {"model_type": "olmo3", "sliding_window": 8, "layer_types": ALTERNATING, **TIED},
     "apertus": {"model_type": "apertus"},
     "apertus-tied": {"model_type": "apertus", "attention_bias": True, "rope_parameters": PLAIN_YARN, **TIED},
+    "ministral3": {"model_type": "ministral3", "head_dim": 16, "rope_parameters": GROWING, **TOKENS},
+    "ministral3-tied": {"model_type": "ministral3", "head_dim": 8, "sliding_window": 8, **TIED},
     "exaone4": {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
     "exaone4-tied": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 4, **TIED},
     "glm4": {"model_type": "glm4", "head_dim": 16, **TOKENS},

@@ -18,7 +18,7 @@ from formats.errors import RefusedError, UnsupportedError
 from formats.layout.boxes import overlap
 from formats.layout.leaves import Leaf
 from formats.layout.table import ORIGINAL, Placed, Replica
-from formats.layout.tensors import UNTRAINED
+from formats.layout.tensors import EXACT
 from formats.model.spec import Spec
 
 PADDING = "padding"
@@ -230,7 +230,7 @@ def _require_no_scales(source: Checkpoint) -> None:
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:
     """The element type of a tensor after a cast, which leaves integers alone, and what no framework rounds."""
-    kept = tensor in UNTRAINED or tensor.endswith(".e_score_correction_bias")  # of a model without a table
+    kept = tensor in EXACT or tensor.endswith(".e_score_correction_bias")  # of a model without a table
     return CASTS[cast] if cast and dtype in FLOATS and not kept else dtype
 
 

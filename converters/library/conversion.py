@@ -159,7 +159,7 @@ def carry_out(
         nbytes, seconds = sum(job.nbytes for job in jobs), time.monotonic() - began
         return Part(str(share), request.out, len(jobs), nbytes, seconds, averaged, tuple(notes))
     digests = run(planned, request, drifted, verdicts.append)
-    paths = {part.fragment.path for job in planned.jobs for part in job.sources if part.fragment.member}
+    paths = {part.fragment.path for job in planned.reads for part in job.sources if part.fragment.member}
     return Converted(
         request.out,
         len(digests),
@@ -168,7 +168,7 @@ def carry_out(
         total(digest.of_weights(planned, digests)),
         request.verify,
         verdicts[0],
-        saves.untied(planned.source.home, paths, planned.source.ties),
+        "; ".join(filter(None, (saves.untied(one.home, paths & {*one.files}, one.ties) for one in planned.sources))),
         averaged,
         tuple(notes),
     )
@@ -181,8 +181,9 @@ def check(planned: plans.Plan, request: Request) -> None:
         OutputError: OUT exists, or is in the source.
         VerificationError: the source contradicts its manifest.
     """
-    check_paths(planned.source, request)
-    check_manifest(planned.source)
+    for source in planned.sources:
+        check_paths(source, request)
+        check_manifest(source)
 
 
 def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning]) -> Plan:

@@ -72,7 +72,7 @@ class SourceChecks:
     """
 
     def __init__(self, jobs: Iterable[Job], replicas: str = "verify", sound: Collection[str] = ()) -> None:
-        self.jobs, self.copies = tuple(jobs), replicas != "first"
+        self.jobs, self.copies = tuple(read for job in jobs for read in job.reads), replicas != "first"
         self.before, self.fresh = frozenset(sound), list[_Key]()
         self.entries: dict[_Key, _Entry | None] = {}
         """Those that were begun, None for those that are complete. There may be a million of them."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
@@ -44,6 +45,20 @@ Copies = dict[Replica, list[Part]]
 """The parts of a tensor, and of each further copy of it."""
 
 
+class Term(NamedTuple):
+    """A summand of a tensor that is computed of several.
+
+    Attributes:
+        job: what reads it, and writes nothing.
+        factor: what it is multiplied by.
+        policy: what is done with its further copies (`Limits.replicas`).
+    """
+
+    job: Job
+    factor: float = 1.0
+    policy: str = "verify"
+
+
 @dataclass(frozen=True)
 class Job:
     """One logical tensor of one layer: where its elements come from and where they go.
@@ -51,7 +66,8 @@ class Job:
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
     become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
-    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
+    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like. A tensor
+    that is computed of several has no source but its `terms`, and `edge` says what is computed.
     """
 
     tensor: str
@@ -67,6 +83,13 @@ class Job:
     twins: tuple[Part, ...] = ()
     last: bool = False
     state: str = ""
+    terms: tuple[Term, ...] = ()
+    edge: str = ""
+
+    @property
+    def reads(self) -> tuple[Job, ...]:
+        """The jobs that read what this one is made of: itself, unless it is computed of several."""
+        return tuple(term.job for term in self.terms) or (self,)
 
     @property
     def name(self) -> str:
@@ -87,7 +110,26 @@ class Job:
         kind = "last" if self.last else "mean"
         grow = [] if self.rows is None else [f"{kind} of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
         added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
-        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *grow)
+        summed = [one for term in self.terms for one in term.job.edges] + ([self.edge] if self.edge else [])
+        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *grow, *summed)
+
+
+class Input(NamedTuple):
+    """One of several checkpoints that an output is computed of.
+
+    Attributes:
+        checkpoint: what is read.
+        about: what record and manifest say of it, such as its weight.
+    """
+
+    checkpoint: Checkpoint
+    about: Mapping[str, Any]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the manifest says of it. Folders move: only their names are kept."""
+        one = self.checkpoint
+        return {"name": one.home.name, "format": one.format, "topology": dict(one.topology), **self.about}
 
 
 @dataclass(frozen=True)
@@ -96,7 +138,8 @@ class Plan:
 
     `spec` is that of the output; `notes` are what else the user should know. `again` makes of the plan one that reads
     the output, where no reader of a checkpoint would read all of it; such an output has no manifest. `more` gives the
-    jobs of reading what an output holds besides the weights.
+    jobs of reading what an output holds besides the weights. `inputs` are all sources, where there are several; the
+    first of them is `source`.
     """
 
     source: Checkpoint
@@ -106,6 +149,17 @@ class Plan:
     notes: tuple[str, ...] = ()
     again: Callable[[Plan], Plan] | None = None
     more: Callable[[Checkpoint], Iterable[Job]] | None = None
+    inputs: tuple[Input, ...] = ()
+
+    @property
+    def reads(self) -> tuple[Job, ...]:
+        """The jobs that read."""
+        return tuple(read for job in self.jobs for read in job.reads)
+
+    @property
+    def sources(self) -> tuple[Checkpoint, ...]:
+        """Every checkpoint that is read."""
+        return tuple(one.checkpoint for one in self.inputs) or (self.source,)
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +169,7 @@ class Plan:
     @property
     def blocks(self) -> int:
         """How many strided blocks are read and written."""
-        return sum(len(job.sources) + len(job.targets) for job in self.jobs)
+        return sum(len(job.sources) for job in self.reads) + sum(len(job.targets) for job in self.jobs)
 
     @property
     def edges(self) -> dict[str, int]:

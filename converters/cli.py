@@ -24,6 +24,7 @@ SECTIONS = {
         convert.reshard,
         neox.average_norms,
         combine.average,
+        combine.merge,
         submit.submit,
     ),
     "Look": (look.inspect, look.plan, look.explain, look.formats),

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from converters.commands.options import FOLDER, opened, reading, settings_of, shard_size, writing
+from converters.commands.options import FOLDER, deepspeed_reading, opened, reading, settings_of, shard_size, writing
 from converters.commands.running import carry_out, output_of, request_of
 from formats.errors import UsageError
 
@@ -64,3 +64,26 @@ def average(
     request = request_of(out, options, sources[0])
     plan = plan_average(sources, weights, request, "huggingface", output_of(options), options["replicas"])
     carry_out(plan, request, options)
+
+
+@click.command()
+@click.argument("base", type=FOLDER)
+@click.argument("adapter", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@shard_size
+@deepspeed_reading
+@reading
+@writing
+def merge(base: Path, adapter: Path, out: Path, **options: Any) -> None:
+    """LoRA adapter of PEFT merged into its base, as a Hugging Face folder.
+
+    BASE is a checkpoint of any format, ADAPTER the folder with adapter_config.json. W + scale * B @ A is computed in
+    float64 and rounded once, to the type of BASE or --dtype. DoRA, rsLoRA, embeddings, experts and modules_to_save too.
+    """
+    from converters.plan.merging import plan_merge
+    from converters.plan.opening import replicas_of
+
+    source = opened(base, options)
+    request = request_of(out, options, source)
+    policy = replicas_of(source, options["replicas"])
+    carry_out(plan_merge(source, adapter, request, "huggingface", output_of(options), policy), request, options)

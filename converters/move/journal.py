@@ -284,12 +284,17 @@ def fingerprint(plan: Plan, replicas: str) -> str:
         facts.update(_line(job).encode())
         for term in job.terms:
             facts.update(f"{term.factor!r} {term.policy} {_line(term.job)}".encode())
+        for norms in job.norms:
+            line = f"{norms.wanted} {norms.columns} {norms.transposed}\n"
+            facts.update(line.encode(errors="surrogateescape"))
         for part in (*(part for read in job.reads for part in read.sources), *job.targets):
             at, spans = part.fragment, [(one.start, one.stop, one.stride) for one in part.leaf.spans]
             of = at.scales
             scaled = of and (of.method, place(of.factors.path), of.factors.offset, of.block, of.rows, of.columns)
             crc = at.member.crc if at.member else 0
-            line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans} {crc}\n"
+            computed = at.product and (at.product, at.shape)
+            line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans} {crc}"
+            line += f" {computed}\n"
             facts.update(line.encode(errors="surrogateescape"))  # a path is bytes
     return "vitruvian 1 " + facts.hexdigest()
 

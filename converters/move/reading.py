@@ -35,6 +35,8 @@ class Buffers(threading.local):
 class Reading:
     """One job's tensor, to be asked for its tiles. What it gives is in the thread's memory, until it is asked again.
 
+    Elements that no source has are zero: a summand may be of a part of the tensor.
+
     Args:
         job: what is read, and with which new rows.
         copies: what is done with its further copies.
@@ -48,6 +50,7 @@ class Reading:
         word = WORDS[DTYPES[job.source_dtype]]
         self.tile, self.scratch = buffers.tile.view(word), buffers.scratch.view(word)
         self.sources = Nearby(job.sources, len(job.shape))
+        self.whole = sum(part.leaf.numel for part in job.sources) >= prod(job.shape)
         self.grows = job.rows is not None and box[0][1] > job.rows
         make = last_row if job.last else mean_row
         self.fill = make(job, self.sources, files, self.tile, self.scratch) if self.grows else self.tile[:0]
@@ -55,6 +58,8 @@ class Reading:
     def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         """The elements of a tile, as words."""
         values = self.tile[: prod(shape)]
+        if not self.whole:
+            values[:] = 0
         gather(self.files, self.sources, start, shape, values, self.scratch)
         self.copies.settle(values, Tile(start, shape, self.buffers.other, self.buffers.scratch))
         if self.grows:

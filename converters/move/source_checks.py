@@ -184,8 +184,7 @@ class SourceChecks:
         copies = chain(*job.replicas.values(), job.twins) if self.copies or job.partial else ()
         for part in chain(job.sources, copies):
             yield part.fragment
-            if part.fragment.scales is not None:
-                yield part.fragment.scales.factors
+            yield from part.fragment.inputs
 
 
 def claim(bounds: list[int], low: int, high: int) -> list[tuple[int, int]]:

@@ -52,11 +52,34 @@ class Term(NamedTuple):
         job: what reads it, and writes nothing.
         factor: what it is multiplied by.
         policy: what is done with its further copies (`Limits.replicas`).
+        finite: whether NaN and infinity in it are refused.
     """
 
     job: Job
     factor: float = 1.0
     policy: str = "verify"
+    finite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The norms that the rows of a matrix get, whatever they were: DoRA's magnitudes.
+
+    Attributes:
+        wanted: the norm of each row.
+        parts: where the elements of the tensor are in the matrix.
+        columns: how many elements each row has.
+        transposed: whether the matrix is stored column by column.
+    """
+
+    wanted: Fragment
+    parts: tuple[Part, ...]
+    columns: int
+    transposed: bool
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return self.wanted.shape[0]
 
 
 @dataclass(frozen=True)
@@ -67,7 +90,7 @@ class Job:
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
     become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
     are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like. A tensor
-    that is computed of several has no source but its `terms`, and `edge` says what is computed.
+    that is computed of several has no source but its `terms`; its rows get `norms`, and `edge` says what is computed.
     """
 
     tensor: str
@@ -84,6 +107,7 @@ class Job:
     last: bool = False
     state: str = ""
     terms: tuple[Term, ...] = ()
+    norms: tuple[Norms, ...] = ()
     edge: str = ""
 
     @property
@@ -196,14 +220,14 @@ def make_plan(
         RefusedError: a side does not cover a tensor, or covers it twice.
         UnsupportedError: what would be cast are weights of 8 bits with scales.
     """
-    held, twins = _parts(source.tensors), _parts(source.twins)
+    held, twins = parts_of(source.tensors), parts_of(source.twins)
     partial = {
         (name, placed.slot.layer)
         for placed in source.tensors
         if "partial" in placed.slot.rule.conditions
         for name in placed.slot.rule.pattern.tensors
     }
-    wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
+    wanted = parts_of(placed for file in target.files for placed in file.tensors) if target else {}
     repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
@@ -270,7 +294,7 @@ def cast_dtypes(source: Checkpoint, cast: str | None) -> dict[tuple[str, int | N
     return {name: cast_dtype(dtype, cast, name[0]) for name, dtype in source.dtypes().items()}
 
 
-def _parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
+def parts_of(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
     """The leaves of physical tensors by (tensor, layer) and by the copy to which they belong."""
     found: dict[tuple[str, int | None], Copies] = {}
     for placed in tensors:

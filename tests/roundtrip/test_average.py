@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from converters.move import casts
-from tests.models import files
+from tests.models import files, nearest_bfloat16
 
 MODEL = "llama-tied"
 TYPES = {"bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp16": np.float16}
@@ -45,17 +45,6 @@ def expected(folders: list[Path], weights: list[float]) -> dict[str, np.ndarray]
     return total
 
 
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Float64 to the nearest bfloat16, ties to even: by exact arithmetic on the neighbours."""
-    near = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
-    candidates = np.stack([(near.astype(np.int64) + step * 65536).astype(np.uint32) for step in (-1, 0, 1)])
-    apart = np.abs(candidates.view(np.float32).astype(np.float64) - values)
-    odd = (candidates >> 16) & 1
-    best = np.lexsort((odd.reshape(3, -1), apart.reshape(3, -1)), axis=0)[0]
-    words = np.take_along_axis(candidates.reshape(3, -1), best[None], 0)[0] >> 16
-    return words.astype(np.uint16).view(ml_dtypes.bfloat16).reshape(values.shape)
-
-
 def equal(out: Path, total: dict[str, np.ndarray], dtype: str) -> None:
     """OUT holds a sum, rounded once."""
     import torch
@@ -64,7 +53,7 @@ def equal(out: Path, total: dict[str, np.ndarray], dtype: str) -> None:
     held = load_torch(out / "model.safetensors")
     assert held.keys() == total.keys()
     for name, values in total.items():
-        want = to_bfloat16(values) if dtype == "bf16" else values.astype(TYPES[dtype])
+        want = nearest_bfloat16(values) if dtype == "bf16" else values.astype(TYPES[dtype])
         got = held[name].view(torch.uint8).numpy() if held[name].dim() else held[name].numpy()
         assert got.tobytes() == want.tobytes(), name
 
@@ -217,7 +206,7 @@ def test_round_once_is_the_nearest():
     dice = np.random.default_rng(1)
     values = np.concatenate([values, dice.standard_normal(10000) * 10.0 ** dice.integers(-30, 30, 10000)])
     got = casts.round_once(values, "BF16", "x", np.empty(len(values), np.uint16))
-    assert (got.view(ml_dtypes.bfloat16) == to_bfloat16(values)).all()
+    assert (got.view(ml_dtypes.bfloat16) == nearest_bfloat16(values)).all()
     assert casts.cast(casts.as_words(values), "F64", "BF16", "x")[1] != got[1]  # what torch does
 
 

@@ -40,6 +40,8 @@ from formats.torch_files import saves
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from formats.checkpoint import Checkpoint
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -264,7 +266,13 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
     if source is opened:
         require_effect(settings, source)
         require_family(family, source)
-    request = Request(
+    request = asked(out, options, source)
+    return plan_output(opened, request, to, output_of(options)), request
+
+
+def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
+    """What the options of `Conversion` ask for, of a source that is open."""
+    return Request(
         out,
         cast_of(options),
         limits_of(options, replicas_of(source, options.get("replicas"))),
@@ -273,4 +281,3 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
         quiet=True,
         tell=options.get("progress"),
     )
-    return plan_output(opened, request, to, output_of(options)), request

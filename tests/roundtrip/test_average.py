@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from converters.move import casts
 from tests.models import files, nearest_bfloat16
+from tests.optimizers import add_optimizer
 
 MODEL = "llama-tied"
 TYPES = {"bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp16": np.float16}
@@ -101,6 +102,30 @@ def test_any_formats_mixed_give_the_same_bytes(three, convert, tmp_path):
     assert ran.code == 0, ran.err
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "mixed")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("how", ["plain", "distributed"])
+def test_masters_are_averaged(model, convert, tmp_path, how):
+    """Each is 1 + 2**-12 times its bfloat16 weight, to which it rounds."""
+    sources, runs = [model("qwen3", "bfloat16"), tmp_path / "other"], []
+    shutil.copytree(sources[0], sources[1])
+    flipped = {name: -one for name, one in load_file(sources[0] / "model.safetensors").items()}
+    flipped = {name: (one / 2 if "norm" not in name else -one) for name, one in flipped.items()}
+    save_file(flipped, sources[1] / "model.safetensors", {"format": "pt"})
+    for number, source in enumerate(sources):
+        words = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16, "--tp", 2]
+        assert convert("hf2megatron", source, tmp_path / f"run{number}", *words).code == 0
+        runs.append(add_optimizer(tmp_path / f"run{number}", how))
+    total = {name: one * (1 + 2**-12) for name, one in expected(sources, [0.75, 0.25]).items()}
+    for dtype in ("keep", "fp32"):
+        ran = convert("average", *runs, tmp_path / dtype, "--weights", "0.75,0.25", "--dtype", dtype)
+        assert ran.code == 0, ran.err
+        equal(tmp_path / dtype, total, "bf16" if dtype == "keep" else dtype)
+    assert "only weights are carried, opt_param_scheduler, optimizer" in ran.err
+    ran = convert("average", runs[0], sources[1], tmp_path / "mixed", "-n")
+    assert ran.code == 0, ran.err
+    assert f"{runs[0]}: format megatron, averaged FP32 master weights, weight 0.5" in ran.out
+    assert f"{sources[1]}: format huggingface, averaged weights, weight 0.5" in ran.out
 
 
 def test_the_newest_of_a_run(three, convert, tmp_path):

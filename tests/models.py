@@ -316,3 +316,17 @@ def files(folder: Path) -> dict[str, bytes]:
     """Every file of a folder, by relative name, the manifest left out."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return {name: content for name, content in found.items() if Path(name).name != "vitruvian.json"}
+
+
+def nearest_bfloat16(values: Any) -> Any:
+    """Float64 to the nearest bfloat16, ties to even: by exact arithmetic on the neighbours."""
+    import ml_dtypes
+    import numpy as np
+
+    near = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    candidates = np.stack([(near.astype(np.int64) + step * 65536).astype(np.uint32) for step in (-1, 0, 1)])
+    apart = np.abs(candidates.view(np.float32).astype(np.float64) - values)
+    odd = (candidates >> 16) & 1
+    best = np.lexsort((odd.reshape(3, -1), apart.reshape(3, -1)), axis=0)[0]
+    words = np.take_along_axis(candidates.reshape(3, -1), best[None], 0)[0] >> 16
+    return words.astype(np.uint16).view(ml_dtypes.bfloat16).reshape(values.shape)

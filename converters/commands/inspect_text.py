@@ -62,6 +62,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     source, target = record["source"], record["target"]
     topology = "".join(f", {name} {n}" for name, n in source["topology"].items())
     yield f"read   {source['path']}: {source['format']}{topology}, {source['files']} files"
+    for one in record.get("sources", ()):
+        about = ", ".join(f"{name} {one[name]}" for name in one if name not in ("path", "name", "topology"))
+        yield f"of     {one['path']}: {about}"
     yield f"move   {record['jobs']} tensors, {size(record['bytes'])} in {record['blocks']} blocks"
     yield "prove  every element has one source and one place"
     for edge, count in record["edges"].items():

@@ -39,6 +39,8 @@ from formats.torch_files import saves
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from formats.checkpoint import Checkpoint
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -158,7 +160,7 @@ def carry_out(
         nbytes, seconds = sum(job.nbytes for job in jobs), time.monotonic() - began
         return Part(str(share), request.out, len(jobs), nbytes, seconds, averaged, tuple(notes))
     digests = run(planned, request, drifted, verdicts.append)
-    paths = {part.fragment.path for job in planned.jobs for part in job.sources if part.fragment.member}
+    paths = {part.fragment.path for job in planned.reads for part in job.sources if part.fragment.member}
     return Converted(
         request.out,
         len(digests),
@@ -167,7 +169,7 @@ def carry_out(
         total(digest.of_weights(planned, digests)),
         request.verify,
         verdicts[0],
-        saves.untied(planned.source.home, paths, planned.source.ties),
+        "; ".join(filter(None, (saves.untied(one.home, paths & {*one.files}, one.ties) for one in planned.sources))),
         averaged,
         tuple(notes),
     )
@@ -180,8 +182,9 @@ def check(planned: plans.Plan, request: Request) -> None:
         OutputError: OUT exists, or is in the source.
         VerificationError: the source contradicts its manifest.
     """
-    check_paths(planned.source, request)
-    check_manifest(planned.source)
+    for source in planned.sources:
+        check_paths(source, request)
+        check_manifest(source)
 
 
 def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning]) -> Plan:
@@ -258,8 +261,13 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
     reading = {name: value for name, value in options.items() if name in Reading.__optional_keys__}
     settings = settings_of(reading)
     opened = (open_training if to == UNIVERSAL else open_only)(src, settings, family)
-    source = source_of(opened)
-    request = Request(
+    request = asked(out, options, source_of(opened))
+    return plan_output(opened, request, to, output_of(options)), request
+
+
+def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
+    """What the options of `Conversion` ask for, of a source that is open."""
+    return Request(
         out,
         cast_of(options),
         limits_of(options, replicas_of(source, options.get("replicas"))),
@@ -268,4 +276,3 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
         quiet=True,
         tell=options.get("progress"),
     )
-    return plan_output(opened, request, to, output_of(options)), request

@@ -69,22 +69,29 @@ def open_source(path: Path, settings: Settings, wanted: Sequence[Format] = ()) -
 
 
 def open_only(path: Path, settings: Settings, family: Family | None, wanted: Sequence[Format] = ()) -> Checkpoint:
-    """Open the one checkpoint that all that was said is for: each setting has an effect on it.
+    """Open the one checkpoint that all that was said is for (`open_all`)."""
+    return open_all([path], settings, family, wanted)[0]
+
+
+def open_all(
+    paths: Sequence[Path], settings: Settings, family: Family | None, wanted: Sequence[Format] = ()
+) -> list[Checkpoint]:
+    """Open checkpoints that all that was said is for: each setting has an effect on one of them.
 
     Args:
-        path: its folder, or a name of the Hub.
+        paths: their folders, or names of the Hub.
         settings: what the user said.
         family: the user's own.
         wanted: the formats that are read; none for any.
 
     Raises:
-        SourceError: there is none, or it is damaged.
-        UsageError: it is of another format or family, or a setting means nothing to it.
+        SourceError: one is not there, or is damaged.
+        UsageError: one is of another format, or a setting or the family means nothing to any of them.
     """
-    source = open_source(path, settings, wanted)
-    require_effect(settings, source)
-    require_family(family, source)
-    return source
+    sources = [open_source(path, settings, wanted) for path in paths]
+    require_effect(settings, *sources)
+    require_family(family, *sources)
+    return sources
 
 
 def open_training(path: Path, settings: Settings, family: Family | None) -> Checkpoint | States:

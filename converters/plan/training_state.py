@@ -77,7 +77,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     masters = found.states.get("fp32")
     moments = replace(found, states={state: one for state, one in found.states.items() if state != "fp32"})
     held = (placed.fragment.path for one in found.states.values() for placed in one.tensors)
-    weights = source if masters is None else _as_weights(masters, source)
+    weights = source if masters is None else as_weights(masters, source)
     files = tuple(dict.fromkeys([*source.files, *held]))
     weights = replace(weights, files=files, dropped=(), state=())
     asked = request if masters is None else replace(request, cast="fp32")
@@ -164,7 +164,7 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
     masters = states.pop("fp32", None)
     weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
     if weights == {"F32"}:
-        return (source if masters is None else _as_weights(masters, source)), states
+        return (source if masters is None else as_weights(masters, source)), states
     if masters is None and set(source.dtypes().values()) == {"F32"}:
         masters = replace(source, tensors=_parts_of(source, buffers=False), without=UNTRAINED)
     if masters is None:
@@ -175,7 +175,7 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
     return source, {"fp32": masters, **states}
 
 
-def _as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
+def as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
     """Masters in place of the weights that are rounded from them; what nothing trains is as it was."""
     tensors = (*masters.tensors, *_parts_of(source, buffers=True))
     return replace(source, tensors=tensors, twins=masters.twins or _parts_of(source, buffers=False))

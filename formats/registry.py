@@ -30,7 +30,9 @@ if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format`
     READERS: tuple[Reader, ...] = (folder, fsdp_dtensor, torch_dist, fsdp, neox, zero, classic)
     TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer)
 
-FORMATS: dict[str, Format] = {form.name: form for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, NEOX, ZERO, MEGATRON)}
+FORMATS: dict[str, Format] = {
+    form.name: form for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, NEOX, ZERO, MEGATRON)
+}
 """Every format, by name.
 
 They are tried in this order. What Megatron saves as fsdp_dtensor would pass for torch_dist, that for FSDP, and its run

@@ -247,7 +247,8 @@ def _megatron_options(source: Checkpoint, output: Output) -> Options:
         output.ep or 1,
         output.etp,
         output.experts or (saved.experts if saved else None),
-        **interleaves,
+        interleaves.get("interleave", 0),
+        interleaves.get("shared_interleave", 0),
         version=output.megatron_version,
         accepted=source.settings.accept,
     )

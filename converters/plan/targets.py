@@ -123,6 +123,7 @@ def plan_megatron(
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
     notes = flags.remarks(target.texts[megatron.FLAGS].decode())
+    notes += fsdp_dtensor.notes(optimizer) if options.dialect == FSDP_DTENSOR else ()
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 
 

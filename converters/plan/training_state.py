@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from converters.plan.plan import PADDING, Copies, Job, Part, Plan, cast_dtype, cast_dtypes, make_plan, padding_leaves, prove_tiling
+from converters.plan.plan import (
+    PADDING,
+    Copies,
+    Job,
+    Part,
+    Plan,
+    cast_dtype,
+    cast_dtypes,
+    make_plan,
+    padding_leaves,
+    prove_tiling,
+)
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_megatron
 from converters.plan.universal import UNTAKEN

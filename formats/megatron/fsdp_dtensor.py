@@ -13,8 +13,8 @@ Keys are those of a classic checkpoint of one rank, but that gate and up have on
 Ranks cut a tensor at any row, and one that has none of it writes none.
 
 Facts: megatron-core 0.19.2, training/checkpointing.py `preprocess_fsdp_dtensor_state_dict` and `_load_base_checkpoint`,
-transformer/fsdp_dtensor_checkpoint.py `handle_swiglu_in_state_dict` and `handle_experts_in_state_dict`; 0.16.1 likewise.
-What it saved, and its loads of what is written here, are in tests/golden/test_megatron_fsdp.py.
+transformer/fsdp_dtensor_checkpoint.py `handle_swiglu_in_state_dict`, `handle_experts_in_state_dict`; 0.16.1 likewise.
+What it saved is in tests/golden/test_megatron_fsdp.py, how it loads what is written here in test_stock_fsdp.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pattern import parse
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import ALONE, Rule, Slot, match
+from formats.layout.table import ALONE, Rule, match
 from formats.megatron import MEGATRON_FSDP as FORMAT
 from formats.megatron import fsdp_dtensor_optimizer as states
 from formats.megatron.args import flags
@@ -87,9 +87,12 @@ def detect(path: Path) -> bool:
         folder = locate(path)[1]
         if not dcp.names(folder, *OBJECTS):
             return False
-        entries, objects = dcp.contents(folder)
     except SourceError:  # which another reader will tell
         return False
+    try:
+        entries, objects = dcp.contents(folder)
+    except SourceError:  # which this one will tell
+        return dcp.names(folder, PREFIX)
     return set(OBJECTS) <= set(objects) and any(MODEL.match(entry.name) for entry in entries)
 
 
@@ -119,7 +122,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     interleaves = interleaves_of(args, str(common.path))
     _require_known(args, spec, interleaves, str(common.path))
     whole = {key: tensor.whole for key, tensor in tensors.items()}
-    placed, dropped = match(whole_slots(spec, _table(tensors), padded, interleaves), {ALONE: whole}, DROPS, folder)
+    wanted = whole_slots(spec, _table(spec, tensors), padded, interleaves)
+    placed, dropped = match(wanted, {ALONE: whole}, DROPS, folder)
     others = [entry.name for entry in entries if not MODEL.match(entry.name)]
     files = {item.path for entry in entries for item in entry.items}
     writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
@@ -166,9 +170,10 @@ def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]
     return dict(zip(mine, dcp.load(mine.values()), strict=True))
 
 
-def _table(keys: Iterable[str]) -> list[Rule]:
-    held = set(keys)
-    return [rule for rule in TABLE if "copy" not in rule.conditions or rule.key in held]
+def _table(spec: ModelSpec, keys: Iterable[str]) -> list[Rule]:
+    """The rows for a model, of which these keys are there: without a gate nothing is apart."""
+    held, table = set(keys), MCORE if "plain" in spec.conditions else TABLE
+    return [rule for rule in table if "copy" not in rule.conditions or rule.key in held]
 
 
 def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mapping[str, int], where: str) -> None:
@@ -191,6 +196,15 @@ def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mappin
             raise UnsupportedError(
                 f"{where}: {INTERLEAVE[name]} = {size}: the halves that fsdp_dtensor stores are not gate and up"
             )
+
+
+def notes(optimizer: Optimizer | None) -> tuple[str, ...]:
+    """What the user should know of what is written."""
+    alone = (
+        "Megatron-LM 0.19.2 starts no training in half precision from the weights of fsdp_dtensor alone (`reload_model_"
+        "params` is not implemented); 0.16.1 does, and both resume from them with the optimizer"
+    )
+    return () if optimizer else (alone,)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -219,8 +233,13 @@ def write(
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
     merged |= optimizer.args() if optimizer else {}
     _require_known(merged, spec, options.mesh.interleaves, "--format fsdp_dtensor")
+    if optimizer and not (merged["bf16"] or merged["fp16"]) and "plain" not in spec.conditions:
+        raise RefusedError(
+            "megatron-core saves and loads no model with a gate that Megatron-FSDP trains in float32",
+            "--dtype bf16, of which the float32 weights are the masters",
+        )
     folder = name_of(iteration)
-    parameters = parameters_of(whole_slots(spec, _table(()), padded, options.mesh.interleaves), options)
+    parameters = parameters_of(whole_slots(spec, _table(spec, ()), padded, options.mesh.interleaves), options)
     stored = [dcp_writer.whole(slot, f"{PREFIX}{key}") for _, key, slot in parameters]
     objects: dict[str, bytes | Small] = {
         "args": packed_plain(Namespace({**merged, "rank": 0})),

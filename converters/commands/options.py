@@ -180,8 +180,8 @@ stages = together(
                  help="Megatron: the stages as in --pipeline-model-parallel-layout, such as 'Et*3|(tt|)*29L'."),
 )  # fmt: skip
 megatron_files = together(
-    click.option("--format", type=click.Choice(["torch", "torch_dist", "megatron-llm"]),
-                 help="Megatron: megatron-core's --ckpt-format torch or torch_dist, or the files of Megatron-LLM."
+    click.option("--format", type=click.Choice(["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]),
+                 help="Megatron: megatron-core's --ckpt-format, or the files of Megatron-LLM."
                       "  [default: torch; for reshard as in SRC]"),
     click.option("--norm", type=click.Choice(["te", "local"]),
                  help="Megatron: names of the norms, Transformer Engine's or those of the local layers."

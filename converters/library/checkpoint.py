@@ -189,7 +189,7 @@ def _file_of(to: str, ranks: Mapping[str, tuple[int, int]], options: Mapping[str
     """
     if to == "fsdp" and ranks.keys() == {"ranks"}:
         return f"__{ranks['ranks'][0]}_0.distcp"
-    if to != "megatron" or options.get("format", "torch") == "torch_dist":
+    if to != "megatron" or options.get("format", "torch") in ("torch_dist", "fsdp_dtensor"):
         raise UsageError(f"the layout {to} has no files of such ranks", "megatron has tp, pp and ep, fsdp has ranks")
     from formats.megatron.mesh import Mesh
     from formats.megatron.shards import folder_of

@@ -96,9 +96,9 @@ def plan_megatron(
         args: arguments of a training that is resumed from another framework.
     """
     from formats.megatron import classic as megatron
-    from formats.megatron import megatron_llm, torch_dist
+    from formats.megatron import fsdp_dtensor, megatron_llm, torch_dist
     from formats.megatron.args import flags
-    from formats.megatron.args.options import DIST
+    from formats.megatron.args.options import DIST, FSDP_DTENSOR
     from formats.megatron.details import Megatron
 
     if isinstance(source.spec, Verbatim):
@@ -113,8 +113,8 @@ def plan_megatron(
     saved = source.details if isinstance(source.details, Megatron) else None
     llm = [dialect == megatron_llm.NAME for dialect in (saved and saved.dialect, options.dialect)]
     args = assets.dropouts_of(source) | dict(args or (saved.args if saved and llm[0] == llm[1] else {}))
-    writer = torch_dist if options.dialect == DIST else megatron
-    target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
+    write = {DIST: torch_dist.write, FSDP_DTENSOR: fsdp_dtensor.write}.get(options.dialect, megatron.write)
+    target = write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
     texts, copies = _inside(source, request, ASSETS, spec)
     if options.dialect == megatron_llm.NAME:
         name = megatron_llm.TOKENIZER
@@ -123,6 +123,7 @@ def plan_megatron(
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
     notes = flags.remarks(target.texts[megatron.FLAGS].decode())
+    notes += fsdp_dtensor.notes(optimizer) if options.dialect == FSDP_DTENSOR else ()
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 
 

@@ -149,7 +149,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
-    placed, dropped = match(_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
+    placed, dropped = match(whole_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
     held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
     files = {item.path for entry in entries for item in entry.items}
@@ -244,9 +244,9 @@ def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any]
             )
 
 
-def _slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
+def whole_slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
     """Every tensor of the model as one rank holds it, each layer by itself."""
-    conditions = {*spec.conditions, "first", "last"}
+    conditions = {*spec.conditions, "first", "last", "separate"}
     layers = enumerate(range(spec.layers))
     return list(
         slots(
@@ -284,7 +284,7 @@ def write(
     folder = name_of(iteration)
     parts = chunks(pipeline, spec.layers)
     ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
-    wanted = _slots(spec, _table({}), padded, options.mesh.interleaves)
+    wanted = whole_slots(spec, _table({}), padded, options.mesh.interleaves)
     for slot in wanted:
         stage = _stage(slot, parts)
         for rank, cut in _cuts(slot, options.mesh):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import (
+    FILE,
     FOLDER,
     as_json,
     dtype,
@@ -19,7 +20,7 @@ from converters.commands.options import (
     reading,
     topology,
 )
-from converters.commands.running import output_of
+from converters.commands.running import output_of, write_new
 from formats.errors import UnsupportedError, UsageError
 from formats.huggingface import HUGGINGFACE
 from formats.registry import FORMATS, open_checkpoint
@@ -92,8 +93,11 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
 @click.argument("key", default="")
 @click.option("--model", type=FOLDER, metavar="SRC", help="Draw the sizes of this checkpoint.  [default: Llama-3 8B]")
 @click.option("--tp", type=click.IntRange(1), help="Tensor parallel size.  [default: 2]")
+@click.option("--svg", type=FILE, metavar="FILE", help="A picture of the same tensors in every format, side by side.")
 @own_family
-def explain(format_name: str, key: str, model: Path | None, tp: int | None, family: Family | None) -> None:
+def explain(
+    format_name: str, key: str, model: Path | None, tp: int | None, svg: Path | None, family: Family | None
+) -> None:
     """Draw a layout: `convert explain megatron linear_qkv`.
 
     KEY is any part of a key. Without it, the rules of the format are listed.
@@ -103,10 +107,12 @@ def explain(format_name: str, key: str, model: Path | None, tp: int | None, fami
     from formats.model.spec import ModelSpec
 
     ranked = format_name in FORMATS and FORMATS[format_name].ranked
-    if tp not in (None, 1) and not ranked:
+    if tp not in (None, 1) and not (ranked or svg):
         raise UsageError(f"--tp has no effect on the format {format_name}", "leave it out")
     if family and format_name != HUGGINGFACE.name:
         raise UsageError("--family describes names of Hugging Face alone", "convert explain huggingface")
+    if svg and not key:
+        raise UsageError("--svg draws some tensors", f"name them: convert explain {format_name} qkv --svg {svg}")
     if not key:
         for name, rules in tables(format_name).items():
             rows = ((rule.key, rule.pattern.text, " ".join(sorted(rule.conditions))) for rule in rules)
@@ -115,6 +121,13 @@ def explain(format_name: str, key: str, model: Path | None, tp: int | None, fami
     spec = open_checkpoint(model).spec if model else EXAMPLE
     if not isinstance(spec, ModelSpec):
         raise UnsupportedError(f"{model} has no table to draw: {spec.why}")
+    if svg:
+        from converters.commands.layout_svg import drawn_tensors, picture
+
+        tensors = drawn_tensors(rule for _, rule in matching(format_name, key))
+        write_new(svg, picture(spec, tensors, tp or 2))
+        click.echo(svg)
+        return
     tp = tp or (2 if ranked else 1)
     for name, rule in matching(format_name, key):
         click.echo(f"{name}: " + "\n".join(draw(rule, spec, tp)) + "\n")

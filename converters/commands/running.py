@@ -36,6 +36,22 @@ def output_of(options: Mapping[str, Any]) -> Output:
     return Output(**said)
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a page or a picture.
+
+    Raises:
+        OutputError: the file exists, or its folder does not.
+    """
+    from converters.common.atomic import write_file
+    from formats.errors import OutputError
+
+    if path.exists():
+        raise OutputError(f"{path} exists", "choose another name")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path.parent} is no folder", "make it first")
+    write_file(path, text.encode())
+
+
 def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any]) -> None:
     """Write a checkpoint of some format."""
     from converters.plan.output import plan_output

@@ -42,8 +42,8 @@ HATCHES = """\
 <circle cx="2" cy="2" r="1.2" fill="#0005"/></pattern>\
 <pattern id="h3" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M0 3H6" stroke="#0004"/></pattern>\
 <pattern id="h4" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(-45)">\
-<path d="M0 0V7" stroke="#0004"/></pattern>\
-<pattern id="h5" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M3 0V6" stroke="#0004"/></pattern></defs>"""
+<path d="M0 0V7" stroke="#0004"/></pattern><pattern id="h5" width="6" height="6" patternUnits="userSpaceOnUse">\
+<path d="M3 0V6" stroke="#0004"/></pattern></defs>"""
 """Each tensor has a hatch of its own: the picture can be read without colour."""
 
 

@@ -40,9 +40,9 @@ def led(text: str, of: Path, page: Path) -> str:
         image, words, target, anchor = found[1], found[2], found[3], found[4] or ""
         place = (of.parent / target).resolve()
         to = pages.get(place) or (place if place.is_relative_to(DOCS) and place.is_file() else None)
-        if to is None:
+        if to is None and place.exists():
             return words
-        return f"{image}[{words}]({os.path.relpath(to, page.parent)}{anchor})"
+        return f"{image}[{words}]({os.path.relpath(to or place, page.parent)}{anchor})"
 
     return LINK.sub(link, text)
 

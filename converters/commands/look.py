@@ -68,9 +68,10 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @megatron_version
 @dtype
 @click.option("--blocks", is_flag=True, help="List every strided block.")
+@click.option("--html", type=FILE, metavar="FILE", help="Where each tensor goes, by file and rank, as one page.")
 @reading
 @as_json
-def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> None:
+def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **options: Any) -> None:
     """What a conversion would do: coverage, changes, files, blocks."""
     from converters.commands.inspect_text import block_lines, plan_lines
     from converters.library.records import plan_record
@@ -81,6 +82,10 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
     target = dict(TARGETS[to])
     planned = plan_output(source, request, target.pop("to"), output_of({**options, **target}))
+    if html:
+        from converters.commands.plan_page import page
+
+        write_new(html, page(planned))
     listed = list(block_lines(planned)) if blocks else []
     if as_json:
         click.echo(json.dumps(plan_record(planned) | ({"list": listed} if blocks else {}), indent=1))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
+
+import pytest
 
 PICTURE = Path(__file__).parents[2] / "docs/pictures/qkv.svg"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -64,3 +70,80 @@ def test_a_picture_that_cannot_be_drawn(model, convert, tmp_path):
     words = ["linear_qkv.weight", "--tp", 5, "--model", model("llama"), "--svg", tmp_path / "c.svg"]
     assert convert("explain", "megatron", *words).code == 0
     assert "128 rows do not divide over tp = 5" in " ".join(texts(tmp_path / "c.svg"))
+
+
+def browser() -> str:
+    """A headless browser on this machine."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            return found
+    pytest.skip("no chromium on this machine (apt-get install chromium)")
+
+
+def seen(page: Path, search: str, profile: Path) -> str:
+    """What a browser makes of a page: its document, after its script ran."""
+    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--dump-dom"]
+    ran = subprocess.run(
+        [browser(), *words, f"{page.as_uri()}#{search}"], capture_output=True, text=True, timeout=120, check=True
+    )
+    return ran.stdout
+
+
+def facts(page: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def test_a_plan_is_a_page(model, convert, tmp_path):
+    page = tmp_path / "plan.html"
+    words = ["plan", model("llama"), "--to", "megatron", "--tp", 2, "--pp", 2, "--dtype", "bf16", "--html", page]
+    assert convert(*words).code == 0
+    assert not re.findall(r"https?://", page.read_text())
+    told = facts(page)
+    up = next(kind for kind in told["kinds"] if kind["tensor"] == "up")
+    assert (up["layers"], up["count"], up["edges"]) == ("0-3", 4, ["cast F32 to BF16"])
+    assert up["keys"] == ["model.layers.*.mlp.up_proj.weight", "model decoder.layers.*.mlp.linear_fc1.weight"]
+    to = [[told["target"]["names"][file], key, rank] for file, key, rank, _ in up["jobs"][3]["to"]]
+    assert to == [
+        [
+            f"release/mp_rank_{rank:02}_001/model_optim_rng.pt",
+            "model decoder.layers.1.mlp.linear_fc1.weight",
+            f"tp {rank} of 2",
+        ]
+        for rank in (0, 1)
+    ]
+    assert sum(kind["count"] for kind in told["kinds"]) == told["tensors"] == 39
+    assert sum(kind["bytes"] for kind in told["kinds"]) == told["source"]["bytes"]
+    assert convert(*words).code == 7  # a page is not replaced
+
+
+def test_a_browser_shows_the_page_and_searches_it(model, convert, tmp_path):
+    page = tmp_path / "plan.html"
+    convert("plan", model("llama"), "--to", "megatron", "--tp", 2, "--html", page)
+    shown = seen(page, "up_proj", tmp_path / "profile")
+    assert "1 of 12 kinds of tensors" in shown
+    assert shown.count('<details hidden="">') == 11
+    assert "tp 1 of 2" in shown  # the only one that was found is open
+    assert "39</b> tensors" in shown
+
+
+def test_names_in_a_page_are_no_markup(model, convert, tmp_path):
+    hostile = "</script><img src=x onerror=alert(1)>"
+    source = shutil.copytree(model("llama"), tmp_path / "hf")
+    place = tmp_path / hostile.replace("/", "_")
+    source.rename(place)
+    assert convert("plan", place, "--to", "fsdp", "--html", tmp_path / "plan.html").code == 0
+    assert "<img" not in (tmp_path / "plan.html").read_text()
+    assert facts(tmp_path / "plan.html")["source"]["path"] == str(place)
+
+
+def test_a_plan_of_very_many_pieces_lists_the_first_layer_of_each_kind(model, convert, tmp_path, monkeypatch):
+    monkeypatch.setattr("converters.commands.plan_page.MOST_PARTS", 10)
+    monkeypatch.setattr("converters.commands.plan_page.MOST_OF_ONE", 1)
+    convert("plan", model("llama"), "--to", "megatron", "--tp", 2, "--html", tmp_path / "plan.html")
+    told = facts(tmp_path / "plan.html")
+    assert told["brief"]
+    assert {len(kind["jobs"]) for kind in told["kinds"]} == {1}
+    assert told["kinds"][1]["jobs"][0]["to"][-1] == [-1, "1 more", "", 0]
+    assert sum(kind["count"] for kind in told["kinds"]) == 39

@@ -68,6 +68,6 @@ def reference(program: str) -> list[str]:
             inside = command.commands.values() if isinstance(command, click.Group) else [command]
             for one in inside:
                 name = command.name if one is command else f"{command.name} {one.name}"
-                context = click.Context(one, info_name=f"{program} {name}", max_content_width=80, terminal_width=80)
+                context = click.Context(one, info_name=f"{program} {name}", terminal_width=80)
                 lines.append(f"### {program} {name}\n\n```text\n{one.get_help(context)}\n```\n")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,10 @@ from converters.commands.options import (
     topology,
 )
 from converters.commands.running import output_of, write_new
-from formats.errors import UnsupportedError, UsageError
+from converters.common.cli_help import command
+from formats.errors import OptionNeededError, UnsupportedError, UsageError
 from formats.huggingface import HUGGINGFACE
-from formats.registry import FORMATS, open_checkpoint
+from formats.registry import FORMATS, is_known, open_checkpoint
 
 if TYPE_CHECKING:
     from formats.families.family import Family
@@ -39,23 +41,40 @@ TARGETS: dict[str, dict[str, str]] = {
 """What `plan` plans for: targets, and files of one."""
 
 
-@click.command()
+@command()
 @click.argument("src", type=FOLDER)
 @click.option("--tensors", is_flag=True, help="List every physical tensor.")
 @reading
 @as_json
 def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
-    """What a checkpoint is: format, family, topology, sizes, files."""
+    """What a checkpoint is: format, family, topology, sizes, files.
+
+    Of a folder with several checkpoint-N, each, the newest first. Where a config is missing, what the files tell.
+    """
     from converters.commands.inspect_text import inspect_lines
+    from formats.fsdp.checkpoint import checkpoints
+
+    runs = checkpoints(src, is_known)
+    records = [_inspected(run, options, tensors) for run in runs or [src]]
+    if as_json:
+        click.echo(json.dumps({"checkpoints": records} if runs else records[0], indent=1))
+    else:
+        click.echo("\n\n".join("\n".join(inspect_lines(record)) for record in records))
+
+
+def _inspected(src: Path, options: Mapping[str, Any], tensors: bool) -> dict[str, Any]:
+    """Everything that is known of a checkpoint, as far as its files tell it."""
     from converters.library.records import inspect_record
 
-    source = opened(src, options)
-    click.echo(
-        json.dumps(inspect_record(source, tensors), indent=1) if as_json else "\n".join(inspect_lines(source, tensors))
-    )
+    try:
+        return inspect_record(opened(src, options), tensors)
+    except OptionNeededError as error:
+        if error.known is None:
+            raise
+        return {**error.known(), "notes": [f"{error}: {error.hint}"]}
 
 
-@click.command()
+@command()
 @click.argument("src", type=FOLDER)
 @click.option(
     "--to",
@@ -93,7 +112,7 @@ def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **o
     click.echo("\n".join([*plan_lines(planned), *listed]))
 
 
-@click.command()
+@command()
 @click.argument("format_name", metavar="FORMAT")
 @click.argument("key", default="")
 @click.option("--model", type=FOLDER, metavar="SRC", help="Draw the sizes of this checkpoint.  [default: Llama-3 8B]")
@@ -139,24 +158,18 @@ def explain(
     click.echo(LEGEND)
 
 
-@click.command()
+@command()
 @as_json
 def formats(as_json: bool) -> None:
     """Which formats and model families there are, and which of them go together."""
-    from converters.commands.explain import HOLDERS, held_by
-    from converters.common.progress import table
+    from converters.commands.explain import held_by
+    from converters.commands.inspect_text import formats_lines
     from formats.families import FAMILIES
 
     about = {form.name: form.about for form in FORMATS.values()}
     if as_json:
         families = {family.name: family.architecture for family in FAMILIES.values()}
         holders = {family.name: held_by(family) for family in FAMILIES.values()}
-        click.echo(json.dumps({"formats": about, "families": families, "held by": holders}, indent=1))
+        click.echo(json.dumps({"formats": about, "families": families, "held_by": holders}, indent=1))
         return
-    click.echo("formats (each is read and written)\n" + table(about.items()))
-    rows: list[tuple[str, ...]] = [("family", "class", *HOLDERS, "")]
-    for family in FAMILIES.values():
-        held = ("yes" if name in held_by(family) else "-" for name in HOLDERS)
-        why = f"not in Megatron: {family.only_here}" if family.only_here else ""
-        rows.append((family.name, family.architecture, *held, why))
-    click.echo("families, and the formats that hold at least some of their models\n" + table(rows))
+    click.echo("\n".join(formats_lines(about)))

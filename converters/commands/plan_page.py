@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from converters.common.progress import ranges
 from converters.library.records import plan_record
 from converters.plan.plan import Job, Part, Plan
 from formats.disk.safetensors import Fragment
@@ -48,7 +49,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         listed = jobs[:1] if brief else jobs
         kinds.append({
             "tensor": f"{state}.{tensor}" if state else tensor,
-            "layers": _layers(job.layer for job in jobs),
+            "layers": ranges(job.layer for job in jobs if job.layer is not None),
             "count": len(jobs),
             "shape": list(shape),
             "dtype": dtype,
@@ -63,10 +64,10 @@ def facts(plan: Plan) -> dict[str, Any]:
                 for job in listed
             ],
         })  # fmt: skip
-    target = record.get("target", {"files": {}, "bytes": 0, "small files": []})
+    target = record.get("target", {"files": {}, "bytes": 0, "small_files": []})
     return {
         "source": record["source"] | {"bytes": record["bytes"], "names": read.names},
-        "target": {"names": written.names, "bytes": target["bytes"], "small": target["small files"],
+        "target": {"names": written.names, "bytes": target["bytes"], "small": target["small_files"],
                    "files": [[name, size, held.get(name, 0)] for name, size in target["files"].items()]},
         "tensors": record["jobs"], "edges": record["edges"], "notes": record["notes"], "kinds": kinds,
         "brief": brief,
@@ -129,14 +130,3 @@ def _parts(parts: Iterable[Part], where: Where, names: _Names) -> list[list[Any]
 def _template(key: str) -> str:
     """A key with a star for the number of its layer."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", key)
-
-
-def _layers(layers: Iterable[int | None]) -> str:
-    """Numbers of layers as ranges, such as 0-31, 40."""
-    found = list[list[int]]()
-    for layer in layers:
-        if layer is not None and found and layer == found[-1][1] + 1:
-            found[-1][1] = layer
-        elif layer is not None:
-            found.append([layer, layer])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)

@@ -217,7 +217,7 @@ def test_diff_and_verify_look_at_bits(model, convert, tmp_path, there, bits):
     assert convert("verify", *folders).code == 6
     ran = convert("diff", *folders)
     assert ran.code == 6
-    assert " ".join(ran.out.split()) == "final_norm bits of zeros or NaN 3 elements differ by up to 0"
+    assert " ".join(ran.out.split()) == "model.norm.weight bits of zeros or NaN 3 elements differ by up to 0"
 
 
 @pytest.mark.parametrize(

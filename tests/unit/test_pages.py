@@ -50,7 +50,7 @@ def parse(group: click.Group, words: list[str]) -> None:
     name, command, rest = group.resolve_command(click.Context(group), words)
     assert command is not None
     inside = command.make_context(name, rest).params.get("words") or ()
-    if inside:
+    if inside and name == "submit":
         parse(group, [word for word in inside if word != "-n"])
 
 

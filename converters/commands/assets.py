@@ -15,6 +15,7 @@ import click
 
 from converters.commands.options import FOLDER, as_json
 from converters.common.atomic import sync_folder
+from converters.common.cli_help import command
 from formats.checkpoint import ASSETS
 from formats.errors import RefusedError, SourceError, UsageError
 
@@ -46,7 +47,7 @@ class Work:
     applied: Applied | None
 
 
-@click.command()
+@command()
 @click.argument("out", type=FOLDER)
 @click.option("--from", "base", type=FOLDER, metavar="BASE", help="Hugging Face folder whose small files OUT gets.")
 @click.option("--chat-template", "template", metavar="NAME|FILE", help="chatml, llama3, control, or a jinja file.")

@@ -9,6 +9,7 @@ import click
 
 from converters.commands.options import FOLDER, deepspeed_reading, opened, reading, settings_of, shard_size, writing
 from converters.commands.running import carry_out, output_of, request_of
+from converters.common.cli_help import command
 from formats.errors import UsageError
 
 
@@ -25,7 +26,7 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
             self.fail(f"{value!r} is no list such as 0.5,0.3,0.2", param, ctx)
 
 
-@click.command()
+@command()
 @click.argument("checkpoints", metavar="CKPT...", type=FOLDER, nargs=-1, required=True)
 @click.argument("out", type=FOLDER)
 @click.option("--weights", type=Weights(), metavar="W,W,...",
@@ -61,10 +62,10 @@ def average(
     sources = open_all(checkpoints, settings_of(options), options["family"])
     request = request_of(out, options, sources[0])
     plan = plan_average(sources, weights, request, "huggingface", output_of(options), options["replicas"])
-    carry_out(plan, request, options)
+    carry_out(plan, request, options, "huggingface")
 
 
-@click.command()
+@command()
 @click.argument("base", type=FOLDER)
 @click.argument("adapter", type=FOLDER)
 @click.argument("out", type=FOLDER)
@@ -84,4 +85,5 @@ def merge(base: Path, adapter: Path, out: Path, **options: Any) -> None:
     source = opened(base, options)
     request = request_of(out, options, source)
     policy = replicas_of(source, options["replicas"])
-    carry_out(plan_merge(source, adapter, request, "huggingface", output_of(options), policy), request, options)
+    plan = plan_merge(source, adapter, request, "huggingface", output_of(options), policy)
+    carry_out(plan, request, options, "huggingface")

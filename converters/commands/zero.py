@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import click
-
 from converters.commands.options import (
     chat_template,
     deepspeed_reading,
@@ -20,10 +18,11 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import carry_out, convert_to, output_of, request_of
+from converters.common.cli_help import command
 from formats.deepspeed import ZERO
 
 
-@click.command()
+@command()
 @places
 @deepspeed_reading
 @shard_size
@@ -39,7 +38,7 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     convert_to("huggingface", opened(src, options, ZERO), out, options)
 
 
-@click.command()
+@command()
 @places
 @tag
 @reading
@@ -56,4 +55,4 @@ def zero2universal(src: Path, out: Path, **options: Any) -> None:
 
     training = open_training(src, settings_of(options), options["family"])
     request = request_of(out, options, source_of(training))
-    carry_out(plan_output(training, request, "deepspeed", output_of(options)), request, options)
+    carry_out(plan_output(training, request, "deepspeed", output_of(options)), request, options, "deepspeed")

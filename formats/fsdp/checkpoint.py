@@ -16,13 +16,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, read_safetensors
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
 from formats.fsdp import FSDP, torchtitan
+from formats.fsdp.contents import Listing, contents
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread
 from formats.layout.table import ALONE, Cut, Rule, Slot, match, slots
@@ -54,19 +55,6 @@ ADAMW = {
     "decoupled_weight_decay": True,
 }  # fmt: skip
 """What torch's AdamW has in its groups besides (torch/optim/adam.py, 2.13)."""
-
-
-class Listing(NamedTuple):
-    """What a checkpoint holds: the path of each tensor in the saved dictionary, and how their bytes are found.
-
-    It is `unbounded` where the files do not tell how many there were: a shape is then as far as the pieces reach.
-    """
-
-    paths: Sequence[tuple[str, ...]]
-    load: Callable[[Sequence[int]], Iterable[Scattered]]
-    files: tuple[Path, ...]
-    flat: Mapping[int, TorchFile] | None = None
-    unbounded: bool = False
 
 
 # --- what lies where -------------------------------------------------------------------------------------------------
@@ -208,7 +196,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     list_folder = _kind(folder)
     assert list_folder is not None
     listing = list_folder(folder, settings)
-    assets = _config_folder(path, folder, settings)
+    assets = _config_folder(path, folder, settings, lambda: contents(path, listing))
     config = huggingface.read_config(assets)
     if listing.flat is not None:
         spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
@@ -228,11 +216,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     )
 
 
-def _config_folder(path: Path, folder: Path, settings: Settings) -> Path:
+def _config_folder(path: Path, folder: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> Path:
     """The folder with the config.json that belongs to the weights: the user's, or one that trainers leave beside them.
 
     Raises:
-        SourceError: there is none.
+        OptionNeededError: there is none.
     """
     if settings.config is not None:
         return settings.config
@@ -246,7 +234,7 @@ def _config_folder(path: Path, folder: Path, settings: Settings) -> Path:
         return Path(named)
     hint = f" (train_params.yaml names {named})" if named else ""
     raise OptionNeededError(
-        f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}"
+        f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}", known
     )
 
 

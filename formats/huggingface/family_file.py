@@ -69,9 +69,9 @@ APART = ("rope_theta", "drops", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*USUAL, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
-OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
+OF_LAYERS = {"dense", "sparse"}
 OF_QUERIES = {"compressed", "uncompressed"}
-ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS, *OF_QUERIES, *BIASES}
+ALLOWED = {"tied", "untied", "parallel", "serial", "optional", "fused", "separate", *OF_LAYERS, *OF_QUERIES, *BIASES}
 """The conditions that mean something in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
 SILU = {"silu", "swish", "swiglu"}
@@ -276,9 +276,10 @@ def _check_table(family: Family, path: Path) -> None:
     used = {name for rule in family.tensors for name in rule.conditions}
     if used & {"parallel", "serial"} and residuals == [set()]:
         raise UsageError(f"{path}: lines that are {used & {'parallel', 'serial'}} need the key parallel_residual")
-    if "moe" not in family.traits and used & OF_EXPERTS:
-        raise UsageError(f"{path}: without a router no line can be {min(used & OF_EXPERTS)}")
-    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else [set[str]()]
+    if "moe" not in family.traits and used & OF_LAYERS:
+        raise UsageError(f"{path}: without a router no line can be {min(used & OF_LAYERS)}")
+    named = [{"fused"}, {"separate"}]
+    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else named
     if "query_rank" not in family.keys and used & OF_QUERIES:
         raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
     queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]

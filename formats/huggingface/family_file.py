@@ -70,10 +70,13 @@ APART = ("rope_theta", "drops", "nulls", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*USUAL, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
-OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
+OF_LAYERS = {"dense", "sparse"}
 OF_MIXERS = {"attention", "recurrent"}
 OF_QUERIES = {"compressed", "uncompressed"}
-ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS, *OF_QUERIES, *OF_MIXERS, *BIASES}
+OF_KEYS = {"fused", "separate"}
+ALLOWED = {
+    "tied", "untied", "parallel", "serial", "optional", *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, *BIASES,
+}  # fmt: skip
 """The conditions that mean something in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
 SILU = {"silu", "swish", "swiglu"}
@@ -285,9 +288,10 @@ def _check_table(family: Family, path: Path) -> None:
     used = {name for rule in family.tensors for name in rule.conditions}
     if used & {"parallel", "serial"} and residuals == [set()]:
         raise UsageError(f"{path}: lines that are {used & {'parallel', 'serial'}} need the key parallel_residual")
-    if "moe" not in family.traits and used & OF_EXPERTS:
-        raise UsageError(f"{path}: without a router no line can be {min(used & OF_EXPERTS)}")
-    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else [set[str]()]
+    if "moe" not in family.traits and used & OF_LAYERS:
+        raise UsageError(f"{path}: without a router no line can be {min(used & OF_LAYERS)}")
+    named = [{"fused"}, {"separate"}]
+    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else named
     if "query_rank" not in family.keys and used & OF_QUERIES:
         raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
     queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]

@@ -127,6 +127,7 @@ class Verbatim:
         why: why no table describes it.
         copies: keys of further copies of a tensor, and the key of the one that counts.
         remarks: how the names compare with those of the model that the training began with.
+        under: what each tensor is carried under.
     """
 
     family: str
@@ -136,11 +137,12 @@ class Verbatim:
     why: str = field(compare=False)
     copies: Mapping[str, str] = field(default_factory=dict, compare=False)
     remarks: tuple[str, ...] = field(default=(), compare=False)
+    under: str = field(default="its own name", compare=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know."""
-        return (f"every tensor is carried under its own name, no table checks the names: {self.why}", *self.remarks)
+        return (f"every tensor is carried under {self.under}, no table checks the names: {self.why}", *self.remarks)
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
         """Name and shape of each tensor."""

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from converters.commands.options import (
+    adapter,
     chat_template,
     deepspeed_reading,
     opened,
@@ -28,6 +29,7 @@ from formats.deepspeed import ZERO
 @deepspeed_reading
 @shard_size
 @chat_template
+@adapter
 @reading_of(ZERO)
 @writing
 def zero2hf(src: Path, out: Path, **options: Any) -> None:

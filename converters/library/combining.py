@@ -21,6 +21,7 @@ from converters.library.records import plan_record
 from converters.plan.averaging import last_of, plan_average, weights_of
 from converters.plan.merging import plan_merge
 from converters.plan.opening import open_source, require_effect, require_family
+from converters.plan.output import plan_output
 from converters.plan.plan import Plan
 from converters.plan.request import Request
 from formats.checkpoint import Settings
@@ -100,8 +101,8 @@ def merge(
         require_effect(reading, source)
         require_family(family, source)
         request = asked(path_of(out, "out"), said, source)
-        plan = plan_merge(source, read(path_of(adapter, "adapter")), request, to, output_of(said))
-        return _carried(plan, request)
+        planned = plan_output(source, request, to, output_of(said))
+        return _carried(plan_merge(planned, read(path_of(adapter, "adapter")), request), request)
 
 
 def _settings(said: Mapping[str, Any]) -> Settings:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
 
 from converters.plan.merging import plan_merge
-from converters.plan.output import HUGGINGFACE, Output
 from converters.plan.plan import Job, Plan, cast_dtypes, make_plan
 from converters.plan.request import Request
 from formats.checkpoint import Checkpoint, Target
 from formats.disk.safetensors import Fragment, row_major
-from formats.errors import UnsupportedError, UsageError
+from formats.errors import UnsupportedError
 from formats.huggingface import adapter as peft
 from formats.huggingface import folder as huggingface
 from formats.layout.table import Placed
@@ -22,29 +22,24 @@ from formats.model.adapters import OF_LORA
 from formats.registry import format_of
 
 
-def plan_adapted(source: Checkpoint, request: Request, to: str, output: Output) -> Plan:
+def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkpoint], Plan]) -> Plan:
     """A plan of what `--adapter` asks for.
 
     Args:
         source: the adapter alone, or the base that it is merged into, as its settings say.
         request: what the user asked for.
-        to: the target.
-        output: how it is laid out.
+        planned: the plan of the base alone.
 
     Raises:
         SourceError: there is no adapter_config.json.
         UnsupportedError: the adapter is no LoRA that can be merged.
-        UsageError: an adapter alone has no place in the target.
     """
     if source.settings.adapter == "only":
-        if to != HUGGINGFACE:
-            raise UsageError(f"an adapter alone is not written as {to}", "leave --adapter only out")
         return _plan_alone(source, request)
     alone = format_of(source).reader.read(source.root, replace(source.settings, adapter="only"))
     alone = replace(alone, settings=source.settings)
     left = tuple(name for name in source.dropped if not OF_LORA.fullmatch(name))
-    source = replace(source, dropped=left)
-    return plan_merge(source, _saved(alone), request, to, output)
+    return plan_merge(planned(replace(source, dropped=left)), _saved(alone), request)
 
 
 def _config(source: Checkpoint) -> dict[str, object]:

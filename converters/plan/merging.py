@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from converters.plan.output import Output, plan_output
 from converters.plan.plan import Input, Job, Norms, Part, Plan, Term, parts_of
 from converters.plan.request import Request
 from formats.checkpoint import Checkpoint
@@ -47,25 +46,22 @@ class Changes:
         return ", ".join(name for name, found in named.items() if found)
 
 
-def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, to: str, output: Output) -> Plan:
+def plan_merge(planned: Plan, saved: peft.Saved, request: Request) -> Plan:
     """A plan that writes a model with an adapter of PEFT merged into it.
 
     Sums are in float64 and rounded once, to the element type of the base or that of the cast.
 
     Args:
-        base: the opened base model, of any format.
+        planned: the plan of the base model alone, of any format.
         saved: the adapter.
         request: what the user asked for.
-        to: the target.
-        output: how it is laid out.
 
     Raises:
         SourceError: the adapter is not complete, or does not fit the base.
         UnsupportedError: it is none that can be merged.
         RefusedError: it changes an embedding that the output head shares.
     """
-    base = replace(base, settings=replace(base.settings, adapter=None))
-    planned = plan_output(base, request, to, output)
+    base = planned.source
     adapter, slots = _opened(saved, base)
     changes = _changes(adapter, slots, base)
     jobs = tuple(

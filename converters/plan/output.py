@@ -125,7 +125,9 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
     if isinstance(source, Checkpoint) and source.settings.adapter is not None:
         from converters.plan.adapted import plan_adapted
 
-        return plan_adapted(source, request, to, output)
+        if source.settings.adapter == "only" and to != HUGGINGFACE:
+            raise UsageError(f"an adapter alone is not written as {to}", "leave --adapter only out")
+        return plan_adapted(source, request, lambda base: planned(base, request, output))
     return planned(source, request, output)
 
 

@@ -240,6 +240,10 @@ weights = click.option(
 )  # fmt: skip
 tag = click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
 deepspeed_reading = together(tag, weights)
+adapter = click.option(
+    "--adapter", type=click.Choice(["merged", "only"]),
+    help="Of a training with LoRA: the model with it merged, or the adapter alone, as PEFT saves it.",
+)  # fmt: skip
 layout = click.option(
     "--layout", type=click.Choice(["sequential", "pipeline"]),
     help="Files of GPT-NeoX: one for each rank, or one for each layer and rank.  [default: pipeline if --pp > 1]",
@@ -296,4 +300,5 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options["gqa_layout"],
         options["allow_missing"],
         options["accept"],
+        options.get("adapter"),
     )

@@ -128,6 +128,8 @@ def reading_of(*formats: Format) -> Callable[[Command], Command]:
                           "none)."),
         click.option("--accept", multiple=True, metavar="NAME",
                      help="Convert in spite of a deviation, by the name that the refusal gives it."),
+        click.option("--drop", multiple=True, type=click.Choice(["mtp"]), hidden=hidden["drop"],
+                     help="Leave a part of the model out: mtp, the layers that predict tokens after the next."),
         own_family,
     )  # fmt: skip
 
@@ -301,4 +303,5 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options["allow_missing"],
         options["accept"],
         options.get("adapter"),
+        options["drop"],
     )

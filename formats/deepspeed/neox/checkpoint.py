@@ -36,6 +36,7 @@ from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
+from formats.torch_files.pickle_values import Namespace
 
 NAME = NEOX.name
 ASSETS = "huggingface"
@@ -83,11 +84,13 @@ def detect(path: Path) -> bool:
     for place in places:
         layers = [one for one in sorted(place.iterdir()) if saved_names.LAYER.fullmatch(one.name)]
         models = [one for one in sorted(place.iterdir()) if saved_names.MODEL.fullmatch(one.name)]
-        for file in [*layers[:1], *models[:1]]:
+        for file in [*models[:1], *layers[:1]]:
             try:
                 value = deepspeed.value_of(file)
             except SourceError:  # which `read` will tell
                 return bool(layers) or (place / "configs").is_dir()
+            if isinstance(value, Mapping) and isinstance(value.get("args"), Namespace):
+                return False  # of Megatron-DeepSpeed
             if isinstance(value, Mapping) and "args" in value and value.get("module") is None:
                 return True  # of a pipeline, which needs its layers
             held = value.get("module", value) if isinstance(value, Mapping) else None

@@ -154,6 +154,11 @@ def test_what_is_not_supported(convert, run, tmp_path, kind):
     refused(convert("zero2hf", run, tmp_path / "out"), 4, told)
 
 
+def test_a_universal_checkpoint(convert, run, tmp_path):
+    (run / STEP / "zero/1.word_embeddings.weight").mkdir(parents=True)
+    refused(convert("zero2hf", run, tmp_path / "out"), 4, "universal checkpoint of Megatron-DeepSpeed")
+
+
 def test_a_vocabulary_that_contradicts_it(convert, tmp_path):
     assert convert("zero2hf", LLAMA, tmp_path / "out", "--vocab-size", 50).code == 0
     refused(convert("zero2hf", LLAMA, tmp_path / "more", "--vocab-size", 65), 3, "holds 64 rows of embeddings")

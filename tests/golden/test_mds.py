@@ -81,6 +81,55 @@ def test_blocked_rows(convert, tmp_path):
     assert convert("diff", tmp_path / "grouped", tmp_path / "blocked").code == 0
 
 
+def test_two_stages(convert, tmp_path):
+    """The same files as a pipeline of two stages on TP 2 has them: the tied embedding once more, behind the norm."""
+    import shutil
+
+    import torch
+
+    run = shutil.copytree(GPT, tmp_path / "run")
+    folder = run / "global_step3"
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    for rank in (0, 1):
+        held = torch.load(folder / f"layer_01-model_0{rank}-model_states.pt")
+        del held["position_embeddings.weight"]
+        torch.save(held, folder / f"layer_05-model_0{rank}-model_states.pt")
+        for stage in (0, 1):
+            model = torch.load(GPT / f"global_step3/mp_rank_0{rank}_model_states.pt", weights_only=False)
+            args = model["args"]
+            args.pipeline_model_parallel_size, args.world_size, args.rank = 2, 4, stage * 2 + rank
+            model["mp_world_size"] = 4
+            torch.save(model, folder / f"mp_rank_0{args.rank}_model_states.pt")
+    assert "megatron_deepspeed, tp 2, pp 2" in convert("inspect", run, *CASES[GPT.name]).out
+    assert convert("diff", run, GPT, *CASES[GPT.name]).code == 0
+    held = torch.load(folder / "layer_05-model_01-model_states.pt")
+    held["word_embeddings.weight"][0] += 1
+    torch.save(held, folder / "layer_05-model_01-model_states.pt")
+    ran = convert("zero2hf", run, tmp_path / "out", *CASES[GPT.name])
+    refused(ran, 6, "the output head should share embedding")
+
+
+def test_numbers_of_bigscience(convert, tmp_path):
+    """Its layers begin with 3, its norm comes two later, and its one matrix has one order."""
+    import shutil
+
+    import torch
+
+    run = shutil.copytree(GPT, tmp_path / "run")
+    folder = run / "global_step3"
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    for rank in (0, 1):
+        for old, new in ((4, 6), (3, 4), (2, 3)):
+            source = folder / f"layer_0{old}-model_0{rank}-model_states.pt"
+            torch.save(torch.load(source), folder / f"layer_0{new}-model_0{rank}-model_states.pt")
+        (folder / f"layer_02-model_0{rank}-model_states.pt").unlink()
+    assert convert("zero2hf", run, tmp_path / "out").code == 0
+    assert convert("zero2hf", GPT, tmp_path / "same", *CASES[GPT.name]).code == 0
+    assert convert("diff", tmp_path / "out", tmp_path / "same").code == 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_masters_and_moments(convert, tmp_path, name):
     """Of the whole run, bit for bit what torch finds in the files of its ranks; masters round to the weights."""

@@ -106,7 +106,7 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
     It is planned here, from headers only; memory, time and partition come from the plan. A job whose time is up is
     followed by another one, which resumes. With --part that is the last job, for which -n prints a name in place of
     the number that it waits for.
-    """  # noqa: D301  # \b is the sign of click for lines as they stand
+    """  # \b is the sign of click for lines as they stand
     from converters.common.slurm import cpu_job
 
     wishes, parts, dry_run = wishes_of(options, typed=OF_TRAININGS), options["parts"], options["dry_run"]

@@ -6,7 +6,7 @@ import re
 
 import click
 
-from converters.commands import assets, check, convert, look, neox, publish, submit, to, tokenizer, zero
+from converters.commands import assets, check, combine, convert, look, neox, publish, submit, to, tokenizer, zero
 from converters.commands.examples import EXAMPLES
 from converters.common.cli_main import Sections, run
 from formats.errors import UsageError
@@ -25,6 +25,8 @@ SECTIONS = {
         zero.zero2universal,
         convert.reshard,
         neox.average_norms,
+        combine.average,
+        combine.merge,
         submit.submit,
     ),
     "Look": (look.inspect, look.plan, look.explain, look.formats),

@@ -127,8 +127,9 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     """What a plan writes, when there is room for it, and its journal."""
     if plan.target is None:
         raise ValueError("a plan without a target cannot run")
-    check_paths(plan.source, request)
-    check_manifest(plan.source)
+    for source in plan.sources:
+        check_paths(source, request)
+        check_manifest(source)
     _check_space(plan.target, request)
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
     opened = open_journal(request.staging, mark, files, share, force=request.force, every=request.commit_seconds)

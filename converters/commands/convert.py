@@ -35,12 +35,12 @@ from formats.deepspeed import NEOX
 from formats.errors import SourceError, UsageError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
-from formats.megatron import DIST, MEGATRON
+from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.registry import format_of
 
 USE_HF2MEGATRON = "any other format to Megatron is `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
-READ = (DIST, MEGATRON)
+READ = (MEGATRON_FSDP, DIST, MEGATRON)
 """The formats of Megatron."""
 
 

@@ -14,6 +14,8 @@ EXAMPLES = {
     "reshard": "run run-tp8 --tp 8\nrun run-pp2 --pp 2 --with-optimizer",
     "to": "huggingface run model --config base\nmegatron base run --tp 4 --pp 2",
     "average-norms": "run averaged",
+    "average": "run mean --last 5\nstep-900 step-1000 mean --weights 0.4,0.6",
+    "merge": "base adapter model\nbase adapter model --dtype bf16",
     "submit": "--site lumi fsdp2hf checkpoint-5000 model --config base -n\n"
     "--site lumi --part 8 hf2megatron base run --tp 8",
     "inspect": "checkpoint-5000\nrun --tensors",

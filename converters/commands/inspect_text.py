@@ -13,7 +13,13 @@ from formats.errors import some
 
 MOST_FILES = 64
 """Files of a plan that are listed."""
-HEADS = {"huggingface": "HF", "zero": "ZeRO", "megatron_dist": "torch_dist", "megatron-llm": "M.-LLM"}
+HEADS = {
+    "huggingface": "HF",
+    "zero": "ZeRO",
+    "megatron_dist": "dist",
+    "megatron_fsdp": "M.-FSDP",
+    "megatron-llm": "M.-LLM",
+}
 """Format: the head of its column, where that is shorter."""
 MOST_DRIFTED = 10
 """Lines of the table of averaged tensors."""
@@ -58,6 +64,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     source, target = record["source"], record["target"]
     topology = "".join(f", {name} {n}" for name, n in source["topology"].items())
     yield f"read   {source['path']}: {source['format']}{topology}, {source['files']} files"
+    for one in record.get("sources", ()):
+        about = ", ".join(f"{name} {one[name]}" for name in one if name not in ("path", "name", "topology"))
+        yield f"of     {one['path']}: {about}"
     yield f"move   {record['jobs']} tensors, {size(record['bytes'])} in {record['blocks']} blocks"
     yield "prove  every element has one source and one place"
     for edge, count in record["edges"].items():

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 TARGETS: dict[str, dict[str, str]] = {
     "megatron": {"to": "megatron"},
     "megatron_dist": {"to": "megatron", "format": "torch_dist"},
+    "megatron_fsdp": {"to": "megatron", "format": "fsdp_dtensor"},
     "megatron-llm": {"to": "megatron", "format": "megatron-llm"},
     "huggingface": {"to": "huggingface"},
     "fsdp": {"to": "fsdp"},

@@ -50,15 +50,9 @@ def zero2universal(src: Path, out: Path, **options: Any) -> None:
     {load_universal: true}`. Of DeepSpeed ZeRO and GPT-NeoX, parameters keep the names of the training. Of any other
     checkpoint whose optimizer is read, they have those of transformers.
     """
-    from converters.plan.opening import open_training, require_effect, require_family
+    from converters.plan.opening import open_training, source_of
     from converters.plan.output import plan_output
-    from formats.deepspeed.universal import States
 
-    settings = settings_of(options)
-    training = open_training(src, settings)
-    source = training.opened[0] if isinstance(training, States) else training
-    if source is training:
-        require_effect(settings, source)
-        require_family(options["family"], source)
-    request = request_of(out, options, source)
+    training = open_training(src, settings_of(options), options["family"])
+    request = request_of(out, options, source_of(training))
     carry_out(plan_output(training, request, "deepspeed", output_of(options)), request, options, "deepspeed")

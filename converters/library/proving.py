@@ -19,7 +19,7 @@ from converters.prove.diff import Difference, compare
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
 from formats.errors import SourceError, VerificationError
 from formats.huggingface import folder as huggingface
-from formats.megatron import DIST, MEGATRON
+from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.model.spec import Spec, Verbatim, differences
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def own_config(path: Path, settings: Settings, other: Path | None = None) -> Set
     """Settings for one of two checkpoints: its own config, else the one that was named, else that of the other."""
     own = (path / "config.json").is_file()
     if other is not None and settings.config is None and (other / "config.json").is_file():
-        knows_itself = any(form.reader.detect(path) for form in (DIST, MEGATRON))
+        knows_itself = any(form.reader.detect(path) for form in (DIST, MEGATRON, MEGATRON_FSDP))
         return replace(settings, config=None if own or knows_itself else other)
     return replace(settings, config=None if own else settings.config)
 

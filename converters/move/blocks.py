@@ -16,6 +16,7 @@ import numpy as np
 from converters.move.casts import Array
 from converters.move.crc32 import Checksums
 from converters.move.dequantize import read_bf16
+from converters.move.products import read_product
 from converters.move.regions import Nearby, region, runs
 from converters.move.source_checks import SourceChecks
 from formats.checkpoint import OutputFile
@@ -62,6 +63,9 @@ class Files:
         """Fill a buffer from a physical tensor, `at` bytes from its start. A stream is read by one thread at a time."""
         if fragment.scales is not None:
             read_bf16(self.get, fragment, fragment.scales, at, buffer)
+            return
+        if fragment.product is not None:
+            read_product(self.read, fragment, fragment.product, at, buffer)
             return
         self.read_stored(fragment, at, buffer)
         if self.checks is not None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from formats.layout.tensors import UNTRAINED
 from formats.model.adapters import require_plain
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.vocab_rows import EMBEDDING
-from formats.optimizer import Group, Optimizer
+from formats.optimizer import Group, Optimizer, step_tensor
 from formats.torch_files import dcp, dcp_writer, rank_dumps, saved_names
 from formats.torch_files.archive import TorchFile, packed, read_torch
 from formats.torch_files.archive_writer import Small
@@ -335,9 +334,17 @@ def _native_slots(spec: Spec) -> list[Slot]:
             f"{torchtitan.FIRST} is a name of torchtitan, whose {spec.family} has no table",
             f"there are {', '.join(torchtitan.TITAN)}",
         )
-    layers = enumerate(range(spec.layers))
-    table = torchtitan.TITAN[spec.family]
-    return list(slots(table, spec.sizes(), tensors=spec.tensors, layers=layers, mesh={}, conditions=spec.conditions))
+    return list(
+        slots(
+            torchtitan.TITAN[spec.family],
+            spec.sizes(),
+            tensors=spec.tensors,
+            layers=enumerate(range(spec.layers)),
+            mesh={},
+            conditions=spec.conditions,
+            kinds=spec.layer_kinds,
+        )
+    )
 
 
 def _require_rows(tensors: Mapping[str, Scattered], spec: Verbatim, where: Path) -> None:
@@ -397,7 +404,7 @@ def write(
 
 def _settings(optimizer: Optimizer, trained: Iterable[Slot]) -> dict[dcp_writer.Keys, bytes | Small]:
     """Steps, and parameter groups if they are known, by where torch's `get_optimizer_state_dict` has them."""
-    step = Small("F32", (), struct.pack("<f", optimizer.step))
+    step = step_tensor(optimizer.step)
     members: dict[Group, list[str]] = {group: [] for group in optimizer.groups.values()}
     found: dict[dcp_writer.Keys, bytes | Small] = {}
     for slot in trained:

@@ -117,7 +117,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a folder: its config and the headers of its files."""
     if (path / "adapter_config.json").is_file():
         raise UnsupportedError(
-            f"{path} holds a PEFT adapter, which transformers would add to the weights", "merge it first"
+            f"{path} holds a PEFT adapter, which transformers would add to the weights",
+            "move the adapter out, and merge it: convert merge BASE ADAPTER OUT",
         )
     found, note = read_files(path), ""
     require_plain(found, path)
@@ -219,7 +220,7 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
             layers=enumerate(range(spec.layers)),
             mesh={},
             conditions={*spec.conditions, "fused" if fused else "separate"},
-            sparse=spec.sparse_layers,
+            kinds=spec.layer_kinds,
             experts=list(enumerate(range(spec.experts or 0))),
         )
     )

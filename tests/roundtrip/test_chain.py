@@ -29,10 +29,13 @@ LLM = megatron_llm.NAME
 
 
 def to_megatron(source, request, tp: int, **options: Any):
-    """A plan of megatron-core's formats, in which experts with biases are whole, and so are the ways to latents."""
+    """A plan of megatron-core's formats, in which experts with biases are whole, and so are the ways to latents.
+
+    Linear attention is Transformer Engine's.
+    """
     family = source.spec.family
     options |= {"ep": tp, "etp": 1} if family == "gpt_oss" else {}
-    options |= {"norm": "te"} if source.spec.latent_rank else {}
+    options |= {"norm": "te"} if source.spec.latent_rank or source.spec.recurrent_layers else {}
     return plan_megatron(source, request, Options(tp, **options), None)
 
 

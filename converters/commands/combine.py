@@ -80,10 +80,10 @@ def merge(base: Path, adapter: Path, out: Path, **options: Any) -> None:
     float64 and rounded once, to the type of BASE or --dtype. DoRA, rsLoRA, embeddings, experts and modules_to_save too.
     """
     from converters.plan.merging import plan_merge
-    from converters.plan.opening import replicas_of
+    from converters.plan.output import plan_output
+    from formats.huggingface.adapter import read
 
     source = opened(base, options)
     request = request_of(out, options, source)
-    policy = replicas_of(source, options["replicas"])
-    plan = plan_merge(source, adapter, request, "huggingface", output_of(options), policy)
-    carry_out(plan, request, options, "huggingface")
+    planned = plan_output(source, request, "huggingface", output_of(options))
+    carry_out(plan_merge(planned, read(adapter), request), request, options, "huggingface")

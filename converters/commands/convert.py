@@ -9,6 +9,7 @@ import click
 
 from converters.commands.options import (
     FOLDER,
+    adapter,
     at_iteration,
     chat_template,
     deepspeed_reading,
@@ -101,6 +102,7 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 @click.argument("out", type=FOLDER, required=False)
 @shard_size
 @chat_template
+@adapter
 @click.option("--push", "repo", metavar="ORG/NAME", help="Then send OUT to the Hub, as `convert push` does.")
 @click.option("--fsdp_checkpoint_path", "old_src", type=FOLDER, hidden=True)
 @click.option("--consolidated_model_path", "old_out", type=FOLDER, hidden=True)

@@ -128,6 +128,8 @@ def reading_of(*formats: Format) -> Callable[[Command], Command]:
                           "none)."),
         click.option("--accept", multiple=True, metavar="NAME",
                      help="Convert in spite of a deviation, by the name that the refusal gives it."),
+        click.option("--drop", multiple=True, type=click.Choice(["mtp"]), hidden=hidden["drop"],
+                     help="Leave a part of the model out: mtp, the layers that predict tokens after the next."),
         own_family,
     )  # fmt: skip
 
@@ -240,6 +242,10 @@ weights = click.option(
 )  # fmt: skip
 tag = click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
 deepspeed_reading = together(tag, weights)
+adapter = click.option(
+    "--adapter", type=click.Choice(["merged", "only"]),
+    help="Of a training with LoRA: the model with it merged, or the adapter alone, as PEFT saves it.",
+)  # fmt: skip
 layout = click.option(
     "--layout", type=click.Choice(["sequential", "pipeline"]),
     help="Files of GPT-NeoX: one for each rank, or one for each layer and rank.  [default: pipeline if --pp > 1]",
@@ -296,4 +302,6 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options["gqa_layout"],
         options["allow_missing"],
         options["accept"],
+        options.get("adapter"),
+        options["drop"],
     )

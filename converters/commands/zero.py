@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.commands.options import (
+    adapter,
     chat_template,
     deepspeed_reading,
     opened,
@@ -27,6 +28,7 @@ from formats.deepspeed import ZERO
 @deepspeed_reading
 @shard_size
 @chat_template
+@adapter
 @reading_of(ZERO)
 @writing
 def zero2hf(src: Path, out: Path, **options: Any) -> None:

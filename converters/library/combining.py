@@ -20,16 +20,20 @@ from converters.library.options import (
 from converters.library.records import plan_record
 from converters.plan.averaging import last_of, plan_average, weights_of
 from converters.plan.merging import plan_merge
-from converters.plan.opening import open_all, open_only, replicas_of
+from converters.plan.opening import open_all, open_only
+from converters.plan.output import plan_output
 from converters.plan.plan import Plan
 from converters.plan.request import Request
 from formats.checkpoint import Settings
+from formats.huggingface.adapter import read
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-SINGLE = Conversion.__optional_keys__ - {"weights"}
+OF_MEAN = Conversion.__optional_keys__ - {"weights", "adapter"}
 """The options of a mean: which weights of each are averaged follows from what it has."""
+OF_MERGE = Conversion.__optional_keys__ - {"adapter"}
+"""Those of a merge."""
 
 
 def average(
@@ -50,13 +54,13 @@ def average(
         ema: an exponential mean with this decay: mean = ema * mean + (1 - ema) * next, from the first on.
         last: take so many of the newest checkpoints of a run, the oldest of them first.
         to: the target.
-        options: as in `convert`, without `weights`.
+        options: as in `convert`, without `weights` and `adapter`.
 
     Raises:
         UsageError: the weights are not 1 in all.
         RefusedError: the checkpoints are of different models. Else as `convert`.
     """
-    said, given = checked(options, SINGLE), None
+    said, given = checked(options, OF_MEAN), None
     if last is not None:
         paths = last_of(path_of(checkpoints, "checkpoints"), last)
     elif isinstance(checkpoints, Mapping):
@@ -73,7 +77,7 @@ def average(
 
 
 def merge(
-    base: Place, adapter: Place, out: Place, *, to: Target = "huggingface", **options: Unpack[Conversion]
+    base: Place, adapter: Place, out: Place, /, *, to: Target = "huggingface", **options: Unpack[Conversion]
 ) -> Converted:
     """A LoRA adapter of PEFT merged into its base: in float64, rounded once. OUT as in `convert`.
 
@@ -82,20 +86,19 @@ def merge(
         adapter: the folder with adapter_config.json and adapter_model.safetensors.
         out: the folder that is written.
         to: the target.
-        options: as in `convert`.
+        options: as in `convert`, without `adapter`.
 
     Raises:
         UnsupportedError: the adapter is of another method, or of a LoRA that cannot be merged.
         SourceError: it is not complete, or does not fit the base. Else as `convert`.
     """
-    said = checked(options, Conversion.__optional_keys__)
+    said = checked(options, OF_MERGE)
     reading = _settings(said)
     with known_family(said) as family:
         source = open_only(path_of(base, "base"), reading, family)
         request = asked(path_of(out, "out"), said, source)
-        policy = replicas_of(source, said.get("replicas"))
-        plan = plan_merge(source, path_of(adapter, "adapter"), request, to, output_of(said), policy)
-        return _carried(plan, request)
+        planned = plan_output(source, request, to, output_of(said))
+        return _carried(plan_merge(planned, read(path_of(adapter, "adapter")), request), request)
 
 
 def _settings(said: Mapping[str, Any]) -> Settings:

@@ -161,6 +161,7 @@ def carry_out(
         return Part(str(share), request.out, len(jobs), nbytes, seconds, averaged, tuple(notes))
     digests = run(planned, request, drifted, verdicts.append)
     paths = {part.fragment.path for job in planned.reads for part in job.sources if part.fragment.member}
+    read = [(one, paths & {*one.files}) for one in planned.sources]
     return Converted(
         request.out,
         len(digests),
@@ -169,7 +170,7 @@ def carry_out(
         total(digest.of_weights(planned, digests)),
         request.verify,
         verdicts[0],
-        "; ".join(filter(None, (saves.untied(one.home, paths & {*one.files}, one.ties) for one in planned.sources))),
+        "; ".join(dict.fromkeys(filter(None, (saves.untied(one.home, held, one.ties) for one, held in read)))),
         averaged,
         tuple(notes),
     )

@@ -20,7 +20,7 @@ from converters.move.products import read_product
 from converters.move.regions import Nearby, region, runs
 from converters.move.source_checks import SourceChecks
 from formats.checkpoint import OutputFile
-from formats.disk.safetensors import Fragment, allow_files, read_into, write_from
+from formats.disk.safetensors import DTYPES, Fragment, allow_files, read_into, write_from
 from formats.disk.zstd_stream import Reader, Stream
 from formats.errors import OutputError, SourceError
 from formats.torch_files.crc32 import crc_of
@@ -67,9 +67,20 @@ class Files:
         if fragment.product is not None:
             read_product(self.read, fragment, fragment.product, at, buffer)
             return
+        if fragment.pieces:
+            self._read_pieces(fragment, at, buffer)
+            return
         self.read_stored(fragment, at, buffer)
         if self.checks is not None:
             self.checks.passed(fragment, at, buffer)
+
+    def _read_pieces(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
+        """Fill a buffer from a tensor that lies in pieces."""
+        size = DTYPES[fragment.dtype]
+        for first, piece in fragment.pieces:
+            low, high = max(at, first * size), min(at + len(buffer), first * size + piece.nbytes)
+            if low < high:
+                self.read(piece, low - first * size, buffer[low - at : high - at])
 
     def read_stored(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
         """Fill a buffer with bytes as they are stored, which are not counted."""

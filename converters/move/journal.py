@@ -292,7 +292,7 @@ def fingerprint(plan: Plan, replicas: str) -> str:
             of = at.scales
             scaled = of and (of.method, place(of.factors.path), of.factors.offset, of.block, of.rows, of.columns)
             crc = at.member.crc if at.member else 0
-            computed = at.product and (at.product, at.shape)
+            computed = (at.product or at.pieces) and (at.product, at.pieces, at.shape)
             line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans} {crc}"
             line += f" {computed}\n"
             facts.update(line.encode(errors="surrogateescape"))  # a path is bytes

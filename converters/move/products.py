@@ -20,8 +20,10 @@ from formats.errors import RefusedError
 
 PIECE = 1 << 16
 """Elements of a product at a time: few enough to stay in the cache, and in little memory."""
-WIDEST = 1 << 10
+WIDEST = 1 << 8
 """Columns at a time: of the right matrix so many are read for each row of it."""
+ALONE = 1 << 18
+"""Multiplications that OpenBLAS does in one thread (interface/gemm.c): more slow down ours with its own threads."""
 FLOAT64 = 53
 """Bits of float64 that a sum of products may have."""
 
@@ -85,7 +87,16 @@ def multiplied(left: Matrix, right: Matrix) -> Matrix:
     """The product of two matrices, to 2**-42 of each term, and the same bits everywhere."""
     bits = (FLOAT64 - max(1, left.shape[1]).bit_length()) // 2
     (high, low), (top, rest) = _halves(left, 1, bits), _halves(right, 0, bits)
-    return high @ top + (high @ rest + low @ top) + low @ rest
+    return _times(high, top) + (_times(high, rest) + _times(low, top)) + _times(low, rest)
+
+
+def _times(left: Matrix, right: Matrix) -> Matrix:
+    """A product of which every digit is exact, a few rows at a time."""
+    rows = max(1, ALONE // max(1, right.size))
+    whole = len(left) // rows * rows
+    stacked = np.matmul(left[:whole].reshape(-1, rows, left.shape[1]), right)
+    rest = np.matmul(left[whole:, None], right)
+    return np.concatenate([stacked.reshape(whole, right.shape[1]), rest.reshape(len(left) - whole, right.shape[1])])
 
 
 def _halves(matrix: Matrix, axis: int, bits: int) -> tuple[Matrix, Matrix]:

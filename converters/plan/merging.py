@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from converters.plan.output import Output, plan_output
 from converters.plan.plan import Input, Job, Norms, Part, Plan, Term, parts_of
 from converters.plan.request import Request
 from formats.checkpoint import Checkpoint
@@ -47,33 +46,31 @@ class Changes:
         return ", ".join(name for name, found in named.items() if found)
 
 
-def plan_merge(base: Checkpoint, folder: Path, request: Request, to: str, output: Output, policy: str) -> Plan:
+def plan_merge(planned: Plan, saved: peft.Saved, request: Request) -> Plan:
     """A plan that writes a model with an adapter of PEFT merged into it.
 
     Sums are in float64 and rounded once, to the element type of the base or that of the cast.
 
     Args:
-        base: the opened base model, of any format.
-        folder: that of the adapter.
+        planned: the plan of the base model alone, of any format.
+        saved: the adapter.
         request: what the user asked for.
-        to: the target.
-        output: how it is laid out.
-        policy: what is done with further copies of a tensor in the base.
 
     Raises:
         SourceError: the adapter is not complete, or does not fit the base.
         UnsupportedError: it is none that can be merged.
         RefusedError: it changes an embedding that the output head shares.
     """
-    planned = plan_output(base, request, to, output)
-    adapter, slots = _opened(folder, base)
+    base = planned.source
+    adapter, slots = _opened(saved, base)
     changes = _changes(adapter, slots, base)
     jobs = tuple(
-        _merged(job, changes[job.tensor, job.layer], policy) if (job.tensor, job.layer) in changes else job
+        _merged(job, changes[job.tensor, job.layer], request.limits.replicas)
+        if (job.tensor, job.layer) in changes
+        else job
         for job in planned.jobs
     )
-    files = (folder / peft.CONFIG, folder / peft.WEIGHTS)
-    held = Checkpoint(folder, folder, NAME, base.spec, (), (), files)
+    held = Checkpoint(saved.root, saved.root, NAME, base.spec, (), (), saved.files)
     about = {name: adapter.config[name] for name in SHOWN if adapter.config.get(name)}
     inputs = (Input(base, {}), Input(held, about))
     return replace(planned, jobs=jobs, inputs=inputs, notes=(*planned.notes, *_notes(adapter, base)))
@@ -88,8 +85,8 @@ def _notes(adapter: peft.Adapter, base: Checkpoint) -> Iterator[str]:
         yield f"the tokenizer is that of the base; the adapter's: convert assets OUT --from {adapter.root}"
 
 
-def _opened(folder: Path, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, Slot]]:
-    """The adapter, and the tensors of the base by the names that it knows: those in memory, or the Hub's of experts.
+def _opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, Slot]]:
+    """The adapter, and the base's tensors by the names that it knows: those in memory, or the Hub's of experts.
 
     Raises:
         SourceError: it has tensors that the base lacks, or lacks some that its config names.
@@ -97,7 +94,7 @@ def _opened(folder: Path, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, 
     in_memory, on_hub = (
         {key: slot for slot in model_slots(base.spec, memory=memory) for key in slot.keys} for memory in (True, False)
     )
-    adapter = peft.read(folder, [*in_memory])
+    adapter = peft.parse(saved, [*in_memory])
     separate = any(key in on_hub and key not in in_memory for key in adapter.keys({*on_hub, *in_memory}))
     slots = on_hub if separate else in_memory
     peft.require_consumed(adapter, slots, base.root)
@@ -105,7 +102,7 @@ def _opened(folder: Path, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, 
     modules = ([key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight"))
     if lacking := peft.missing(adapter, modules):
         raise SourceError(
-            f"{folder} has no LoRA of {len(lacking)} modules that its target_modules name: {some(lacking, 3)}",
+            f"{saved.root} has no LoRA of {len(lacking)} modules that its target_modules name: {some(lacking, 3)}",
             "the file is not complete, or the base is another model",
         )
     return adapter, slots

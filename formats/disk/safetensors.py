@@ -46,6 +46,7 @@ class Fragment(NamedTuple):
 
     With `scales` the elements on disk are quantized ones, and `dtype` is what they are read as. `member` is the entry
     of a zip archive that holds the bytes. With a `product` there are no elements on disk: they are computed of others.
+    With `pieces` they are intervals of other tensors, each from an element on.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class Fragment(NamedTuple):
     scales: Scales | None = None
     member: Member | None = None
     product: Product | None = None
+    pieces: tuple[tuple[int, Fragment], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -70,9 +72,11 @@ class Fragment(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Fragment, ...]:
-        """What else is read with it."""
-        scaled = (self.scales.factors,) if self.scales else ()
-        return scaled + ((self.product.left, self.product.right) if self.product else ())
+        """What else is read with it, or instead of it."""
+        found = [self.scales.factors] if self.scales else []
+        found += [self.product.left, self.product.right] if self.product else []
+        found += [piece for _, piece in self.pieces]
+        return tuple(each for one in found for each in (one, *one.inputs))
 
 
 class Scales(NamedTuple):

@@ -28,7 +28,7 @@ from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread
 from formats.layout.table import ALONE, Cut, Rule, Slot, match, slots
 from formats.layout.tensors import UNTRAINED
-from formats.model.adapters import require_plain
+from formats.model import adapters
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.vocab_rows import EMBEDDING
 from formats.optimizer import Group, Optimizer, step_tensor
@@ -196,6 +196,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     list_folder = _kind(folder)
     assert list_folder is not None
     listing = list_folder(folder, settings)
+    if settings.adapter == "only":
+        return _read_adapter(path, folder, listing, settings)
     assets = _config_folder(path, folder, settings, lambda: contents(path, listing))
     config = huggingface.read_config(assets)
     if listing.flat is not None:
@@ -203,7 +205,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     else:
         spec, tensors, dropped = _read_tensors(path, listing, config, assets, settings)
     wanted = _native_slots(spec) if torchtitan.FIRST in tensors else huggingface.model_slots(spec, tensors)
-    drops = (*huggingface.drops(spec), *torchtitan.DROPS)
+    drops = (*huggingface.drops(spec, tensors, settings), *torchtitan.DROPS)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     placed, more = match(wanted, {ALONE: whole}, drops, path)
     if isinstance(spec, Verbatim):
@@ -271,17 +273,7 @@ def _read_tensors(
     path: Path, listing: Listing, config: dict[str, Any], folder: Path, settings: Settings
 ) -> tuple[Spec, dict[str, Scattered], list[str]]:
     """The tensors of the model by key, wrappers stripped; and the names of everything else."""
-    container = _container(listing.paths, settings.container, path)
-    keys: dict[str, int] = {}
-    depth = len(container)
-    for number, names in enumerate(listing.paths):
-        if names[:depth] == container and (depth or len(names) == 1):
-            last = ".".join(names[depth:])
-            key = unwrapped(last)
-            if key in keys:
-                raise SourceError(f"{path} holds {key} twice: {last} and {'.'.join(listing.paths[keys[key]])}")
-            keys[key] = number
-    require_plain(keys, path)
+    keys = _keys(path, listing, settings)
     wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in torchtitan.DROPS)]
     tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
     dropped = [".".join(one) for number, one in enumerate(listing.paths) if number not in set(map(keys.get, wanted))]
@@ -292,6 +284,35 @@ def _read_tensors(
         outer = _outer(tensors, spec)
         tensors = {key.removeprefix(outer): one for key, one in tensors.items()}
     return spec, tensors, dropped
+
+
+def _read_adapter(path: Path, folder: Path, listing: Listing, settings: Settings) -> Checkpoint:
+    """The adapter of a training as a checkpoint of its own, with the names of PEFT's files."""
+    if listing.flat is not None:
+        raise UnsupportedError(f"{path} holds flat parameters, which have no names", "save with SHARDED_STATE_DICT")
+    keys = _keys(path, listing, settings)
+    tensors = dict(zip(keys, listing.load([*keys.values()]), strict=True))
+    spec = adapters.spec_of({key: one.shape for key, one in tensors.items()})
+    placed, _ = match(
+        huggingface.model_slots(spec), {ALONE: {key: one.whole for key, one in tensors.items()}}, (), path
+    )
+    pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+    return Checkpoint(path, folder, NAME, spec, pieces, (), listing.files)
+
+
+def _keys(path: Path, listing: Listing, settings: Settings) -> dict[str, int]:
+    """The number of each tensor that is read, by its key, wrappers stripped."""
+    container = _container(listing.paths, settings.container, path)
+    keys: dict[str, int] = {}
+    depth = len(container)
+    for number, names in enumerate(listing.paths):
+        if names[:depth] == container and (depth or len(names) == 1):
+            last = ".".join(names[depth:])
+            key = unwrapped(last)
+            if key in keys:
+                raise SourceError(f"{path} holds {key} twice: {last} and {'.'.join(listing.paths[keys[key]])}")
+            keys[key] = number
+    return adapters.chosen(keys, settings.adapter, path)
 
 
 def _outer(keys: Mapping[str, object], spec: Spec) -> str:

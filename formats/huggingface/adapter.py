@@ -62,6 +62,22 @@ ONLY = {
 PEFT_MERGES = "merge it with PEFT: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(OUT)"
 
 
+class Saved(NamedTuple):
+    """An adapter as it lies on disk.
+
+    Attributes:
+        root: its folder, or the checkpoint that it is in.
+        config: the parsed adapter_config.json.
+        tensors: by their names in PEFT's files.
+        files: what is read.
+    """
+
+    root: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Fragment]
+    files: tuple[Path, ...]
+
+
 class Lora(NamedTuple):
     """What is added to one tensor of the base: scale * left @ right, or its transpose.
 
@@ -101,26 +117,34 @@ class Adapter:
         return {*self.whole, *(name if name in known else f"{name}.weight" for name in self.added)}
 
 
-def read(root: Path, parameters: Iterable[str] = ()) -> Adapter:
-    """Open an adapter: its config and the header of its file.
-
-    Args:
-        root: its folder.
-        parameters: the keys of the base's tensors, in the order in which its modules have them.
+def read(root: Path) -> Saved:
+    """Open the folder of an adapter: its config and the header of its file.
 
     Raises:
-        SourceError: something is missing, or contradicts the config.
+        SourceError: something is missing or damaged.
         UnsupportedError: it is of another method, or of a variant that cannot be merged here.
     """
-    if not (root / CONFIG).is_file():
-        raise SourceError(f"{root} holds no {CONFIG}", "name the folder that save_pretrained of PEFT wrote")
-    config = read_json(root / CONFIG)
-    require_lora(config, root / CONFIG)
+    config = read_config([root])
     if not (root / WEIGHTS).is_file():
         old = root / "adapter_model.bin"
         hint = "load and save it with PEFT, which writes safetensors" if old.is_file() else "copy the folder again"
         raise SourceError(f"{root} holds no {WEIGHTS}", hint)
-    return parse(read_safetensors(root / WEIGHTS)[0], config, root, tuple(parameters))
+    return Saved(root, config, read_safetensors(root / WEIGHTS)[0], (root / CONFIG, root / WEIGHTS))
+
+
+def read_config(places: Sequence[Path]) -> dict[str, Any]:
+    """The settings of a LoRA, from the first of some folders that has them.
+
+    Raises:
+        SourceError: none has.
+        UnsupportedError: they are not those of a LoRA that can be merged.
+    """
+    found = next((place / CONFIG for place in places if (place / CONFIG).is_file()), None)
+    if found is None:
+        raise SourceError(f"{places[0]} holds no {CONFIG}", "copy the one that PEFT or the trainer wrote into it")
+    config = read_json(found)
+    require_lora(config, found)
+    return config
 
 
 def require_lora(config: Mapping[str, Any], where: Path) -> None:
@@ -148,8 +172,18 @@ def require_lora(config: Mapping[str, Any], where: Path) -> None:
         )
 
 
-def parse(tensors: Mapping[str, Fragment], config: Mapping[str, Any], root: Path, parameters: Sequence[str]) -> Adapter:
-    """What the tensors of an adapter are."""
+def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
+    """What the tensors of an adapter are.
+
+    Args:
+        saved: the adapter.
+        parameters: the keys of the base's tensors, in the order in which its modules have them.
+
+    Raises:
+        SourceError: something is missing, or contradicts the config.
+        UnsupportedError: a tensor is none of LoRA's.
+    """
+    root, config, tensors, _ = saved
     found: dict[str, dict[str, Fragment]] = {}
     whole: dict[str, Fragment] = {}
     for key, fragment in tensors.items():
@@ -173,7 +207,7 @@ def parse(tensors: Mapping[str, Fragment], config: Mapping[str, Any], root: Path
             raise SourceError(f"{root} holds no lora_{lacking} of {place}", "the file is not complete: copy it again")
         added[module] = _lora(module, parts, config, root)
     if not added and not whole:
-        raise SourceError(f"{root / WEIGHTS} holds no tensor")
+        raise SourceError(f"{root} holds no tensor of an adapter")
     return Adapter(root, config, added, whole)
 
 

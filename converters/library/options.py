@@ -38,6 +38,7 @@ class Reading(TypedDict, total=False):
     gqa_layout: Literal["auto", "blocked", "grouped"]
     accept: Sequence[str]
     drop: Sequence[Literal["mtp"]]
+    adapter: Literal["merged", "only"]
     family: Place
 
 
@@ -63,7 +64,7 @@ class Names(TypedDict, total=False):
     glu_interleave: int
     megatron_version: str
     make_vocab_size_divisible_by: int
-    format: Literal["torch", "torch_dist", "megatron-llm"]
+    format: Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
     true_vocab_size: int
     layout: Literal["sequential", "pipeline"]
     optimizer: Literal["plain", "distributed"]
@@ -141,7 +142,7 @@ RANK = Kind(
 KINDS: Mapping[str, Kind] = {
     "config": PLACE, "vocab_size": number(1), "set": Kind("a dict of settings", lambda value: isinstance(value, dict)),
     "verbatim": FLAG, "allow_missing": NAMES, "container": TEXT, "tag": TEXT, "accept": NAMES, "family": PLACE,
-    "drop": NAMES,
+    "drop": NAMES, "adapter": choice("merged", "only"),
     "weights": choice("module", "fp32-master", "exp_avg", "exp_avg_sq"),
     "gqa_layout": choice("auto", "blocked", "grouped"), "replicas": choice("verify", "first", "mean"),
     "threads": number(1), "memory": number(1), "progress": Kind("a function", callable),
@@ -151,7 +152,7 @@ KINDS: Mapping[str, Kind] = {
     "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
     "norm": choice("te", "local"), "experts": choice("te", "local"), "with_optimizer": FLAG, "force": FLAG,
-    "format": choice("torch", "torch_dist", "megatron-llm"), "layout": choice("sequential", "pipeline"),
+    "format": choice("torch", "torch_dist", "fsdp_dtensor", "megatron-llm"), "layout": choice("sequential", "pipeline"),
     "optimizer": choice("plain", "distributed"), "verify": FLAG, "prefetch": number(0),
     "dtype": choice("keep", "bf16", "fp16", "fp32"),
 }  # fmt: skip
@@ -216,6 +217,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         allow_missing=tuple(options.get("allow_missing", ())),
         accept=tuple(options.get("accept", ())),
         drop=tuple(options.get("drop", ())),
+        adapter=options.get("adapter"),
     )
 
 

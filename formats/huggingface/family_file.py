@@ -25,11 +25,12 @@ from typing import Any
 from formats.errors import RefusedError, UsageError, short
 from formats.families import FAMILIES
 from formats.families.family import Family
+from formats.huggingface.mtp import JOIN
 from formats.huggingface.rope import SCALING
 from formats.huggingface.settings_table import USUAL
 from formats.layout.lowering import lower
 from formats.layout.pattern import PatternError
-from formats.layout.table import BIASES, CONDITIONS, Rule, model_tensors, rules
+from formats.layout.table import BIASES, CONDITIONS, MTP, Rule, model_tensors, rules
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, LISTS
 
@@ -58,6 +59,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "defaults": (dict,),
     "biases": (dict,),
     "own": (dict,),
+    "nulls": (list,),
     "only_here": (str,),
     "router": (str,),
     "full_until": (list,),
@@ -65,14 +67,17 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "tokens": (dict,),
 }
 """Field of a `Family`, and its type. The first four have to be there."""
-APART = ("rope_theta", "drops", "full_until", "biases")
+APART = ("rope_theta", "drops", "nulls", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*USUAL, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
-OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
+OF_LAYERS = {"dense", "sparse"}
 OF_MIXERS = {"attention", "recurrent"}
 OF_QUERIES = {"compressed", "uncompressed"}
-ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS, *OF_QUERIES, *OF_MIXERS, *BIASES}
+OF_KEYS = {"fused", "separate"}
+ALLOWED = {
+    "tied", "untied", "parallel", "serial", "optional", *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, MTP, *BIASES,
+}  # fmt: skip
 """The conditions that mean something in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
 SILU = {"silu", "swish", "swiglu"}
@@ -120,6 +125,7 @@ def load(path: Path) -> Family:
     family = Family(
         **{name: value for name, value in values.items() if name not in APART},
         drops=tuple(_drops(values.get("drops", []), path)),
+        nulls=tuple(_keys(values.get("nulls", []), path)),
         rope_theta=_theta(values["rope_theta"], path),
         full_until=_full_until(values.get("full_until"), path),
         biases={key: _bias(value, f"{path}: biases.{key}") for key, value in values.get("biases", {}).items()},
@@ -187,6 +193,12 @@ def _drops(values: list[Any], path: Path) -> Iterator[str]:
         yield value
 
 
+def _keys(values: list[Any], path: Path) -> list[str]:
+    if others := [value for value in values if not isinstance(value, str)]:
+        raise UsageError(f"{path}: nulls holds {short(others[0])}, which is no config key")
+    return values
+
+
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -209,10 +221,11 @@ def _check_line(line: str, where: str) -> None:
         known = ", ".join(f"{name} ({CONDITIONS[name]})" for name in sorted(ALLOWED))
         raise UsageError(f"{where}: there is no condition {short(min(names - ALLOWED))}", f"conditions: {known}")
     key = columns[0]
-    numbered = key.replace("{layer}", "", 1).replace("{expert}", "", 1)
+    numbered = key.replace("{layer}", "", 1).replace("{depth}", "", 1).replace("{expert}", "", 1)
     if re.search(r"[{}]", re.sub(r"\{[^{}|]*(?:\|[^{}|]*)+\}", "", numbered)):
         raise UsageError(
-            f"{where}: {short(key)} has braces around something else than {{layer}}, {{expert}} or {{one|other}}"
+            f"{where}: {short(key)} has braces around something else than {{layer}}, {{depth}}, {{expert}} or "
+            "{{one|other}}"
         )
     if key.count("|") > MOST_SPELLINGS:
         raise UsageError(f"{where}: {short(key)} has too many spellings")
@@ -242,7 +255,8 @@ def _check_rule(rule: Rule, where: str) -> None:
             axes = [axis for axis in axes if axis != "expert"]
         elif rule.of_expert:
             raise UsageError(f"{where}: {tensor} is no tensor of one expert")
-        if (first == "layer") is not ("{layer}" in rule.key):
+        second = MTP in rule.conditions  # whose keys need no number, and may hold copies of tensors of the model
+        if (first == "layer") is not ("{layer}" in rule.key) and not second:
             raise UsageError(f"{where}: {tensor} is a tensor of {'each layer' if first == 'layer' else 'the model'}")
         if held != [sorted(axes)]:
             raise UsageError(
@@ -277,9 +291,10 @@ def _check_table(family: Family, path: Path) -> None:
     used = {name for rule in family.tensors for name in rule.conditions}
     if used & {"parallel", "serial"} and residuals == [set()]:
         raise UsageError(f"{path}: lines that are {used & {'parallel', 'serial'}} need the key parallel_residual")
-    if "moe" not in family.traits and used & OF_EXPERTS:
-        raise UsageError(f"{path}: without a router no line can be {min(used & OF_EXPERTS)}")
-    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else [set[str]()]
+    if "moe" not in family.traits and used & OF_LAYERS:
+        raise UsageError(f"{path}: without a router no line can be {min(used & OF_LAYERS)}")
+    named = [{"fused"}, {"separate"}]
+    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else named
     if "query_rank" not in family.keys and used & OF_QUERIES:
         raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
     queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
@@ -290,9 +305,12 @@ def _check_table(family: Family, path: Path) -> None:
     if used & BIASES != chosen:
         raise UsageError(f"{path}: biases has {sorted(chosen)}, the lines of its table {sorted(used & BIASES)}")
     biases = [chosen, set[str]()] if chosen else [chosen]
-    for residual, head, *rest in product(residuals, ({"tied"}, {"untied"}), kinds, queries, mixers, biases):
-        kind = set[str]().union(*rest)
-        here = [rule for rule in family.tensors if rule.conditions <= {*residual, *head, *kind, "optional"}]
+    parts = [set[str](), {MTP}] if MTP in used else [set[str]()]
+    heads = ({"tied"}, {"untied"})
+    for residual, head, part, *rest in product(residuals, heads, parts, kinds, queries, mixers, biases):
+        kind = set[str]().union(*rest, part)
+        layers = [rule for rule in family.tensors if (MTP in rule.conditions) == bool(part)]
+        here = [rule for rule in layers if rule.conditions <= {*residual, *head, *kind, "optional"}]
         keys = [key for rule in here for key in rule.spellings]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
@@ -301,7 +319,8 @@ def _check_table(family: Family, path: Path) -> None:
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise UsageError(f"{path}: its table has {twice[0]} twice ({', '.join({*residual, *head, *kind})})")
-        lost = {"embedding", *model_tensors(here, {*residual, *head, *kind})} - set(names)
+        first = {JOIN} if part else {"embedding", *model_tensors(here, {*residual, *head, *kind})}
+        lost = first - set(names)
         if lost:
             raise UsageError(f"{path}: its table has no {min(lost)}, or an optional one alone")
 

@@ -119,7 +119,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a folder: its config and the headers of its files."""
     if (path / "adapter_config.json").is_file():
         raise UnsupportedError(
-            f"{path} holds a PEFT adapter, which transformers would add to the weights", "merge it first"
+            f"{path} holds a PEFT adapter, which transformers would add to the weights",
+            "move the adapter out, and merge it: convert merge BASE ADAPTER OUT",
         )
     found, note = read_files(path), ""
     require_plain(found, path)

@@ -15,6 +15,8 @@ A router scores experts; `router_bias` is added to the scores when experts are c
 What is shared is an expert for all tokens, whose output `shared_router` weighs where a model has one. A sink is the
 score of no token, one for each head.
 
+The activation xIELU has two numbers that a training moves, one for each sign, and two that it does not.
+
 A latent is what keys and values of all heads are made of: `latent_down` leads to it, and to the part of the keys that
 rotates; `latent_up` leads from it to each head. Queries may have one of their own, or come by `latent_query`.
 
@@ -35,6 +37,8 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         str.split,
         """
         embedding    vocab hidden
+        embedding_norm  hidden
+        embedding_norm_bias  hidden
         positions    position hidden
         input_norm   layer hidden
         input_norm_bias  layer hidden
@@ -82,6 +86,10 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         down         layer hidden ffn
         down_bias    layer hidden
         down_norm    layer hidden
+        xielu_positive  layer unit
+        xielu_negative  layer unit
+        xielu_beta   layer
+        xielu_eps    layer
         router       layer expert hidden
         router_bias  layer expert
         router_score_bias  layer expert
@@ -108,9 +116,13 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-BUFFERS = frozenset({"router_bias"})
+BUFFERS = frozenset({"router_bias", "xielu_beta", "xielu_eps"})
 """What is no parameter of a model, though its files hold it."""
 
 
 UNTRAINED = BUFFERS | {"router_choice_bias"}
-"""What no optimizer moves, and no framework rounds."""
+"""What no optimizer moves."""
+
+
+EXACT = frozenset({"router_bias", "router_choice_bias"})
+"""What no framework rounds."""

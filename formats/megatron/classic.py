@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target, slot_dtype
+from formats.checkpoint import ASSETS, MANIFEST, Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
@@ -56,7 +56,6 @@ from formats.torch_files.archive_writer import Held, archived
 from formats.torch_files.pickle_values import Namespace, TensorRef
 
 NAME = MEGATRON.name
-ASSETS = "huggingface"
 FLAGS = "megatron_flags.txt"
 
 DECODER = (

@@ -47,7 +47,7 @@ from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
-from formats.megatron.shards import DROPS, STATE, args_of
+from formats.megatron.shards import DROPS, STATE, args_of, require_alone
 from formats.model.spec import ModelSpec
 from formats.model.values import MOST_LAYERS
 from formats.torch_files import dcp, dcp_writer
@@ -138,6 +138,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     _require_whole(folder)
     entries, objects = dcp.contents(folder)
     common = common_state.read(folder)
+    require_alone(common)
     args = args_of(common)
     tensors = tensors_in(folder, [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)])
     if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
@@ -149,7 +150,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
-    placed, dropped = match(_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
+    placed, dropped = match(whole_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
     held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
     files = {item.path for entry in entries for item in entry.items}
@@ -244,7 +245,7 @@ def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any]
             )
 
 
-def _slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
+def whole_slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
     """Every tensor of the model as one rank holds it, each layer by itself.
 
     Raises:
@@ -252,10 +253,10 @@ def _slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Map
     """
     if spec.mtp_layers:
         raise UnsupportedError(
-            "layers that predict further tokens are not supported in torch_dist",
+            "of Megatron's formats only the classic one has layers here that predict further tokens",
             "--format torch, or --drop mtp where the source is one of Hugging Face, FSDP or DeepSpeed",
         )
-    conditions = {*spec.conditions, "first", "last"}
+    conditions = {*spec.conditions, "first", "last", "separate"}
     layers = enumerate(range(spec.layers))
     return list(
         slots(
@@ -293,7 +294,7 @@ def write(
     folder = name_of(iteration)
     parts = chunks(pipeline, spec.layers)
     ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
-    wanted = _slots(spec, _table({}), padded, options.mesh.interleaves)
+    wanted = whole_slots(spec, _table({}), padded, options.mesh.interleaves)
     for slot in wanted:
         stage = _stage(slot, parts)
         for rank, cut in _cuts(slot, options.mesh):

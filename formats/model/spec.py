@@ -90,7 +90,7 @@ class ModelSpec(Parts):
         return {
             "layer": self.layers, "hidden": self.hidden, "vocab": vocab, "padding": (padded_vocab or vocab) - vocab,
             "group": self.kv_heads, "head": self.heads // self.kv_heads, "dim": self.head_dim,
-            "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn, "position": self.max_positions,
+            "unit": 1, "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn, "position": self.max_positions,
             "expert": self.experts or 0, "expert_ffn": self.expert_ffn or self.ffn, "shared_ffn": self.shared_ffn or 0,
             "query_dim": nope + rope, "query_rank": self.query_rank or 0, "latent_rank": rank,
             "joint_dim": rank + rope, "up_dim": nope + self.head_dim,
@@ -139,6 +139,7 @@ class Verbatim:
         why: why no table describes it.
         copies: keys of further copies of a tensor, and the key of the one that counts.
         remarks: how the names compare with those of the model that the training began with.
+        under: what each tensor is carried under.
     """
 
     family: str
@@ -148,11 +149,12 @@ class Verbatim:
     why: str = field(compare=False)
     copies: Mapping[str, str] = field(default_factory=dict, compare=False)
     remarks: tuple[str, ...] = field(default=(), compare=False)
+    under: str = field(default="its own name", compare=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know."""
-        return (f"every tensor is carried under its own name, no table checks the names: {self.why}", *self.remarks)
+        return (f"every tensor is carried under {self.under}, no table checks the names: {self.why}", *self.remarks)
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
         """Name and shape of each tensor."""

@@ -127,8 +127,9 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
         values["linear_value_heads"] *= values["linear_key_heads"]
     if len(values.get("dense_layers", ())) == layers:
         values["dense_layers"] = ()
-    if "full_layers" in keys and values["sliding_window"] is None:
-        values["full_layers"] = tuple(range(layers))
+    if values["sliding_window"] is None:
+        values |= {"full_layers": tuple(range(layers))} if "full_layers" in keys else {}
+        values["own"] |= {"layer_types": [FULL] * layers} if "layer_types" in family.own else {}
     return checked(tied_together(values, family), "the draw")
 
 

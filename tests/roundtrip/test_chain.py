@@ -197,7 +197,7 @@ def test_through_every_format_and_back(model, tmp_path, name):
 
 def test_formats_prints_what_is_proven_here(convert):
     """A family is held by what holds one of its models."""
-    held = json.loads(convert("formats", "--json").out)["held by"]
+    held = json.loads(convert("formats", "--json").out)["held_by"]
     proven: dict[str, set[str]] = {name: {"zero"} for name in held}  # DeepSpeed's folders: tests/golden/test_zero.py
     for name, (base, changes) in CASES.items():
         config = AutoConfig.for_model(**settings_of(base, **changes)).to_dict()

@@ -72,8 +72,6 @@ def _write_kinds(value: Any, context: Context) -> list[int]:
     kinds = value or [FULL if layer % 2 else SLIDING for layer in _layers(context)]
     if not (isinstance(kinds, list) and len(kinds) == count and all(kind in (SLIDING, FULL) for kind in kinds)):
         raise cannot(context, f"of {short(count)} layers each is {SLIDING} or {FULL}, this model's are {short(kinds)}")
-    if SLIDING in kinds and not context.values["sliding_window"]:
-        raise cannot(context, f"layers are {SLIDING}, and no sliding_window is set")
     return [int(kind == SLIDING) for kind in kinds]
 
 

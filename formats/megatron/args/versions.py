@@ -63,6 +63,7 @@ OPTIONS = (
     Option("tensor_model_parallel_size", ALWAYS),
     Option("pipeline_model_parallel_size", ALWAYS),
     Option("ckpt_format", "torch"),
+    Option("use_megatron_fsdp", False, known="0.16", form="true"),
     Option("pipeline_model_parallel_layout", known="0.13", form="quoted"),
     Option("num_layers_per_virtual_pipeline_stage", when="even"),
     Option("virtual_pipeline_model_parallel_size", option="num-virtual-stages-per-pipeline-rank", when="uneven"),

@@ -302,6 +302,6 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options["gqa_layout"],
         options["allow_missing"],
         options["accept"],
-        options.get("adapter"),
         options["drop"],
+        options.get("adapter"),
     )

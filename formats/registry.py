@@ -45,7 +45,7 @@ KNOWN_TO = {
 }
 """Setting of a reader: the formats that know it, of those that not every format knows."""
 FOREIGN = {
-    "adapter_config.json": ("a PEFT adapter", "merge it into its model with merge_and_unload() of peft"),
+    "adapter_config.json": ("a PEFT adapter", "merge it into its model: convert merge BASE ADAPTER OUT"),
     "lit_model.pth": ("a model of LitGPT", "make it one of Hugging Face: litgpt convert_from_litgpt"),
     "checkpoint_metadata.json": ("a checkpoint of nanotron", "its examples/llama/convert_nanotron_to_hf.py exports it"),
     "consolidated.*": ("a model in Meta's or Mistral's own files", "take those of Hugging Face, with a config.json"),

@@ -28,7 +28,7 @@ from converters.library.options import (
 from converters.library.records import inspect_record
 from converters.library.view import Reader, View, tensors_of
 from converters.move.casts import Array
-from converters.plan.opening import open_source, replicas_of, require_effect, require_family
+from converters.plan.opening import open_only, replicas_of
 from converters.plan.output import plan_output
 from converters.plan.request import Request
 from formats import checkpoint
@@ -55,9 +55,7 @@ class Checkpoint:
         self.path, self.options = path, options
         settings = settings_of(options)
         with known_family(options) as family:
-            self.source: checkpoint.Checkpoint = open_source(path, settings)
-            require_effect(settings, self.source)
-            require_family(family, self.source)
+            self.source: checkpoint.Checkpoint = open_only(path, settings, family)
         self.stamps = {file: _stamp(file) for file in self.source.files}
 
     def unchanged(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.plan.request import Request
+from formats.checkpoint import Checkpoint
 from formats.deepspeed import NEOX
 from formats.errors import UsageError, some
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
@@ -17,7 +18,6 @@ from formats.registry import format_of
 
 if TYPE_CHECKING:
     from converters.plan.plan import Plan
-    from formats.checkpoint import Checkpoint
     from formats.deepspeed.universal import States
     from formats.megatron.args.options import Options
 
@@ -123,6 +123,12 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
     if odd:
         flags = some([f"--{flag_of(name)}" for name in odd], 4)
         raise UsageError(f"{flags} {'has' if len(odd) == 1 else 'have'} no effect on the target {to}", "leave it out")
+    if isinstance(source, Checkpoint) and source.settings.adapter is not None:
+        from converters.plan.adapted import plan_adapted
+
+        if source.settings.adapter == "only" and to != HUGGINGFACE:
+            raise UsageError(f"an adapter alone is not written as {to}", "leave --adapter only out")
+        return plan_adapted(source, request, lambda base: planned(base, request, output))
     return planned(source, request, output)
 
 

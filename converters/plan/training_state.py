@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from converters.plan.plan import (
+    MASTERS,
     PADDING,
     Copies,
     Job,
@@ -77,7 +78,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     masters = found.states.get("fp32")
     moments = replace(found, states={state: one for state, one in found.states.items() if state != "fp32"})
     held = (placed.fragment.path for one in found.states.values() for placed in one.tensors)
-    weights = source if masters is None else _as_weights(masters, source)
+    weights = source if masters is None else as_weights(masters, source)
     files = tuple(dict.fromkeys([*source.files, *held]))
     weights = replace(weights, files=files, dropped=(), state=())
     asked = request if masters is None else replace(request, cast="fp32")
@@ -176,7 +177,7 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
     masters = states.pop("fp32", None)
     weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
     if weights == {"F32"}:
-        return (source if masters is None else _as_weights(masters, source)), states
+        return (source if masters is None else as_weights(masters, source)), states
     if masters is None and set(source.dtypes().values()) == {"F32"}:
         masters = _trained(source)
     if masters is None:
@@ -195,7 +196,7 @@ def _for_fsdp(
     masters = states.pop("fp32", None)
     rounded = [dtype for (name, _), dtype in cast_dtypes(source, request.cast).items() if name not in UNTRAINED]
     return (
-        source if masters is None else _as_weights(masters, source),
+        source if masters is None else as_weights(masters, source),
         replace(optimizer, states=states),
         replace(request, cast=None),
         replace(options, computed=main_dtype(rounded)),
@@ -207,7 +208,7 @@ def _trained(source: Checkpoint) -> Checkpoint:
     return replace(source, tensors=_parts_of(source, buffers=False), without=UNTRAINED)
 
 
-def _as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
+def as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
     """Masters in place of the weights that are rounded from them; what nothing trains is as it was."""
     tensors = (*masters.tensors, *_parts_of(source, buffers=True))
     return replace(source, tensors=tensors, twins=masters.twins or _parts_of(source, buffers=False))
@@ -224,7 +225,18 @@ def _resumed(
     plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None,
     cast: str | None = None,
 ) -> Plan:  # fmt: skip
-    """A plan of the weights, with the jobs of the optimizer; masters that it does not carry are the proof."""
+    """A plan of the weights, with the jobs of the optimizer; masters that it does not carry are the proof.
+
+    Raises:
+        UnsupportedError: masters would not round to the weights, from which one is taken off.
+    """
+    shifted = next((job.name for job in plan.jobs if job.shift), None)
+    if shifted and MASTERS in optimizer.states:
+        raise UnsupportedError(
+            f"Megatron stores {shifted} less one, where its float32 masters do not round to the weights of "
+            f"{plan.source.root}",
+            "take the weights alone, without --with-optimizer, or --dtype fp32",
+        )
     source = plan.source
 
     def more(written: Checkpoint) -> Iterator[Job]:

@@ -32,6 +32,8 @@ def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
     source = {"format": plan.source.format, "topology": dict(plan.source.topology)}
     weights = total(of_weights(plan, digests))
     facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
+    if plan.inputs:
+        facts["sources"] = [one.record for one in plan.inputs]
     return (json.dumps({**facts, **held}, indent=1) + "\n").encode()
 
 
@@ -55,13 +57,14 @@ def same_output(plan: Plan, place: Path) -> dict[str, str] | None:
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     """Compare what was read with the manifest that travels with the source, if there is one.
 
-    Masters that are written as the weights are not: they were compared with those that the manifest is of.
+    Masters that are written as the weights are not: they were compared with those that the manifest is of. Neither are
+    tensors that are read as parts of others, which it does not have.
 
     Raises:
         VerificationError: the source is not what it was when its manifest was written.
     """
     _, remembered = read_manifest(plan.source.home) or ({}, {})
-    remembered = {**remembered, **remembered_states(plan.source.home)}
+    remembered = {} if plan.source.original else {**remembered, **remembered_states(plan.source.home)}
     kept = [job.name for job in plan.jobs if not (job.edges or (job.twins and not job.state))]
     wrong = [name for name in kept if remembered.get(name, digests[name]) != digests[name]]
     if wrong:

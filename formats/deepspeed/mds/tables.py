@@ -77,5 +77,6 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, order: Iterable[str], first:
             layers=[(layer + first, layer) for layer in range(spec.layers)],
             mesh={"tp": (rank, tp)},
             conditions={*spec.conditions, *order},
+            kinds=spec.layer_kinds,
         ):
             yield slot._replace(place=Place(file_of(int(slot.keys[0].partition(".")[0]), rank)))

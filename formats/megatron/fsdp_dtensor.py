@@ -38,12 +38,12 @@ from formats.megatron.args import flags
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, FSDP_DTENSOR, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER
-from formats.megatron.classic import FLAGS, MCORE, assets_of, parameters_of, spec_of, topology_of
+from formats.megatron.classic import FLAGS, assets_of, parameters_of, spec_of, topology_of
 from formats.megatron.details import details
 from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.optimizer import Optimizer
 from formats.megatron.shards import DROPS, STATE, args_of, names_of
-from formats.megatron.torch_dist import EMBEDDING, whole_slots
+from formats.megatron.torch_dist import EMBEDDING, MODEL, whole_slots
 from formats.model.spec import ModelSpec
 from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import TorchFile, packed
@@ -53,7 +53,7 @@ from formats.torch_files.pickle_values import Namespace
 NAME = FORMAT.name
 OBJECTS = ("args", "checkpoint_version", "iteration")
 """What Megatron's plain DCPs have at the top, as torch.save wrote it; in torch_dist it is in one object."""
-MODEL = re.compile(r"model(\d*)\.module\.(.+)")
+KEY = re.compile(r"model(\d*)\.module\.(.+)")
 PREFIX = "model.module."
 CARRIED = (*OBJECTS, *states.HEAD)
 """Objects that are read again from other places: args and iteration by `details`, the schedule with the optimizer."""
@@ -75,7 +75,7 @@ def _apart(rule: Rule) -> Iterator[Rule]:
         yield Rule(FC1.sub(rf"\g<1>{suffix}", rule.key), parse(f"{name}: {rows}{columns}"), rule.conditions)
 
 
-TABLE = tuple(half for rule in MCORE for half in _apart(rule))
+TABLE = tuple(half for rule in MODEL for half in _apart(rule))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def detect(path: Path) -> bool:
         entries, objects = dcp.contents(folder)
     except SourceError:  # which this one will tell
         return dcp.names(folder, PREFIX)
-    return set(OBJECTS) <= set(objects) and any(MODEL.match(entry.name) for entry in entries)
+    return set(OBJECTS) <= set(objects) and any(KEY.match(entry.name) for entry in entries)
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
@@ -124,7 +124,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     wanted = whole_slots(spec, _table(spec, tensors), padded, interleaves)
     placed, dropped = match(wanted, {ALONE: whole}, DROPS, folder)
-    others = [entry.name for entry in entries if not MODEL.match(entry.name)]
+    others = [entry.name for entry in entries if not KEY.match(entry.name)]
     files = {item.path for entry in entries for item in entry.items}
     writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
     experts = "local" if any(".local_experts." in key for key in tensors) else "te"
@@ -161,7 +161,7 @@ def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]
     """
     mine: dict[str, dcp.Entry] = {}
     for entry in entries:
-        if found := MODEL.fullmatch(entry.name):
+        if found := KEY.fullmatch(entry.name):
             if found[1]:
                 raise UnsupportedError(f"{folder} holds {entry.name}: virtual pipeline chunks are not supported")
             mine[found[2]] = entry
@@ -172,7 +172,7 @@ def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]
 
 def _table(spec: ModelSpec, keys: Iterable[str]) -> list[Rule]:
     """The rows for a model, of which these keys are there: without a gate nothing is apart."""
-    held, table = set(keys), MCORE if "plain" in spec.conditions else TABLE
+    held, table = set(keys), MODEL if "plain" in spec.conditions else TABLE
     return [rule for rule in table if "copy" not in rule.conditions or rule.key in held]
 
 

@@ -102,8 +102,8 @@ def tables() -> dict[str, tuple[Rule, ...]]:
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds the families that are not of Hugging Face alone."""
-    return {NAME: not family.only_here}
+    """It holds the families that are not of Hugging Face alone, and that have no linear attention."""
+    return {NAME: not family.only_here and "recurrent" not in family.traits}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
@@ -181,9 +181,15 @@ def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mappin
 
     Raises:
         UnsupportedError: stages number their layers from 0 each, expert ranks do so with biases
-            (`handle_experts_in_state_dict` renames weights alone), and the halves of interleaved rows are neither gate
-            nor up.
+            (`handle_experts_in_state_dict` renames weights alone), the halves of interleaved rows are neither gate nor
+            up, and the inputs of linear attention are cut part by part or not, as the version has it
+            (`handle_gdn_in_state_dict`, which the saver of 0.19.2 does not call).
     """
+    if spec.recurrent_layers:
+        raise UnsupportedError(
+            f"{where}: linear attention is not supported in fsdp_dtensor: its inputs are cut otherwise in each version",
+            "--format torch or torch_dist",
+        )
     stages, experts = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
     if stages not in (None, 1):
         raise UnsupportedError(f"{where}: {stages} pipeline stages, whose layers megatron-core saves under equal names")

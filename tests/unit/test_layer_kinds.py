@@ -1,0 +1,102 @@
+"""What a model of mixed layers, or one that predicts a second token, is refused for, and in which words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from formats.errors import VitruvianError
+from formats.huggingface.config import from_huggingface
+from formats.megatron.args.flags import chosen
+from tests.golden.test_mtp import with_second
+from tests.models import settings_of
+
+EPSILON = {"rms_norm_eps": 1e-6}
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+def test_kinds_of_layers():
+    spec = from_huggingface(settings_of("qwen3_next-tied", **EPSILON), {}, "one")
+    assert [sorted(kinds) for kinds in spec.layer_kinds] == [
+        ["dense", "recurrent"], ["attention", "sparse"], ["recurrent", "sparse"], ["attention", "sparse"],
+    ]  # fmt: skip
+    assert spec.mixed
+    assert not from_huggingface(settings_of("llama", **EPSILON), {}, "one").mixed
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layer_types": [LINEAR] * 4}, "of 4 have linear attention, and a qwen3_5_text mixes both"),
+        ({"full_attention_interval": 1}, "of 4 have linear attention"),
+        ({"full_attention_interval": 0}, "full_attention_interval = 0"),
+        ({"layer_types": [LINEAR, FULL]}, "linear_attention or full_attention for each layer"),
+        ({"layer_types": [LINEAR, FULL, "sliding_attention", FULL]}, "linear_attention or full_attention"),
+        ({"linear_num_value_heads": 6}, "6 value heads of linear attention do not divide over 4 key heads"),
+        ({"linear_conv_kernel_dim": 0}, "linear_taps = 0"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+    ],
+)
+def test_configs_that_make_no_such_model(changes, reason):
+    with pytest.raises(VitruvianError, match=reason):
+        from_huggingface(settings_of("qwen3_5_text", **EPSILON, **changes), {}, "one")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["--norm", "local"], 5, "in Transformer Engine's layers alone"),
+        (["--tp", 8], 5, "4 key heads and 8 value heads of linear attention do not divide over tp = 8"),
+        (["--megatron-version", "0.15"], 5, "the first that does is 0.16: it has no --experimental-attention-variant"),
+        (["--format", "fsdp_dtensor"], 4, "linear attention is not supported in fsdp_dtensor"),
+        (["--format", "megatron-llm"], 5, "no norms on query and key"),
+    ],
+)
+def test_what_megatron_has_not(model, convert, tmp_path, words, code, reason):
+    ran = convert("hf2megatron", model("qwen3_5_text"), tmp_path / "m", *words)
+    assert (ran.code, reason in ran.err) == (code, True), ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["--format", "torch_dist"], 4, "only the classic one has layers here that predict further tokens"),
+        (["--format", "fsdp_dtensor"], 4, "only the classic one has layers here that predict further tokens"),
+        (["--pp", 2, "--pp-layout", "Ett|ttL"], 5, "a pipeline layout, or a last stage without layers, is not"),
+        (["--pp", 2, "--last-stage-layers", 0], 5, "or a last stage without layers, is not"),
+    ],
+)
+def test_where_a_second_token_is_not_predicted(model, convert, tmp_path, words, code, reason):
+    source = with_second(model("glm4_moe"), tmp_path / "hf")
+    ran = convert("hf2megatron", source, tmp_path / "m", *words)
+    assert (ran.code, reason in ran.err) == (code, True), ran.err
+    assert convert("hf2megatron", source, tmp_path / "m2", *words, "--drop", "mtp").code == 0
+
+
+def test_copies_that_are_none_and_a_layer_in_part(model, convert, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = with_second(model("glm4_moe"), tmp_path / "hf")
+    held, file = load_file(source / "model.safetensors"), source / "model.safetensors"
+    copy = held["model.embed_tokens.weight"].clone()
+    save_file(held | {"model.layers.4.embed_tokens.weight": copy}, file, {"format": "pt"})
+    assert convert("hf2megatron", source, tmp_path / "m").code == 0
+    save_file(held | {"model.layers.4.embed_tokens.weight": copy + 1}, file, {"format": "pt"})
+    ran = convert("hf2megatron", source, tmp_path / "m2")
+    assert (ran.code, "embedding differs between its copies" in ran.err) == (6, True), ran.err
+    del held["model.layers.4.mlp.gate.weight"]
+    save_file(held, file, {"format": "pt"})
+    ran = convert("hf2megatron", source, tmp_path / "m3")
+    assert (ran.code, "1 tensors are missing: model.layers.4.mlp.gate.weight" in ran.err) == (3, True), ran.err
+
+
+def test_the_flags_are_those_of_a_release_that_builds_it(model, convert, tmp_path):
+    source, run = with_second(model("qwen3_5_text"), tmp_path / "hf"), tmp_path / "m"
+    assert convert("hf2megatron", source, run).code == 0
+    assert (run / "megatron_flags.txt").read_text().startswith("# flags for Megatron-LM 0.18\n")
+    ran = convert("hf2megatron", source, tmp_path / "m2", "--megatron-version", "0.19")
+    assert (ran.code, "it builds no layer that predicts a second token beside linear" in ran.err) == (5, True), ran.err
+    assert chosen({"mtp_num_layers": 1}, None, ())[0] == "0.19"
+    told = json.loads(convert("hf2megatron", source, tmp_path / "m3", "--drop", "mtp", "-n", "--json").out)
+    assert any("is not carried: 15 such as mtp." in note for note in told["notes"])

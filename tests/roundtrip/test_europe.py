@@ -124,6 +124,14 @@ MODELS = {
         None, "arXiv 2305.12987: 32 layers, 32 heads, 4096, 64000 tokens; the rest from memory",
         MEGATRON,
     ),
+    "open-sci-ref-1.7B": Model(
+        {
+            **LLAMA, **sizes(24, 2048, 8192, 32, 32, 50304, 4096), "model_type": "opensci", "attention_bias": True,
+            "architectures": ["OpensciForCausalLM"], "head_dim": 64, "mlp_bias": True, "qk_layernorm": True,
+            "rope_theta": 10000, "rope_scaling": None, "tie_word_embeddings": True, "use_cache": True,
+        },
+        1.71, "the config.json that open-sci's converter from Megatron writes, whose sizes make 1.7 billion", MEGATRON,
+    ),
     "Velvet-14B": Model(
         {**MISTRAL, **sizes(50, 5120, 12544, 40, 8, 126976, 16384), "rope_theta": 100000.0},
         14.1, "model card Almawave/Velvet-14B: sizes; the base of the rotation from memory", MEGATRON,

@@ -54,6 +54,11 @@ GROUPS = {"n_group": 4, "topk_group": 2}
 OSS = {"num_experts_per_tok": 2, "sliding_window": 8}
 MINIMAX = {"head_dim": 16, "rotary_dim": 8, "num_experts_per_tok": 2, **TOKENS}
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
+DELTA = {
+    "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6, **TOKENS,
+}  # fmt: skip
+MIXED = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
 FOUR = {"num_experts_per_tok": 4}
 FIRST = ["full_attention", *["sliding_attention"] * 3]
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -170,6 +175,28 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral-tied": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8, **TIED},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "norm_topk_prob": True, **MOE},
     "qwen2_moe-tied": {"model_type": "qwen2_moe", "num_experts": 4, "decoder_sparse_step": 2, **MOE, **TIED},
+    "qwen3_next": {"model_type": "qwen3_next", "num_experts": 4, **MOE, **DELTA},
+    "qwen3_next-tied": {
+        "model_type": "qwen3_next",
+        "num_experts": 4,
+        "mlp_only_layers": [0],
+        "full_attention_interval": 2,
+        "norm_topk_prob": False,
+        **MOE,
+        **DELTA,
+        **TIED,
+    },
+    "qwen3_5_text": {"model_type": "qwen3_5_text", **DELTA},
+    "qwen3_5_text-tied": {"model_type": "qwen3_5_text", "layer_types": MIXED, **DELTA, **TIED},
+    "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text", "num_experts": 4, **MOE, **DELTA},
+    "qwen3_5_moe_text-tied": {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 4,
+        "layer_types": MIXED,
+        **MOE,
+        **DELTA,
+        **TIED,
+    },
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **MOE},
     "qwen3_moe-tied": {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0, 2], **MOE, **TIED},
     "dots1": {"model_type": "dots1", "n_routed_experts": 4, "first_k_dense_replace": 1, **DOTS},
@@ -202,6 +229,7 @@ UNKNOWN = {
     "gpt2": ("num_key_value_heads", "intermediate_size"),
     "bloom": ("num_key_value_heads", "intermediate_size"),
     "falcon": ("num_key_value_heads", "intermediate_size"),
+    "qwen3_5_moe_text": ("intermediate_size",),
 }
 """Model type: what its config calls otherwise, or does not have."""
 
@@ -242,6 +270,8 @@ def _has(name: str, condition: str) -> bool:
 
 IN_MEGATRON = [name for name in MODELS if not family_of(name).only_here and name != "qwen3-biased"]
 """Those with a layout of Megatron."""
+LINEAR = [name for name in IN_MEGATRON if _has(name, "recurrent")]
+"""Those with linear attention, of which Megatron has no local layers."""
 EXPERTS = [name for name in IN_MEGATRON if _has(name, "sparse")]
 """Mixtures of experts in Megatron."""
 FUSED_HERE = [name for name in MODELS if name not in IN_MEGATRON and _has(name, "separate")]
@@ -289,3 +319,17 @@ def files(folder: Path) -> dict[str, bytes]:
     """Every file of a folder, by relative name, the manifest left out."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return {name: content for name, content in found.items() if Path(name).name != "vitruvian.json"}
+
+
+def nearest_bfloat16(values: Any) -> Any:
+    """Float64 to the nearest bfloat16, ties to even: by exact arithmetic on the neighbours."""
+    import ml_dtypes
+    import numpy as np
+
+    near = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    candidates = np.stack([(near.astype(np.int64) + step * 65536).astype(np.uint32) for step in (-1, 0, 1)])
+    apart = np.abs(candidates.view(np.float32).astype(np.float64) - values)
+    odd = (candidates >> 16) & 1
+    best = np.lexsort((odd.reshape(3, -1), apart.reshape(3, -1)), axis=0)[0]
+    words = np.take_along_axis(candidates.reshape(3, -1), best[None], 0)[0] >> 16
+    return words.astype(np.uint16).view(ml_dtypes.bfloat16).reshape(values.shape)

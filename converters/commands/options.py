@@ -128,6 +128,8 @@ def reading_of(*formats: Format) -> Callable[[Command], Command]:
                           "none)."),
         click.option("--accept", multiple=True, metavar="NAME",
                      help="Convert in spite of a deviation, by the name that the refusal gives it."),
+        click.option("--drop", multiple=True, type=click.Choice(["mtp"]), hidden=hidden["drop"],
+                     help="Leave a part of the model out: mtp, the layers that predict tokens after the next."),
         own_family,
     )  # fmt: skip
 
@@ -180,8 +182,8 @@ stages = together(
                  help="Megatron: the stages as in --pipeline-model-parallel-layout, such as 'Et*3|(tt|)*29L'."),
 )  # fmt: skip
 megatron_files = together(
-    click.option("--format", type=click.Choice(["torch", "torch_dist", "megatron-llm"]),
-                 help="Megatron: megatron-core's --ckpt-format torch or torch_dist, or the files of Megatron-LLM."
+    click.option("--format", type=click.Choice(["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]),
+                 help="Megatron: megatron-core's --ckpt-format, or the files of Megatron-LLM."
                       "  [default: torch; for reshard as in SRC]"),
     click.option("--norm", type=click.Choice(["te", "local"]),
                  help="Megatron: names of the norms, Transformer Engine's or those of the local layers."
@@ -240,29 +242,27 @@ weights = click.option(
 )  # fmt: skip
 tag = click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
 deepspeed_reading = together(tag, weights)
+adapter = click.option(
+    "--adapter", type=click.Choice(["merged", "only"]),
+    help="Of a training with LoRA: the model with it merged, or the adapter alone, as PEFT saves it.",
+)  # fmt: skip
 layout = click.option(
     "--layout", type=click.Choice(["sequential", "pipeline"]),
     help="Files of GPT-NeoX: one for each rank, or one for each layer and rank.  [default: pipeline if --pp > 1]",
 )  # fmt: skip
 
 
-def opened(path: Path, options: Mapping[str, Any], *wanted: Format, alone: bool = True) -> Checkpoint:
+def opened(path: Path, options: Mapping[str, Any], *wanted: Format) -> Checkpoint:
     """Open the checkpoint that a command was given.
 
     Args:
         path: its folder.
         options: those of `reading`.
         wanted: the formats that the command reads; none for any.
-        alone: whether the options were meant for this one, so that each must have an effect on it.
     """
-    from converters.plan.opening import open_source, require_effect, require_family
+    from converters.plan.opening import open_only
 
-    settings = settings_of(options)
-    source = open_source(path, settings, wanted)
-    if alone:
-        require_effect(settings, source)
-        require_family(options.get("family"), source)
-    return source
+    return open_only(path, settings_of(options), options.get("family"), wanted)
 
 
 def iteration_folder(run: Path, number: int | None) -> Path:
@@ -302,4 +302,6 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options["gqa_layout"],
         options["allow_missing"],
         options["accept"],
+        options.get("adapter"),
+        options["drop"],
     )

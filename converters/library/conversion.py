@@ -29,16 +29,17 @@ from converters.library.records import plan_record
 from converters.move.journal import Share
 from converters.move.source_checks import Verdict
 from converters.plan import plan as plans
-from converters.plan.opening import open_source, open_training, replicas_of, require_effect, require_family
+from converters.plan.opening import open_only, open_training, replicas_of, source_of
 from converters.plan.output import UNIVERSAL, plan_output
 from converters.plan.request import Request
 from converters.prove import digest
-from formats.deepspeed.universal import States
 from formats.errors import UsageError
 from formats.torch_files import saves
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from formats.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def carry_out(
         nbytes, seconds = sum(job.nbytes for job in jobs), time.monotonic() - began
         return Part(str(share), request.out, len(jobs), nbytes, seconds, averaged, tuple(notes))
     digests = run(planned, request, drifted, verdicts.append)
-    paths = {part.fragment.path for job in planned.jobs for part in job.sources if part.fragment.member}
+    paths = {part.fragment.path for job in planned.reads for part in job.sources if part.fragment.member}
+    read = [(one, paths & {*one.files}) for one in planned.sources]
     return Converted(
         request.out,
         len(digests),
@@ -168,7 +170,7 @@ def carry_out(
         total(digest.of_weights(planned, digests)),
         request.verify,
         verdicts[0],
-        saves.untied(planned.source.home, paths, planned.source.ties),
+        "; ".join(dict.fromkeys(filter(None, (saves.untied(one.home, held, one.ties) for one, held in read)))),
         averaged,
         tuple(notes),
     )
@@ -181,8 +183,9 @@ def check(planned: plans.Plan, request: Request) -> None:
         OutputError: OUT exists, or is in the source.
         VerificationError: the source contradicts its manifest.
     """
-    check_paths(planned.source, request)
-    check_manifest(planned.source)
+    for source in planned.sources:
+        check_paths(source, request)
+        check_manifest(source)
 
 
 def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning]) -> Plan:
@@ -258,12 +261,14 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
     """The plan of a conversion, and what is asked for."""
     reading = {name: value for name, value in options.items() if name in Reading.__optional_keys__}
     settings = settings_of(reading)
-    opened = open_training(src, settings) if to == UNIVERSAL else open_source(src, settings)
-    source = opened.opened[0] if isinstance(opened, States) else opened
-    if source is opened:
-        require_effect(settings, source)
-        require_family(family, source)
-    request = Request(
+    opened = (open_training if to == UNIVERSAL else open_only)(src, settings, family)
+    request = asked(out, options, source_of(opened))
+    return plan_output(opened, request, to, output_of(options)), request
+
+
+def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
+    """What the options of `Conversion` ask for, of a source that is open."""
+    return Request(
         out,
         cast_of(options),
         limits_of(options, replicas_of(source, options.get("replicas"))),
@@ -272,4 +277,3 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
         quiet=True,
         tell=options.get("progress"),
     )
-    return plan_output(opened, request, to, output_of(options)), request

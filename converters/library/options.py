@@ -37,6 +37,8 @@ class Reading(TypedDict, total=False):
     weights: Literal["module", "fp32-master", "exp_avg", "exp_avg_sq"]
     gqa_layout: Literal["auto", "blocked", "grouped"]
     accept: Sequence[str]
+    adapter: Literal["merged", "only"]
+    drop: Sequence[Literal["mtp"]]
     family: Place
 
 
@@ -62,7 +64,7 @@ class Names(TypedDict, total=False):
     glu_interleave: int
     megatron_version: str
     make_vocab_size_divisible_by: int
-    format: Literal["torch", "torch_dist", "megatron-llm"]
+    format: Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
     true_vocab_size: int
     layout: Literal["sequential", "pipeline"]
     optimizer: Literal["plain", "distributed"]
@@ -140,6 +142,7 @@ RANK = Kind(
 KINDS: Mapping[str, Kind] = {
     "config": PLACE, "vocab_size": number(1), "set": Kind("a dict of settings", lambda value: isinstance(value, dict)),
     "verbatim": FLAG, "allow_missing": NAMES, "container": TEXT, "tag": TEXT, "accept": NAMES, "family": PLACE,
+    "adapter": choice("merged", "only"), "drop": NAMES,
     "weights": choice("module", "fp32-master", "exp_avg", "exp_avg_sq"),
     "gqa_layout": choice("auto", "blocked", "grouped"), "replicas": choice("verify", "first", "mean"),
     "threads": number(1), "memory": number(1), "progress": Kind("a function", callable),
@@ -149,7 +152,7 @@ KINDS: Mapping[str, Kind] = {
     "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
     "norm": choice("te", "local"), "experts": choice("te", "local"), "with_optimizer": FLAG, "force": FLAG,
-    "format": choice("torch", "torch_dist", "megatron-llm"), "layout": choice("sequential", "pipeline"),
+    "format": choice("torch", "torch_dist", "fsdp_dtensor", "megatron-llm"), "layout": choice("sequential", "pipeline"),
     "optimizer": choice("plain", "distributed"), "verify": FLAG, "prefetch": number(0),
     "dtype": choice("keep", "bf16", "fp16", "fp32"),
 }  # fmt: skip
@@ -213,6 +216,8 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         gqa_layout=options.get("gqa_layout", "auto"),
         allow_missing=tuple(options.get("allow_missing", ())),
         accept=tuple(options.get("accept", ())),
+        adapter=options.get("adapter"),
+        drop=tuple(options.get("drop", ())),
     )
 
 

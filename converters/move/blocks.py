@@ -16,10 +16,11 @@ import numpy as np
 from converters.move.casts import Array
 from converters.move.crc32 import Checksums
 from converters.move.dequantize import read_bf16
+from converters.move.products import read_product
 from converters.move.regions import Nearby, region, runs
 from converters.move.source_checks import SourceChecks
 from formats.checkpoint import OutputFile
-from formats.disk.safetensors import Fragment, allow_files, read_into, write_from
+from formats.disk.safetensors import DTYPES, Fragment, allow_files, read_into, write_from
 from formats.disk.zstd_stream import Reader, Stream
 from formats.errors import OutputError, SourceError
 from formats.torch_files.crc32 import crc_of
@@ -63,9 +64,23 @@ class Files:
         if fragment.scales is not None:
             read_bf16(self.get, fragment, fragment.scales, at, buffer)
             return
+        if fragment.product is not None:
+            read_product(self.read, fragment, fragment.product, at, buffer)
+            return
+        if fragment.pieces:
+            self._read_pieces(fragment, at, buffer)
+            return
         self.read_stored(fragment, at, buffer)
         if self.checks is not None:
             self.checks.passed(fragment, at, buffer)
+
+    def _read_pieces(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
+        """Fill a buffer from a tensor that lies in pieces."""
+        size = DTYPES[fragment.dtype]
+        for first, piece in fragment.pieces:
+            low, high = max(at, first * size), min(at + len(buffer), first * size + piece.nbytes)
+            if low < high:
+                self.read(piece, low - first * size, buffer[low - at : high - at])
 
     def read_stored(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
         """Fill a buffer with bytes as they are stored, which are not counted."""

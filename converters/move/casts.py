@@ -15,6 +15,8 @@ Array = NDArray[Any]
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Elements travel as words of their size: what is not cast is never interpreted."""
 
+ROUNDED_NORMS = "rounded_norms"
+"""What accepts norms that are rounded when one is taken off."""
 PIECE = 1 << 16
 """Elements that are cast at a time: few enough to stay in the cache, and in little memory."""
 
@@ -42,10 +44,20 @@ def cast(words: Array, source: str, target: str, name: str, out: Array | None = 
 
 
 def _cast(words: Array, source: str, target: str, name: str) -> Array:
-    values = to_float(words, source)
+    values = original = to_float(words, source)
     with np.errstate(over="ignore", invalid="ignore"):  # overflow is refused below, a NaN is a value like any other
         if source == "F64" and target != "F64":
             values = values.astype(np.float32)  # in two steps, as torch does
+    return _narrowed(values, original, target, name)
+
+
+def _narrowed(values: Array, original: Array, target: str, name: str) -> Array:
+    """Floats as words of an element type.
+
+    Raises:
+        RefusedError: one that is finite in the original has no finite counterpart.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
         if target == "BF16":
             result = _to_bf16(values)
             finite = (result & 0x7F80) != 0x7F80
@@ -54,7 +66,6 @@ def _cast(words: Array, source: str, target: str, name: str) -> Array:
             finite = np.isfinite(floats)
             result = as_words(floats)
     if not finite.all():
-        original = to_float(words, source)
         lost = original[~finite & np.isfinite(original)]
         if len(lost):
             raise RefusedError(
@@ -62,6 +73,40 @@ def _cast(words: Array, source: str, target: str, name: str) -> Array:
                 "choose --dtype bf16, fp32 or keep" if target == "F16" else "leave --dtype out",
             )
     return result
+
+
+def round_once(values: Array, target: str, name: str, out: Array) -> Array:
+    """Round float64 to an element type, to the nearest even, without a step between.
+
+    Args:
+        values: what was computed.
+        target: the wanted element type.
+        name: what to call the tensor in an error.
+        out: where to put the result, as words of the target's size.
+
+    Raises:
+        RefusedError: a finite value has no finite counterpart.
+    """
+    for start in range(0, len(values), PIECE):
+        piece = values[start : start + PIECE]
+        floats = _to_odd(piece) if target == "BF16" else piece
+        out[start : start + PIECE] = _narrowed(floats, piece, target, name)
+    return out
+
+
+def _to_odd(values: Array) -> Array:
+    """Float64 as the float32 next to it whose last bit is odd, unless it is exact: so a second rounding is as one.
+
+    Boldo and Melquiond, "When double rounding is odd" (2005).
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        floats = values.astype(np.float32)
+        back = floats.astype(np.float64)
+        bits = as_words(floats).copy()
+        bits -= np.abs(back) > np.abs(values)
+        bits |= back != values
+    odd: Array = bits.view(np.float32)
+    return odd
 
 
 def to_float(words: Array, dtype: str) -> Array:
@@ -88,6 +133,34 @@ def _to_bf16(values: Array) -> Array:
         rounded = np.where(nan, (bits >> 16) | 0x40, rounded)
     words: Array = rounded.astype(np.uint16)
     return words
+
+
+def add_one(words: Array, dtype: str) -> Array:
+    """The elements of a tensor that is stored less one, added in float32 (float64 for F64) and rounded once."""
+    return _rounded(to_float(words, dtype) + 1, dtype, "a norm")
+
+
+def less_one(words: Array, dtype: str, name: str, *, rounded: bool = False) -> Array:
+    """The elements as they are stored less one, so that adding it gives them back bit by bit.
+
+    Args:
+        words: the elements as unsigned words.
+        dtype: their element type.
+        name: what to call the tensor in an error.
+        rounded: take those of which it does not, rounded to the nearest even.
+
+    Raises:
+        RefusedError: some do not come back, such as most of those below one half.
+    """
+    less = _rounded(to_float(words, dtype) - 1, dtype, name)
+    lost = add_one(less, dtype) != words
+    if lost.any() and not rounded:
+        raise RefusedError(
+            f"{name} holds {to_float(words[lost], dtype)[0]:g}: stored less one, as the target has it, that is another "
+            f"number in {dtype} ({lost.sum()} or more such values)",
+            f"--accept {ROUNDED_NORMS} rounds them; in float32 (--dtype fp32) values of 16 bits mostly stay the same",
+        )
+    return less
 
 
 def finite(words: Array, dtype: str) -> bool:

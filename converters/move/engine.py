@@ -9,43 +9,27 @@ averaged, their total is as many floats again.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
-
 from converters.move import casts
-from converters.move.blocks import Files, gather, scatter
+from converters.move.blocks import Files, scatter
 from converters.move.casts import WORDS, Array
+from converters.move.combined import combination
 from converters.move.hashing import hasher
 from converters.move.moments import Moments
+from converters.move.reading import Box, Buffers, Reading
 from converters.move.regions import Nearby, tiles
-from converters.move.replicas import Copies, Tile
+from converters.move.replicas import Copies
 from converters.move.source_checks import SourceChecks
 from converters.plan.plan import Job
 from converters.plan.request import Limits
-from formats.disk.safetensors import DTYPES, FLOATS
-from formats.errors import Interrupted, RefusedError, UsageError, VerificationError
-
-Box = tuple[tuple[int, int], ...]
-"""A start and a stop along each axis of a logical tensor."""
+from formats.disk.safetensors import DTYPES
+from formats.errors import Interrupted, VerificationError
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
-
-
-class Buffers(threading.local):
-    """One thread's memory: a tile, another one for casts and further copies, and what is read around strided blocks."""
-
-    def __init__(self, nbytes: int) -> None:
-        try:
-            self.tile, self.other, self.scratch = (np.empty(nbytes, np.uint8) for _ in range(3))
-        except MemoryError:
-            raise UsageError(
-                f"this machine has no {nbytes * 3} bytes for the buffers of a thread", "lower --memory, or raise -j"
-            ) from None
 
 
 def buffers_of(limits: Limits) -> Buffers:
@@ -68,32 +52,45 @@ class Piece(NamedTuple):
     values: Array
 
 
-def pieces_of(job: Job, copies: Copies, files: Files, buffers: Buffers, box: Box | None = None) -> Iterator[Piece]:
-    """The elements of a job's tensor as they are written, in canonical order; `copies` knows at the end of any others.
+def pieces_of(
+    job: Job,
+    copies: Sequence[Copies],
+    files: Files,
+    buffers: Buffers,
+    box: Box | None = None,
+    accepted: Collection[str] = (),
+) -> Iterator[Piece]:
+    """The elements of a job's tensor as they are written, in canonical order; `copies` know at the end of any others.
 
     Args:
         job: what is read, summed, averaged, grown and cast.
-        copies: what is done with its further copies.
+        copies: what is done with the further copies of each tensor that it reads.
         files: open files.
         buffers: this thread's memory. Each piece is in it, and overwritten by the next.
         box: the part of the tensor, as a start and a stop along each axis; None for all of it.
+        accepted: deviations that the user named.
     """
-    word = WORDS[DTYPES[job.source_dtype]]
-    tile, scratch = buffers.tile.view(word), buffers.scratch.view(word)
-    sources = Nearby(job.sources, len(job.shape))
     box = box or tuple((0, n) for n in job.shape)
-    grows = job.rows is not None and box[0][1] > job.rows
-    fill = (_last_row if job.last else _mean_row)(job, sources, files, tile, scratch) if grows else tile[:0]
-    widest = max(tile.itemsize, DTYPES[job.dtype])
+    readings = [Reading(one, held, files, buffers, box) for one, held in zip(job.reads, copies, strict=True)]
+    combined = combination(job, readings) if job.terms else None
+    widest = max(DTYPES[dtype] for dtype in (job.dtype, *(one.source_dtype for one in job.reads)))
     for at, shape in tiles(tuple(stop - start for start, stop in box), buffers.tile.nbytes // widest):
         start = tuple(low + offset for (low, _), offset in zip(box, at, strict=True))
-        values = tile[: prod(shape)]
-        gather(files, sources, start, shape, values, scratch)
-        copies.settle(values, Tile(start, shape, buffers.other, buffers.scratch))
-        if grows:
-            _grow(values, job.rows or 0, fill, start, shape)
-        room = buffers.other.view(WORDS[DTYPES[job.dtype]])[: len(values)]
-        yield Piece(start, shape, casts.cast(values, job.source_dtype, job.dtype, job.name, room))
+        room = buffers.other.view(WORDS[DTYPES[job.dtype]])[: prod(shape)]
+        if combined:
+            values = combined(start, shape, room)
+        else:
+            values = casts.cast(readings[0](start, shape), job.source_dtype, job.dtype, job.name, room)
+        yield Piece(start, shape, _shifted(job, values, accepted))
+
+
+def _shifted(job: Job, values: Array, accepted: Collection[str]) -> Array:
+    """The elements as the target stores them: the tensor, or the tensor less one."""
+    if job.shift > 0:
+        return casts.add_one(values, job.dtype)
+    if job.shift < 0:
+        return casts.less_one(values, job.dtype, job.name, rounded=casts.ROUNDED_NORMS in accepted)
+    return values
 
 
 def run_job(
@@ -106,9 +103,11 @@ def run_job(
         RefusedError: it is a moment that Adam does not compute.
         Interrupted: `stop` was true.
     """
-    digest, targets, copies = hasher(job), Nearby(job.targets, len(job.shape)), Copies(job, files, limits.replicas)
+    digest, targets = hasher(job), Nearby(job.targets, len(job.shape))
+    policies = [term.policy for term in job.terms] or [limits.replicas]
+    copies = [Copies(read, files, policy) for read, policy in zip(job.reads, policies, strict=True)]
     moments = Moments(job, limits.accepted)
-    for start, shape, values in pieces_of(job, copies, files, buffers):
+    for start, shape, values in pieces_of(job, copies, files, buffers, accepted=limits.accepted):
         moments.see(values)
         if stop():
             raise Interrupted("stopped by a signal", "run the same command again to resume")
@@ -116,47 +115,14 @@ def run_job(
             raise VerificationError(
                 f"{job.name} holds NaN or infinity", "the training has diverged; take an earlier one"
             )
-        digest.update(values.data.cast("B"))
+        digest.update((casts.add_one(values, job.dtype) if job.less_one[1] else values).data.cast("B"))
         if job.targets and len(values) and (not limits.fresh or values[0] or values.any()):
             scatter(files, targets, start, shape, values, buffers.scratch.view(values.dtype))
         advance(len(values) * DTYPES[job.source_dtype])
-    copies.judge()
+    for each in copies:
+        each.judge()
     moments.judge()
-    return Outcome(str(digest.hexdigest()), copies.drift)
-
-
-def _grow(values: Array, rows: int, fill: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Put the new row into what of a tile is after the rows of the source."""
-    (low, left), (tall, wide) = (*start, 0)[:2], (*shape, 1)[:2]
-    new = min(tall, max(0, low + tall - rows))
-    values.reshape(tall, wide)[tall - new :] = fill[left : left + wide]
-
-
-def _mean_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Array) -> Array:
-    """The mean of all rows of a matrix (or elements of a vector), taken in float64 and rounded once to its type."""
-    rows, width = job.rows or 0, prod(job.shape[1:])
-    if job.source_dtype not in FLOATS:
-        raise RefusedError(f"{job.name} is {job.source_dtype}: its rows have no mean")
-    total = np.zeros(width, np.float64)
-    for start, shape in tiles((rows, *job.shape[1:]), tile.nbytes // tile.itemsize):
-        values = tile[: prod(shape)]
-        gather(files, sources, start, shape, values, scratch)
-        left, wide = (*start, 0)[1], (*shape, 1)[1]
-        for row in values.reshape(-1, wide):
-            total[left : left + wide] += casts.to_float(row, job.source_dtype)
-    mean: Array = casts.cast(casts.as_words(total / rows), "F64", job.source_dtype, job.name)
-    return mean
-
-
-def _last_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Array) -> Array:
-    """The last row of a matrix (or element of a vector)."""
-    rows, row = job.rows or 0, np.empty(prod(job.shape[1:]), tile.dtype)
-    for start, shape in tiles((1, *job.shape[1:]), len(tile)):
-        values = tile[: prod(shape)]
-        gather(files, sources, (rows - 1, *start[1:]), shape, values, scratch)
-        left = (*start, 0)[1]
-        row[left : left + len(values)] = values
-    return row
+    return Outcome(str(digest.hexdigest()), max(each.drift for each in copies))
 
 
 def execute(

@@ -268,7 +268,7 @@ def fingerprint(plan: Plan, replicas: str) -> str:
     Raises:
         SourceError: a file of the source cannot be read.
     """
-    paths = plan.source.files
+    paths = tuple(dict.fromkeys(path for source in plan.sources for path in source.files))
     source = [
         [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns, sample]
         for path, sample in zip(paths, samples_of(paths), strict=True)
@@ -281,12 +281,24 @@ def fingerprint(plan: Plan, replicas: str) -> str:
     facts = blake3(json.dumps([source, target, repr(plan.spec), replicas]).encode())
     place = lru_cache(maxsize=None)(Path.resolve)  # however the user spells it
     for job in plan.jobs:  # which tensors are read, and in which order, and not only from which files
-        facts.update(f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial}\n".encode())
-        for part in (*job.sources, *job.targets):
+        facts.update(_line(job).encode())
+        for term in job.terms:
+            facts.update(f"{term.factor!r} {term.policy} {_line(term.job)}".encode())
+        for norms in job.norms:
+            line = f"{norms.wanted} {norms.columns} {norms.transposed}\n"
+            facts.update(line.encode(errors="surrogateescape"))
+        for part in (*(part for read in job.reads for part in read.sources), *job.targets):
             at, spans = part.fragment, [(one.start, one.stop, one.stride) for one in part.leaf.spans]
             of = at.scales
             scaled = of and (of.method, place(of.factors.path), of.factors.offset, of.block, of.rows, of.columns)
             crc = at.member.crc if at.member else 0
-            line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans} {crc}\n"
+            computed = (at.product or at.pieces) and (at.product, at.pieces, at.shape)
+            line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans} {crc}"
+            line += f" {computed}\n"
             facts.update(line.encode(errors="surrogateescape"))  # a path is bytes
     return "vitruvian 1 " + facts.hexdigest()
+
+
+def _line(job: Job) -> str:
+    """What a job does to its tensor."""
+    return f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial} {job.less_one} {job.edge}\n"

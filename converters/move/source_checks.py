@@ -72,7 +72,7 @@ class SourceChecks:
     """
 
     def __init__(self, jobs: Iterable[Job], replicas: str = "verify", sound: Collection[str] = ()) -> None:
-        self.jobs, self.copies = tuple(jobs), replicas != "first"
+        self.jobs, self.copies = tuple(read for job in jobs for read in job.reads), replicas != "first"
         self.before, self.fresh = frozenset(sound), list[_Key]()
         self.entries: dict[_Key, _Entry | None] = {}
         """Those that were begun, None for those that are complete. There may be a million of them."""
@@ -184,8 +184,7 @@ class SourceChecks:
         copies = chain(*job.replicas.values(), job.twins) if self.copies or job.partial else ()
         for part in chain(job.sources, copies):
             yield part.fragment
-            if part.fragment.scales is not None:
-                yield part.fragment.scales.factors
+            yield from part.fragment.inputs
 
 
 def claim(bounds: list[int], low: int, high: int) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
@@ -23,6 +24,8 @@ from formats.model.spec import Spec
 
 PADDING = "padding"
 """The state that rows of a vocabulary's padding are in, where a training is resumed with them."""
+MASTERS = "fp32"
+"""The state of an optimizer that weights are rounded from."""
 SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
 """What weights of 8 bits, named before it, are multiplied by; the last two are bitsandbytes'."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -44,6 +47,43 @@ Copies = dict[Replica, list[Part]]
 """The parts of a tensor, and of each further copy of it."""
 
 
+class Term(NamedTuple):
+    """A summand of a tensor that is computed of several.
+
+    Attributes:
+        job: what reads it, and writes nothing.
+        factor: what it is multiplied by.
+        policy: what is done with its further copies (`Limits.replicas`).
+        finite: whether NaN and infinity in it are refused.
+    """
+
+    job: Job
+    factor: float = 1.0
+    policy: str = "verify"
+    finite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The norms that the rows of a matrix get, whatever they were: DoRA's magnitudes.
+
+    Attributes:
+        wanted: the norm of each row.
+        parts: where the elements of the tensor are in the matrix.
+        columns: how many elements each row has.
+        transposed: whether the matrix is stored column by column.
+    """
+
+    wanted: Fragment
+    parts: tuple[Part, ...]
+    columns: int
+    transposed: bool
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return self.wanted.shape[0]
+
+
 @dataclass(frozen=True)
 class Job:
     """One logical tensor of one layer: where its elements come from and where they go.
@@ -51,7 +91,9 @@ class Job:
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
     become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
-    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
+    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like. `centred`
+    says of source and target whether they store the tensor less one. A tensor that is computed of several has no source
+    but its `terms`; its rows get `norms`, and `edge` says what is computed.
     """
 
     tensor: str
@@ -67,6 +109,26 @@ class Job:
     twins: tuple[Part, ...] = ()
     last: bool = False
     state: str = ""
+    centred: tuple[bool, bool] = (False, False)
+    terms: tuple[Term, ...] = ()
+    norms: tuple[Norms, ...] = ()
+    edge: str = ""
+
+    @property
+    def less_one(self) -> tuple[bool, bool]:
+        """Whether source and target store what moves less one: weights and their masters, not their moments."""
+        return self.centred if self.state in ("", MASTERS) else (False, False)
+
+    @property
+    def shift(self) -> int:
+        """What is added to the source, for the target or, without one, for the tensor itself."""
+        source, target = self.less_one
+        return int(source) - int(target)
+
+    @property
+    def reads(self) -> tuple[Job, ...]:
+        """The jobs that read what this one is made of: itself, unless it is computed of several."""
+        return tuple(term.job for term in self.terms) or (self,)
 
     @property
     def name(self) -> str:
@@ -87,7 +149,29 @@ class Job:
         kind = "last" if self.last else "mean"
         grow = [] if self.rows is None else [f"{kind} of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
         added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
-        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *grow)
+        summed = [one for term in self.terms for one in term.job.edges] + ([self.edge] if self.edge else [])
+        plus = any(term.job.less_one[0] for term in self.terms) or self.shift > 0
+        moved = ["add one to a norm that is stored less one"] if plus and self.targets else []
+        moved += ["take one off a norm"] if self.shift < 0 and self.targets else []
+        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *moved, *grow, *summed)
+
+
+class Input(NamedTuple):
+    """One of several checkpoints that an output is computed of.
+
+    Attributes:
+        checkpoint: what is read.
+        about: what record and manifest say of it, such as its weight.
+    """
+
+    checkpoint: Checkpoint
+    about: Mapping[str, Any]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the manifest says of it. Folders move: only their names are kept."""
+        one = self.checkpoint
+        return {"name": one.home.name, "format": one.format, "topology": dict(one.topology), **self.about}
 
 
 @dataclass(frozen=True)
@@ -96,7 +180,8 @@ class Plan:
 
     `spec` is that of the output; `notes` are what else the user should know. `again` makes of the plan one that reads
     the output, where no reader of a checkpoint would read all of it; such an output has no manifest. `more` gives the
-    jobs of reading what an output holds besides the weights.
+    jobs of reading what an output holds besides the weights. `inputs` are all sources, where there are several; the
+    first of them is `source`.
     """
 
     source: Checkpoint
@@ -106,6 +191,17 @@ class Plan:
     notes: tuple[str, ...] = ()
     again: Callable[[Plan], Plan] | None = None
     more: Callable[[Checkpoint], Iterable[Job]] | None = None
+    inputs: tuple[Input, ...] = ()
+
+    @property
+    def reads(self) -> tuple[Job, ...]:
+        """The jobs that read."""
+        return tuple(read for job in self.jobs for read in job.reads)
+
+    @property
+    def sources(self) -> tuple[Checkpoint, ...]:
+        """Every checkpoint that is read."""
+        return tuple(one.checkpoint for one in self.inputs) or (self.source,)
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +211,7 @@ class Plan:
     @property
     def blocks(self) -> int:
         """How many strided blocks are read and written."""
-        return sum(len(job.sources) + len(job.targets) for job in self.jobs)
+        return sum(len(job.sources) for job in self.reads) + sum(len(job.targets) for job in self.jobs)
 
     @property
     def edges(self) -> dict[str, int]:
@@ -142,14 +238,10 @@ def make_plan(
         RefusedError: a side does not cover a tensor, or covers it twice.
         UnsupportedError: what would be cast are weights of 8 bits with scales.
     """
-    held, twins = _parts(source.tensors), _parts(source.twins)
-    partial = {
-        (name, placed.slot.layer)
-        for placed in source.tensors
-        if "partial" in placed.slot.rule.conditions
-        for name in placed.slot.rule.pattern.tensors
-    }
-    wanted = _parts(placed for file in target.files for placed in file.tensors) if target else {}
+    held, twins = parts_of(source.tensors), parts_of(source.twins)
+    partial, centred = (_marked(source.tensors, condition) for condition in ("partial", "centred"))
+    written = [placed for file in target.files for placed in file.tensors] if target else []
+    wanted, less_one = parts_of(written), _marked(written, "centred")
     repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
@@ -182,11 +274,22 @@ def make_plan(
                 (tensor, layer) in partial,
                 tuple(twin),
                 bool(target and target.padding == "last"),
+                centred=((tensor, layer) in centred, (tensor, layer) in less_one),
             )
         )  # fmt: skip
     if target:
         _prove_filled(target)
     return Plan(source, spec or source.spec, tuple(jobs), target)
+
+
+def _marked(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | None]]:
+    """The (tensor, layer) of physical tensors whose lines say so."""
+    return {
+        (name, placed.slot.layer)
+        for placed in tensors
+        if condition in placed.slot.rule.conditions
+        for name in placed.slot.rule.pattern.tensors
+    }
 
 
 def _require_no_scales(source: Checkpoint) -> None:
@@ -216,7 +319,7 @@ def cast_dtypes(source: Checkpoint, cast: str | None) -> dict[tuple[str, int | N
     return {name: cast_dtype(dtype, cast, name[0]) for name, dtype in source.dtypes().items()}
 
 
-def _parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
+def parts_of(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
     """The leaves of physical tensors by (tensor, layer) and by the copy to which they belong."""
     found: dict[tuple[str, int | None], Copies] = {}
     for placed in tensors:

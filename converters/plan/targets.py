@@ -13,7 +13,7 @@ from converters.assets.trusted import require_inside
 from converters.plan import agreement, names
 from converters.plan.plan import Plan, cast_dtype, cast_dtypes, make_plan
 from converters.plan.request import Request
-from formats.checkpoint import Checkpoint
+from formats.checkpoint import ASSETS, Checkpoint
 from formats.errors import RefusedError, UnsupportedError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
@@ -100,9 +100,9 @@ def plan_megatron(
         args: arguments of a training that is resumed from another framework.
     """
     from formats.megatron import classic as megatron
-    from formats.megatron import megatron_llm, torch_dist
+    from formats.megatron import fsdp_dtensor, megatron_llm, torch_dist
     from formats.megatron.args import flags
-    from formats.megatron.args.options import DIST
+    from formats.megatron.args.options import DIST, FSDP_DTENSOR
     from formats.megatron.details import Megatron
 
     if isinstance(source.spec, Verbatim):
@@ -117,9 +117,9 @@ def plan_megatron(
     saved = source.details if isinstance(source.details, Megatron) else None
     llm = [dialect == megatron_llm.NAME for dialect in (saved and saved.dialect, options.dialect)]
     args = assets.dropouts_of(source) | dict(args or (saved.args if saved and llm[0] == llm[1] else {}))
-    writer = torch_dist if options.dialect == DIST else megatron
-    target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
-    texts, copies = _inside(source, request, megatron.ASSETS, spec)
+    write = {DIST: torch_dist.write, FSDP_DTENSOR: fsdp_dtensor.write}.get(options.dialect, megatron.write)
+    target = write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
+    texts, copies = _inside(source, request, ASSETS, spec)
     if options.dialect == megatron_llm.NAME:
         name = megatron_llm.TOKENIZER
         folders = [folder for folder in (source.assets, source.root) if folder and (folder / name).is_file()]
@@ -127,6 +127,7 @@ def plan_megatron(
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
     notes = flags.remarks(target.texts[megatron.FLAGS].decode())
+    notes += fsdp_dtensor.notes(optimizer) if options.dialect == FSDP_DTENSOR else ()
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 
 
@@ -140,7 +141,7 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     require_vocab(source)
     dtypes = cast_dtypes(source, request.cast)
     target = writer.write(request.root, source.spec, dtypes, options)
-    texts, copies = _inside(source, request, neox.ASSETS)
+    texts, copies = _inside(source, request, ASSETS)
     notes = () if isinstance(source.details, neox.Neox) else yml.window_notes(source.spec)
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
     return replace(plan, notes=notes)

@@ -32,6 +32,8 @@ def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
     source = {"format": plan.source.format, "topology": dict(plan.source.topology)}
     weights = total(of_weights(plan, digests))
     facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
+    if plan.inputs:
+        facts["sources"] = [one.record for one in plan.inputs]
     return (json.dumps({**facts, **held}, indent=1) + "\n").encode()
 
 

@@ -27,8 +27,8 @@ from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread, whole_part
 from formats.layout.table import ALONE, Cut, Placed, Rule, Slot, match
-from formats.model.adapters import require_plain
-from formats.model.spec import ModelSpec
+from formats.model import adapters
+from formats.model.spec import ModelSpec, Spec
 from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
@@ -82,17 +82,16 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     else:
         tensors = dict(_states(tag, models, modules, WEIGHTS[wanted]))
     tensors |= _aliases(models[0].value, tensors)
-    keys = _keys(tensors, tag)
-    assets = _config_folder(path, run, tag, settings)
-    config = huggingface.read_config(assets)
-    spec = huggingface.spec_of({key: tensors[name].shape for key, name in keys.items()}, config, assets, settings)
-    slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec)
+    keys = _keys(tensors, tag, settings.adapter)
+    shapes = {key: tensors[name].shape for key, name in keys.items()}
+    assets, config, spec = _described(path, run, tag, settings, shapes)
+    slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
     if whole:
         _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
     placed, dropped = match(slots, {ALONE: {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
     pieces = _spread(placed, keys, tensors)
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
-    if settings.weights is None and (third or whole):
+    if settings.weights is None and (third or whole) and settings.adapter is None:
         notes.append(_no_module({one.fragment.dtype for one in placed}))
     held = models[0].value
     topology = {"dp": held.get("dp_world_size", 1)}
@@ -106,6 +105,17 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         run, tag, NAME, spec, pieces, left, files, topology, assets, details, twins, tuple(notes), proof,
         settings=settings, config=config, ties=TIES,
     )  # fmt: skip
+
+
+def _described(
+    path: Path, run: Path, tag: Path, settings: Settings, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Path | None, dict[str, Any] | None, Spec]:
+    """The folder of the config, the config, and the spec of a model; an adapter alone has neither of the first two."""
+    if settings.adapter == "only":
+        return None, None, adapters.spec_of(shapes)
+    assets = _config_folder(path, run, tag, settings)
+    config = huggingface.read_config(assets)
+    return assets, config, huggingface.spec_of(shapes, config, assets, settings)
 
 
 def _spread(placed: Sequence[Placed], keys: Mapping[str, str], tensors: Mapping[str, Scattered]) -> tuple[Placed, ...]:
@@ -334,7 +344,9 @@ def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
                 "an optimizer moves with a model that is trained as a whole; convert the weights alone",
             )
         whole = {key: tensors[name].whole for key, name in keys.items()}
-        placed, dropped = match(slots, {ALONE: whole}, huggingface.drops(source.spec), source.home)
+        placed, dropped = match(
+            slots, {ALONE: whole}, huggingface.drops(source.spec, keys, source.settings), source.home
+        )
         pieces = _spread(placed, keys, tensors)
         found[state] = replace(
             source,
@@ -373,16 +385,15 @@ def _aliases(model: Mapping[str, Any], tensors: Mapping[str, Scattered]) -> dict
     return {alias: tensors[owner] for alias, owner in shared if owner in tensors and alias not in tensors}
 
 
-def _keys(tensors: Mapping[str, Scattered], tag: Path) -> dict[str, str]:
+def _keys(tensors: Mapping[str, Scattered], tag: Path, adapter: str | None = None) -> dict[str, str]:
     """The name of each tensor by its Hugging Face key, without what wrappers put before it."""
-    require_plain(map(unwrapped, tensors), tag)
     keys: dict[str, str] = {}
     for name in tensors:
         key = unwrapped(name)
         if key in keys:
             raise SourceError(f"{tag} holds {key} twice: {name} and {keys[key]}")
         keys[key] = name
-    return keys
+    return adapters.chosen(keys, adapter, tag)
 
 
 def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path:

@@ -45,7 +45,8 @@ class Fragment(NamedTuple):
     """A physical tensor on disk: `offset` in bytes (of the file, or of a stream in it), the others in elements.
 
     With `scales` the elements on disk are quantized ones, and `dtype` is what they are read as. `member` is the entry
-    of a zip archive that holds the bytes.
+    of a zip archive that holds the bytes. With a `product` there are no elements on disk: they are computed of others.
+    With `pieces` they are intervals of other tensors, each from an element on.
     """
 
     path: Path
@@ -56,6 +57,8 @@ class Fragment(NamedTuple):
     stream: Stream | None = None
     scales: Scales | None = None
     member: Member | None = None
+    product: Product | None = None
+    pieces: tuple[tuple[int, Fragment], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +69,14 @@ class Fragment(NamedTuple):
     def row_major(self) -> bool:
         """Whether the elements lie row-major without gaps."""
         return self.strides == row_major(self.shape)
+
+    @property
+    def inputs(self) -> tuple[Fragment, ...]:
+        """What else is read with it, or instead of it."""
+        found = [self.scales.factors] if self.scales else []
+        found += [self.product.left, self.product.right] if self.product else []
+        found += [piece for _, piece in self.pieces]
+        return tuple(each for one in found for each in (one, *one.inputs))
 
 
 class Scales(NamedTuple):
@@ -86,6 +97,24 @@ class Scales(NamedTuple):
     rows: int
     columns: int
     name: str
+
+
+class Product(NamedTuple):
+    """What a tensor is computed of: scale * left @ right, or its transpose; of several matrices in a row, of each.
+
+    Attributes:
+        left: [out, rank]; of several matrices [out, rank * matrices], those of a rank next to each other.
+        right: [rank, in]; of several matrices [matrices * rank, in].
+        scale: what the product is multiplied by.
+        transposed: whether the tensor is [in, out].
+        matrices: how many there are.
+    """
+
+    left: Fragment
+    right: Fragment
+    scale: float
+    transposed: bool
+    matrices: int = 1
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

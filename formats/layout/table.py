@@ -5,7 +5,8 @@ A rule is a line: a key, a pattern, and the conditions under which it holds.
     decoder.layers.{layer}.mlp.linear_fc1.weight    (gate: ffn/tp | up: ffn/tp) hidden
     output_layer.weight                             (head: vocab | ~padding)/tp hidden     last
 
-Columns are separated by two or more spaces. `{layer}` and `{expert}` are coordinates that live in the key; `{a|b}` are
+Columns are separated by two or more spaces. `{layer}` and `{expert}` are coordinates that live in the key, as is
+`{depth}`, which counts the layers that predict tokens after the next; `{a|b}` are
 spellings, of which a reader takes the one that it finds and a writer the one that it is told. A rule holds when the
 model has every tensor that its pattern names, and the file is where its conditions want it to be.
 """
@@ -42,26 +43,36 @@ CONDITIONS = {
     "output_bias": "only when the output of attention has one, in a family that leaves the choice",
     "mlp_bias": "only when the MLP has biases, in a family that leaves the choice",
     "plain": "only when the MLP has no gate",
+    "query_gate": "only when a gate weighs the output of attention",
+    "no_query_gate": "only when none does",
     "direct": "only when keys and values are projections of what comes in",
     "latent": "only when they come out of a latent",
     "compressed": "only when queries do too",
     "uncompressed": "only when they do not",
+    "attention": "only in layers with attention",
+    "recurrent": "only in layers with linear attention, whose state goes from token to token",
+    "mtp": "only in layers that predict a token after the next",
     "dense": "only in layers with one MLP for all tokens",
     "sparse": "only in layers with experts",
+    "predicting": "only when the model has layers that predict tokens after the next",
     "fused": "only when gate and up, or all experts, are one matrix, or a name is that in memory",
     "separate": "only when each is its own, or a name is that of the Hub",
+    "centred": "stored less one, while elsewhere the tensor is stored itself",
     "copy": "a copy of a tensor that another file holds",
     "partial": "a summand: the tensor is the sum of what all ranks hold",
     "optional": "may be absent",
 }
-ALWAYS = {"copy", "partial", "optional"}
+ALWAYS = {"centred", "copy", "partial", "optional"}
 """Conditions that say what a tensor is, not when it is there."""
 BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 """Conditions that a config key of some families turns on."""
-KINDS = {"dense", "sparse"}
-"""Conditions that hold in some layers of a model, and not in others."""
-SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.")
-"""Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants."""
+MTP = "mtp"
+"""The kind of the layers that predict tokens after the next, which are numbered behind the others. A line holds in them
+or in the others, never in both."""
+KINDS = {"attention", "recurrent", "dense", "sparse", MTP}
+"""Conditions that hold in some layers of a model, and not in others: what a layer has of each is its kinds."""
+SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.|^(?:model\.)?mtp\.")
+"""Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,8 @@ ALONE = Place()
 class Replica(NamedTuple):
     """Which further copy of a tensor this is; nothing of the one that counts.
 
-    It is `shared` under another name, as by an output head; on the ranks of some mesh axes; or in pieces stored again.
+    It is `shared` under another name, as by an output head; on the ranks of some mesh axes; or in pieces stored again,
+    or by a layer that predicts a token after the next.
     """
 
     shared: bool = False
@@ -217,7 +229,7 @@ def slots(
     layers: Iterable[tuple[int, int]],
     mesh: Mesh,
     conditions: Iterable[str],
-    sparse: Collection[int] = (),
+    kinds: Sequence[Collection[str]],
     experts: Sequence[tuple[int, int]] = (),
     expert_mesh: Mesh | None = None,
 ) -> Iterator[Slot]:
@@ -232,7 +244,7 @@ def slots(
         layers: (number in the key, number in the model) of each layer that the file holds.
         mesh: the file's rank and the number of ranks on each mesh axis.
         conditions: those that hold in this file, whatever the layer.
-        sparse: the layers of the model that have experts.
+        kinds: those of `KINDS` that hold in each layer of the model.
         experts: (number in the key, number in the model) of each expert that the file holds.
         expert_mesh: the mesh of the tensors that are split over experts, where theirs is another one.
     """
@@ -241,16 +253,21 @@ def slots(
     holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
     frozen_sizes = tuple(sizes.items())
     meshes = {False: tuple(mesh.items()), True: tuple((mesh if expert_mesh is None else expert_mesh).items())}
-    for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key):
+    behind = sum(MTP not in own for own in kinds)
+    for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key or MTP in rule.conditions):
         members = list(group)
         for (local, layer), rule in product(numbers, members) if stacked else product([(0, 0)], members):
-            if stacked and rule.conditions & KINDS == {"dense" if layer in sparse else "sparse"}:
+            if stacked and not (
+                rule.conditions & KINDS <= {*kinds[layer]} and (MTP in rule.conditions) == (layer >= behind)
+            ):
                 continue
+            layered = stacked and any(TENSORS[name][0] == "layer" for name in rule.pattern.tensors)
             own = meshes["ep" in rule.splits or "etp" in rule.splits]
             again = tuple((axis, rank) for axis, (rank, _) in own if axis not in rule.splits and rank)
-            replica = Replica(not rule.conditions.isdisjoint({"copy", "optional"}), again)
+            shared = not rule.conditions.isdisjoint({"copy", "optional"})
+            replica = Replica(shared, again, int(shared and not rule.conditions.isdisjoint({MTP, "predicting"})))
             for number, expert in experts if rule.of_expert else [(0, None)]:
-                names = {"{layer}": str(local), "{expert}": str(number)}
+                names = {"{layer}": str(local), "{expert}": str(number), "{depth}": str(layer - behind)}
                 yield Slot(
                     place,
                     tuple(prefix + _filled(spelling, names) for spelling in rule.spellings),
@@ -258,7 +275,7 @@ def slots(
                     rule,
                     own,
                     frozen_sizes,
-                    layer if stacked else None,
+                    layer if layered else None,
                     replica,
                     expert,
                 )
@@ -350,7 +367,8 @@ def match(
     if unknown:
         raise SourceError(
             f"{where}: {len(unknown)} tensors have no place in this model: {_some(unknown)}",
-            "a layer that predicts further tokens is in no table: --verbatim carries it, in Hugging Face and FSDP"
+            "a layer that predicts further tokens is in no table: --drop mtp leaves it out, --verbatim carries it, in "
+            "Hugging Face and FSDP"
             if any(SECOND.search(key) for key in unknown)
             else "the model may be of another family than its configuration says; `convert formats` lists the families",
         )

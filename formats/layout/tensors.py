@@ -7,6 +7,9 @@ taken. A tensor with a `layer` axis is handled layer by layer.
     half    half of a rotary head      pair    index within that half (rotary turns (0, pair) into (1, pair))
     dim     a head that nothing permutes, such as the value's
 
+A layer that predicts a token after the next (MTP) has norms of the embedding of the next one and of the hidden state
+before it, and what makes one of both; then it is a layer as others are, with a final norm of its own.
+
 A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else,
 `router_score_bias` to the scores themselves; `router_choice_bias` is the first as a parameter, which no training moves.
 What is shared is an expert for all tokens, whose output `shared_router` weighs where a model has one. A sink is the
@@ -16,6 +19,10 @@ The activation xIELU has two numbers that a training moves, one for each sign, a
 
 A latent is what keys and values of all heads are made of: `latent_down` leads to it, and to the part of the keys that
 rotates; `latent_up` leads from it to each head. Queries may have one of their own, or come by `latent_query`.
+
+A query gate weighs the output of attention, element by element. The value heads of linear attention are in the order of
+the key heads that they belong to, `spread` of each; beta says how much its state learns of a token, alpha, decay and
+the bias of their step how much it forgets. Taps are the weights of a convolution over tokens.
 
 Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
 """
@@ -39,6 +46,7 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         query_bias   layer group head half pair
         query_norm   layer half pair
         query_width_norm  layer group head half pair
+        query_gate   layer group head dim hidden
         key          layer group half pair hidden
         key_bias     layer group half pair
         key_norm     layer half pair
@@ -52,6 +60,19 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         latent_down  layer joint_dim hidden
         latent_norm  layer latent_rank
         latent_up    layer group up_dim latent_rank
+        linear_query  layer key_head key_dim hidden
+        linear_key   layer key_head key_dim hidden
+        linear_value  layer key_head spread value_dim hidden
+        linear_gate  layer key_head spread value_dim hidden
+        linear_beta  layer key_head spread hidden
+        linear_alpha  layer key_head spread hidden
+        linear_query_taps  layer key_head key_dim tap
+        linear_key_taps  layer key_head key_dim tap
+        linear_value_taps  layer key_head spread value_dim tap
+        linear_step_bias  layer key_head spread
+        linear_decay  layer key_head spread
+        linear_norm  layer value_dim
+        linear_output  layer hidden key_head spread value_dim
         sinks        layer group head
         output       layer hidden group head dim
         output_bias  layer hidden
@@ -83,6 +104,10 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         shared_up    layer shared_ffn hidden
         shared_down  layer hidden shared_ffn
         shared_router  layer hidden
+        mtp_embedding_norm  layer hidden
+        mtp_hidden_norm  layer hidden
+        mtp_join     layer hidden joined
+        mtp_final_norm  layer hidden
         final_norm   hidden
         final_norm_bias  hidden
         head         vocab hidden

@@ -7,19 +7,33 @@ Facts: peft 0.21 (`tuners/*/layer.py`, what each layer keeps beside its `base_la
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from formats.errors import UnsupportedError
+from formats.errors import RefusedError, UnsupportedError, UsageError, some
+from formats.model.spec import Verbatim
 
-MERGE = (
-    "merge it first: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(OUT); one of "
+MERGE = "merge it first: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(OUT)"
+LORA = (
+    "`convert fsdp2hf` and `zero2hf` take it with --adapter merged, or with --adapter only as a folder of PEFT; one of "
     "`train run` is merged by: train run CONFIG.yml --export OUT"
 )
 KEEP = "no weights can hold it: publish the adapter beside its base model, as PEFT saves it"
 VALUE_HEAD = "save the model inside it: model.pretrained_model.save_pretrained(OUT)"
 APART = "save the model alone: the policy's own save_pretrained(OUT)"
+
+ROOT = "base_model.model."
+"""What PEFT puts before the names of a model that it wraps."""
+OF_LORA = re.compile(
+    r"(?P<module>.+)\.(?P<kind>lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))"
+    r"(?:\.(?!weight$)(?P<name>[^.]+))?(?P<end>\.weight)?"
+)
+"""A tensor of LoRA in memory, with the adapter's name, which its file leaves out."""
+SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<name>[^.]+)\.(?P<end>.+)")
+REPLACED = re.compile(r"\.(?:base_layer|original_module)(?=\.)")
+"""What PEFT calls the module inside its own."""
+Held = TypeVar("Held")
 
 
 class Sign(NamedTuple):
@@ -39,10 +53,10 @@ class Sign(NamedTuple):
 
 
 SIGNS = (
-    Sign(r"(?:^|\.)lora_embedding_[AB]\b", "a PEFT adapter: LoRA of an embedding", MERGE),
+    Sign(r"(?:^|\.)lora_embedding_[AB]\b", "a PEFT adapter: LoRA of an embedding", LORA),
     Sign(r"(?:^|\.)lora_E\b|\.ranknum\b", "a PEFT adapter: AdaLoRA", MERGE),
-    Sign(r"(?:^|\.)lora_magnitude_vector\b", "a PEFT adapter: DoRA", MERGE),
-    Sign(r"(?:^|\.)lora_[AB]\b", "a PEFT adapter: LoRA", MERGE),
+    Sign(r"(?:^|\.)lora_magnitude_vector\b", "a PEFT adapter: DoRA", LORA),
+    Sign(r"(?:^|\.)lora_[AB]\b", "a PEFT adapter: LoRA", LORA),
     Sign(r"(?:^|\.)ia3_l\b", "a PEFT adapter: IA3", MERGE),
     Sign(r"(?:^|\.)ln_tuning_layers\b", "a PEFT adapter: LN tuning", MERGE),
     Sign(r"(?:^|\.)vera_(?:lambda_[bd]|[AB])\b", "a PEFT adapter: VeRA", MERGE),
@@ -56,7 +70,7 @@ SIGNS = (
     Sign(r"(?:^|\.)trainable_tokens_(?:delta|original)\b", "a PEFT adapter: trainable tokens", MERGE),
     Sign(r"(?:^|\.)(?:adaption_(?:prompt|gate))\b", "a PEFT adapter: an adaption prompt", KEEP),
     Sign(r"^(?:prompt_encoder\.|prompt_embeddings$)", "a PEFT adapter: a prompt, prefix or p-tuning", KEEP),
-    Sign(r"(?:^|\.)modules_to_save\.", "a model with PEFT's modules_to_save", MERGE),
+    Sign(r"(?:^|\.)modules_to_save\.", "a model with PEFT's modules_to_save", LORA),
     Sign(r"\.base_layer\.", "a PEFT adapter of a method that is not known here", MERGE),
     Sign(r"^base_model\.", "a model inside PEFT's wrapper", MERGE),
     Sign(r"^(?:v_head|value_head)\.", "a model with TRL's value head", VALUE_HEAD),
@@ -86,3 +100,44 @@ def require_plain(keys: Iterable[str], where: Path) -> None:
         found = next((key for name, key in names.items() if re.search(sign.pattern, name)), None)
         if found and (not sign.beside or any(re.match(sign.beside, name) for name in names)):
             raise UnsupportedError(f"{where} holds {sign.what} ({found})", sign.hint)
+
+
+def chosen(keys: Mapping[str, Held], adapter: str | None, where: Path) -> dict[str, Held]:
+    """The tensors of a training that are read, by the names that they have in files.
+
+    Args:
+        keys: what there is, by its name in memory.
+        adapter: `only` for the adapter, by the names of PEFT's files; `merged` for the base that it is merged into;
+            None for a training without one.
+        where: the checkpoint.
+
+    Raises:
+        UnsupportedError: it belongs to an adapter that nobody asked for, or that is no LoRA.
+        UsageError: there is no adapter.
+        RefusedError: there are several.
+    """
+    if adapter is None:
+        require_plain(keys, where)
+        return dict(keys)
+    base, own, names = dict[str, Held](), dict[str, Held](), dict[str, None]()
+    for key, held in keys.items():
+        lora, saved = OF_LORA.fullmatch(key), SAVED.fullmatch(key)
+        if lora:
+            plain = lora["kind"] not in ("lora_A", "lora_B")
+            own[f"{lora['module']}.{lora['kind']}{'' if plain else lora['end'] or ''}"] = held
+        elif saved:
+            own[f"{saved['module']}.{saved['end']}"] = held
+        else:
+            base[REPLACED.sub("", key).removeprefix(ROOT)] = held
+        names |= {found["name"]: None for found in (lora, saved) if found and found["name"]}
+    require_plain(base, where)
+    if not own:
+        raise UsageError(f"{where} holds no adapter", "leave --adapter out")
+    if len(names) > 1:
+        raise RefusedError(f"{where} holds {len(names)} adapters: {some([*names], 4)}", "save them apart with PEFT")
+    return own if adapter == "only" else base
+
+
+def spec_of(shapes: Mapping[str, tuple[int, ...]]) -> Verbatim:
+    """An adapter as a model of its own, whose tensors have PEFT's names."""
+    return Verbatim("peft", shapes, tied=False, vocab=None, why="it is an adapter")

@@ -16,22 +16,26 @@ import time
 from pathlib import Path
 
 
-def main() -> None:
-    """Wrap the calls, then convert."""
-    limit, source, out, tp, pp = int(sys.argv[1]), *map(str, sys.argv[2:4]), *map(int, sys.argv[4:6])
+class Count:
+    """Calls that changed the disk, and those of them that wrote weights."""
+
     calls = writes = 0
+
+
+def killing(limit: int) -> Count:
+    """Wrap the calls that change the disk: the process ends at the one that a limit names."""
+    count = Count()
 
     def counted(function):
         def call(*args, **kwargs):
-            nonlocal calls, writes
-            calls += 1
+            count.calls += 1
             if function is pwrite:
-                writes += 1
+                count.writes += 1
                 time.sleep(0.001)
-            last = function is pwrite and writes == -limit
+            last = function is pwrite and count.writes == -limit
             if last:
                 time.sleep(0.2)
-            if calls == limit or last:
+            if count.calls == limit or last:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 
@@ -49,7 +53,13 @@ def main() -> None:
         setattr(module, name, counted(getattr(module, name)))
     for name in ("rename", "mkdir", "open"):
         setattr(Path, name, counted(getattr(Path, name)))
+    return count
 
+
+def main() -> None:
+    """Wrap the calls, then convert."""
+    limit, source, out, tp, pp = int(sys.argv[1]), *map(str, sys.argv[2:4]), *map(int, sys.argv[4:6])
+    count = killing(limit)
     from converters.convert import run
     from converters.plan.request import Limits, Request
     from converters.plan.targets import plan_megatron
@@ -63,7 +73,7 @@ def main() -> None:
         ),
         request,
     )
-    sys.stdout.write(f"{calls} {writes}")
+    sys.stdout.write(f"{count.calls} {count.writes}")
 
 
 if __name__ == "__main__":

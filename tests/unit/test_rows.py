@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from converters.move import engine
+from converters.move import reading
 from converters.move.blocks import Files
 from converters.move.regions import Nearby
 from converters.plan.targets import plan_reading
@@ -75,7 +75,7 @@ def test_a_new_row_may_be_wider_than_a_tile(model, room):
     tile, scratch = (np.empty(room, np.uint32) for _ in range(2))
     with Files() as files:
         last, mean = (
-            make(job, Nearby(job.sources, 2), files, tile, scratch) for make in (engine._last_row, engine._mean_row)
+            make(job, Nearby(job.sources, 2), files, tile, scratch) for make in (reading.last_row, reading.mean_row)
         )
     fragment = job.sources[0].fragment
     whole = np.fromfile(fragment.path, np.float32, TOKENS * 64, offset=fragment.offset).reshape(TOKENS, 64)

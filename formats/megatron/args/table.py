@@ -43,6 +43,7 @@ every_bias         add_bias_linear disable_bias_linear             biases       
 -                  openai_gelu                                     = false                  ungated
 activation         squared_relu bias_gelu_fusion                   activation               ungated
 centred            apply_layernorm_1p layernorm_zero_centered_gamma  centred                  ungated
+mtp_layers         mtp_num_layers                                  none or so many
 experts            num_experts
 top_k              moe_router_topk                                 same                     moe
 expert_ffn         moe_ffn_hidden_size                             width                    moe
@@ -81,6 +82,15 @@ nope_dim           qk_head_dim                                     same         
 rope_dim           qk_pos_emb_head_dim                             same                     latent
 head_dim           v_head_dim                                      same                     latent
 rope_scaling       {rope.LATENT_KEYS}                              latent scaling           latent
+-                  experimental_attention_variant                  = "gated_delta_net"      recurrent
+-                  attention_output_gate                           = true                   recurrent
+centred            apply_layernorm_1p layernorm_zero_centered_gamma  centred                recurrent
+recurrent_layers   linear_attention_freq                           linear                   recurrent
+linear_key_heads   linear_num_key_heads                            same                     recurrent
+linear_value_heads  linear_num_value_heads                         same                     recurrent
+linear_key_dim     linear_key_head_dim                             same                     recurrent
+linear_value_dim   linear_value_head_dim                           same                     recurrent
+linear_taps        linear_conv_kernel_dim                          same                     recurrent
 -                  quick_geglu                                     = true                   sinks
 -                  glu_linear_offset                               = 1.0                    sinks
 -                  softmax_type                                    = "learnable"            sinks
@@ -110,7 +120,7 @@ TABLE = rows(
         **moe.CODECS,
         "same": same,
         "opposite": opposite,
-        **only(True, False, 1.0, "rope", "learnable"),
+        **only(True, False, 1.0, "rope", "learnable", "gated_delta_net"),
         "RMSNorm": choice(("RMSNorm", False)),
         "LayerNorm or RMSNorm": choice(("LayerNorm", True), ("RMSNorm", False)),
         "fusion": choice((True, None), (False, None)),
@@ -121,6 +131,10 @@ TABLE = rows(
         "biases": switch(True, opposite=["disable_bias_linear"]),
         "qkv bias": mlp.qkv_bias,
         "centred": switch(False, True),
+        "none or so many": single(
+            lambda value, context: whole(value, "mtp_num_layers", context.where) if value else 0,
+            lambda value, _: value or None,
+        ),
         "write false": derived(lambda _: False),
         "write true": derived(lambda _: True),
         "write max_positions": derived(lambda values: values["max_positions"]),
@@ -141,7 +155,7 @@ TABLE = rows(
         "clamp": mlp.clamp,
     },
 )
-MARKS = ("latent", "sinks", "gated", "ungated")
+MARKS = ("latent", "recurrent", "sinks", "gated", "ungated")
 """The conditions whose rows judge all values of their arguments; of others `fields.py` judges some."""
 
 
@@ -150,6 +164,7 @@ def marks(args: Mapping[str, Any]) -> set[str]:
     sinks = args.get("softmax_type") == "learnable"
     traits = {
         "latent": args.get("multi_latent_attention") is True,
+        "recurrent": args.get("experimental_attention_variant") == "gated_delta_net",
         "sinks": sinks,
         "ungated": args.get("swiglu") is False and not args.get("quick_geglu") and not sinks,
         "moe": args.get("num_experts") is not None,

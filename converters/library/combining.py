@@ -1,0 +1,112 @@
+"""Means of checkpoints, and adapters merged into their base, with typed results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from converters.library.conversion import Converted, asked, carry_out
+from converters.library.options import (
+    Conversion,
+    Place,
+    Reading,
+    Target,
+    checked,
+    known_family,
+    output_of,
+    path_of,
+    settings_of,
+)
+from converters.library.records import plan_record
+from converters.plan.averaging import last_of, plan_average, weights_of
+from converters.plan.merging import plan_merge
+from converters.plan.opening import open_all, open_only
+from converters.plan.output import plan_output
+from converters.plan.plan import Plan
+from converters.plan.request import Request
+from formats.checkpoint import Settings
+from formats.huggingface.adapter import read
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+OF_MEAN = Conversion.__optional_keys__ - {"weights", "adapter"}
+"""The options of a mean: which weights of each are averaged follows from what it has."""
+OF_MERGE = Conversion.__optional_keys__ - {"adapter"}
+"""Those of a merge."""
+
+
+def average(
+    checkpoints: Place | Sequence[Place] | Mapping[Place, float],
+    out: Place,
+    *,
+    ema: float | None = None,
+    last: int | None = None,
+    to: Target = "huggingface",
+    **options: Unpack[Conversion],
+) -> Converted:
+    """The weighted mean of checkpoints of one model: in float64, in their order, rounded once. OUT as in `convert`.
+
+    Args:
+        checkpoints: their folders, of any formats, for equal weights; or the weight of each, 1 in all. FP32 master
+            weights are averaged where there are any. With `last` the folder of a run.
+        out: the folder that is written; config and tokenizer are those of the first.
+        ema: an exponential mean with this decay: mean = ema * mean + (1 - ema) * next, from the first on.
+        last: take so many of the newest checkpoints of a run, the oldest of them first.
+        to: the target.
+        options: as in `convert`, without `weights` and `adapter`.
+
+    Raises:
+        UsageError: the weights are not 1 in all.
+        RefusedError: the checkpoints are of different models. Else as `convert`.
+    """
+    said, given = checked(options, OF_MEAN), None
+    if last is not None:
+        paths = last_of(path_of(checkpoints, "checkpoints"), last)
+    elif isinstance(checkpoints, Mapping):
+        paths, given = [path_of(one, "checkpoints") for one in checkpoints], [*checkpoints.values()]
+    else:
+        listed = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
+        paths = [path_of(one, "checkpoints") for one in listed]
+    weights, reading = weights_of(len(paths), given, ema), _settings(said)
+    with known_family(said) as family:
+        sources = open_all(paths, reading, family)
+        request = asked(path_of(out, "out"), said, sources[0])
+        plan = plan_average(sources, weights, request, to, output_of(said), said.get("replicas"))
+        return _carried(plan, request)
+
+
+def merge(
+    base: Place, adapter: Place, out: Place, /, *, to: Target = "huggingface", **options: Unpack[Conversion]
+) -> Converted:
+    """A LoRA adapter of PEFT merged into its base: in float64, rounded once. OUT as in `convert`.
+
+    Args:
+        base: the folder of the base model, in any format.
+        adapter: the folder with adapter_config.json and adapter_model.safetensors.
+        out: the folder that is written.
+        to: the target.
+        options: as in `convert`, without `adapter`.
+
+    Raises:
+        UnsupportedError: the adapter is of another method, or of a LoRA that cannot be merged.
+        SourceError: it is not complete, or does not fit the base. Else as `convert`.
+    """
+    said = checked(options, OF_MERGE)
+    reading = _settings(said)
+    with known_family(said) as family:
+        source = open_only(path_of(base, "base"), reading, family)
+        request = asked(path_of(out, "out"), said, source)
+        planned = plan_output(source, request, to, output_of(said))
+        return _carried(plan_merge(planned, read(path_of(adapter, "adapter")), request), request)
+
+
+def _settings(said: Mapping[str, Any]) -> Settings:
+    """What the options tell a reader."""
+    return settings_of({name: value for name, value in said.items() if name in Reading.__optional_keys__})
+
+
+def _carried(plan: Plan, request: Request) -> Converted:
+    done = carry_out(plan, request, None, plan_record(plan)["notes"])
+    assert isinstance(done, Converted)
+    return done

@@ -1,0 +1,108 @@
+"""Products of two small matrices, a part at a time, in float64: what LoRA adds to a matrix.
+
+The digits do not depend on who multiplies, in which order and in which parts: both matrices are cut into numbers of so
+few bits that each sum of their products is exact in float64, whatever the BLAS does (as Ozaki, Ogita, Oishi and Rump,
+"Error-free transformations of matrix multiplication", 2012). Of each term is left out what is less than 2**-42 of the
+largest element of a row of the left times the largest of a column of the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from converters.move import casts
+from formats.disk.safetensors import DTYPES, Fragment, Product
+from formats.errors import RefusedError
+
+PIECE = 1 << 16
+"""Elements of a product at a time: few enough to stay in the cache, and in little memory."""
+WIDEST = 1 << 8
+"""Columns at a time: of the right matrix so many are read for each row of it."""
+ALONE = 1 << 18
+"""Multiplications that OpenBLAS does in one thread (interface/gemm.c): more slow down ours with its own threads."""
+FLOAT64 = 53
+"""Bits of float64 that a sum of products may have."""
+
+Matrix = NDArray[np.float64]
+Read = Callable[[Fragment, int, memoryview], None]
+"""Fills a buffer from a fragment, from a byte on."""
+
+
+def read_product(read: Read, fragment: Fragment, factors: Product, at: int, buffer: memoryview) -> None:
+    """Fill a buffer with the float64 elements of a product, from `at` bytes after the first on.
+
+    Raises:
+        SourceError: a file ends before its elements do.
+        RefusedError: an element of one of the matrices is NaN or infinite.
+    """
+    out = np.frombuffer(buffer, np.float64)
+    height, width = fragment.shape[-2:]
+    for number, row, column, rows, columns in rectangles(at // 8, len(out), height, width):
+        begin = (number * height + row) * width + column - at // 8
+        high, wide = (column, row) if factors.transposed else (row, column)
+        tall, broad = (columns, rows) if factors.transposed else (rows, columns)
+        ranks = factors.right.shape[0] // factors.matrices
+        left = _block(read, factors.left, range(high, high + tall), slice(number, None, factors.matrices))
+        right = _block(read, factors.right, range(number * ranks, (number + 1) * ranks), slice(wide, wide + broad))
+        made = multiplied(left, right) * factors.scale
+        into = np.lib.stride_tricks.as_strided(out[begin:], (rows, columns), (8 * width, 8))
+        into[...] = made.T if factors.transposed else made
+
+
+def rectangles(start: int, count: int, height: int, width: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(matrix, row, column, rows, columns) of rectangles that make up some elements of several matrices in a row."""
+    stop = start + count
+    while start < stop:
+        row, column = divmod(start, width)
+        number, inside = divmod(row, height)
+        rows, columns = 1, min(width - column, stop - start)
+        if columns == width:
+            rows = min(height - inside, (stop - start) // width)
+        high = max(1, PIECE // min(columns, WIDEST))
+        for first, low in product(range(0, rows, high), range(0, columns, WIDEST)):
+            yield number, inside + first, column + low, min(high, rows - first), min(WIDEST, columns - low)
+        start += rows * columns
+
+
+def _block(read: Read, fragment: Fragment, rows: range, columns: slice) -> Matrix:
+    """Some rows and columns of a matrix, as float64."""
+    size, (first, stop, step) = DTYPES[fragment.dtype], columns.indices(fragment.shape[1])
+    words = np.empty((len(rows), stop - first), casts.WORDS[size])
+    if first == 0 and stop == fragment.shape[1]:
+        read(fragment, rows.start * stop * size, words.reshape(-1).view(np.uint8).data)
+    else:
+        for row, into in zip(rows, words, strict=True):
+            read(fragment, (row * fragment.shape[1] + first) * size, into.view(np.uint8).data)
+    values: Matrix = casts.to_float(words[:, ::step].ravel(), fragment.dtype).astype(np.float64)
+    if not np.isfinite(values).all():
+        raise RefusedError(f"{fragment.path} holds NaN or infinity", "the training of the adapter has diverged")
+    return values.reshape(len(rows), -1)
+
+
+def multiplied(left: Matrix, right: Matrix) -> Matrix:
+    """The product of two matrices, to 2**-42 of each term, and the same bits everywhere."""
+    bits = (FLOAT64 - max(1, left.shape[1]).bit_length()) // 2
+    (high, low), (top, rest) = _halves(left, 1, bits), _halves(right, 0, bits)
+    return _times(high, top) + (_times(high, rest) + _times(low, top)) + _times(low, rest)
+
+
+def _times(left: Matrix, right: Matrix) -> Matrix:
+    """A product of which every digit is exact, a few rows at a time."""
+    rows = max(1, ALONE // max(1, right.size))
+    whole = len(left) // rows * rows
+    stacked = np.matmul(left[:whole].reshape(-1, rows, left.shape[1]), right)
+    rest = np.matmul(left[whole:, None], right)
+    return np.concatenate([stacked.reshape(whole, right.shape[1]), rest.reshape(len(left) - whole, right.shape[1])])
+
+
+def _halves(matrix: Matrix, axis: int, bits: int) -> tuple[Matrix, Matrix]:
+    """A matrix as the sum of two, whose elements along an axis have so many bits and one exponent."""
+    largest = np.frexp(np.abs(matrix).max(axis, initial=0.0, keepdims=True))[1]
+    unit = np.ldexp(1.0, largest - bits)
+    high = np.rint(matrix / unit) * unit
+    finer = np.ldexp(unit, -bits)
+    return high, np.rint((matrix - high) / finer) * finer

@@ -1,0 +1,101 @@
+"""Reading a logical tensor tile by tile: gathered from its leaves, its copies settled, new rows put in."""
+
+from __future__ import annotations
+
+import threading
+from math import prod
+
+import numpy as np
+
+from converters.move import casts
+from converters.move.blocks import Files, gather
+from converters.move.casts import WORDS, Array
+from converters.move.regions import Nearby, tiles
+from converters.move.replicas import Copies, Tile
+from converters.plan.plan import Job
+from formats.disk.safetensors import DTYPES, FLOATS
+from formats.errors import RefusedError, UsageError
+
+Box = tuple[tuple[int, int], ...]
+"""A start and a stop along each axis of a logical tensor."""
+
+
+class Buffers(threading.local):
+    """One thread's memory: a tile, another one for casts and further copies, and what is read around strided blocks."""
+
+    def __init__(self, nbytes: int) -> None:
+        try:
+            self.tile, self.other, self.scratch = (np.empty(nbytes, np.uint8) for _ in range(3))
+        except MemoryError:
+            raise UsageError(
+                f"this machine has no {nbytes * 3} bytes for the buffers of a thread", "lower --memory, or raise -j"
+            ) from None
+
+
+class Reading:
+    """One job's tensor, to be asked for its tiles. What it gives is in the thread's memory, until it is asked again.
+
+    Elements that no source has are zero: a summand may be of a part of the tensor.
+
+    Args:
+        job: what is read, and with which new rows.
+        copies: what is done with its further copies.
+        files: open files.
+        buffers: this thread's memory.
+        box: the part of the tensor that will be asked for.
+    """
+
+    def __init__(self, job: Job, copies: Copies, files: Files, buffers: Buffers, box: Box) -> None:
+        self.job, self.copies, self.files, self.buffers = job, copies, files, buffers
+        word = WORDS[DTYPES[job.source_dtype]]
+        self.tile, self.scratch = buffers.tile.view(word), buffers.scratch.view(word)
+        self.sources = Nearby(job.sources, len(job.shape))
+        self.whole = sum(part.leaf.numel for part in job.sources) >= prod(job.shape)
+        self.grows = job.rows is not None and box[0][1] > job.rows
+        make = last_row if job.last else mean_row
+        self.fill = make(job, self.sources, files, self.tile, self.scratch) if self.grows else self.tile[:0]
+
+    def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+        """The elements of a tile, as words."""
+        values = self.tile[: prod(shape)]
+        if not self.whole:
+            values[:] = 0
+        gather(self.files, self.sources, start, shape, values, self.scratch)
+        self.copies.settle(values, Tile(start, shape, self.buffers.other, self.buffers.scratch))
+        if self.grows:
+            _grow(values, self.job.rows or 0, self.fill, start, shape)
+        return values
+
+
+def _grow(values: Array, rows: int, fill: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Put the new row into what of a tile is after the rows of the source."""
+    (low, left), (tall, wide) = (*start, 0)[:2], (*shape, 1)[:2]
+    new = min(tall, max(0, low + tall - rows))
+    values.reshape(tall, wide)[tall - new :] = fill[left : left + wide]
+
+
+def mean_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Array) -> Array:
+    """The mean of all rows of a matrix (or elements of a vector), taken in float64 and rounded once to its type."""
+    rows, width = job.rows or 0, prod(job.shape[1:])
+    if job.source_dtype not in FLOATS:
+        raise RefusedError(f"{job.name} is {job.source_dtype}: its rows have no mean")
+    total = np.zeros(width, np.float64)
+    for start, shape in tiles((rows, *job.shape[1:]), tile.nbytes // tile.itemsize):
+        values = tile[: prod(shape)]
+        gather(files, sources, start, shape, values, scratch)
+        left, wide = (*start, 0)[1], (*shape, 1)[1]
+        for row in values.reshape(-1, wide):
+            total[left : left + wide] += casts.to_float(row, job.source_dtype)
+    mean: Array = casts.cast(casts.as_words(total / rows), "F64", job.source_dtype, job.name)
+    return mean
+
+
+def last_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Array) -> Array:
+    """The last row of a matrix (or element of a vector)."""
+    rows, row = job.rows or 0, np.empty(prod(job.shape[1:]), tile.dtype)
+    for start, shape in tiles((1, *job.shape[1:]), len(tile)):
+        values = tile[: prod(shape)]
+        gather(files, sources, (rows - 1, *start[1:]), shape, values, scratch)
+        left = (*start, 0)[1]
+        row[left : left + len(values)] = values
+    return row

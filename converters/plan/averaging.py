@@ -1,0 +1,184 @@
+"""The plan of a mean of several checkpoints: of their float32 masters, where they have them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from converters.plan.opening import replicas_of
+from converters.plan.output import Output, plan_output
+from converters.plan.plan import Input, Job, Plan, Term, make_plan
+from converters.plan.request import Request
+from converters.plan.targets import require_vocab
+from converters.plan.training_state import as_weights, optimizer_of, training_of
+from formats.checkpoint import Checkpoint
+from formats.disk.safetensors import FLOATS
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short, some
+from formats.huggingface.config import residue
+from formats.model.spec import Verbatim, differences
+from formats.registry import format_of, steps
+
+TOLERANCE = 1e-6
+"""By how much weights may miss 1 in all, for those that are written with a few digits."""
+MASTERS, WEIGHTS = "FP32 master weights", "weights"
+"""What of a checkpoint is averaged."""
+
+
+def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -> list[float]:
+    """The weight of each of some checkpoints, which are 1 in all.
+
+    Args:
+        count: how many there are, the oldest first.
+        weights: what the user said; None for equal ones.
+        ema: the decay of an exponential mean, which begins with the first: mean = ema * mean + (1 - ema) * next.
+
+    Raises:
+        UsageError: there are fewer than two, or the weights are of another number, or not 1 in all.
+    """
+    if count < 2:
+        raise UsageError(f"{count} checkpoint has no mean", "name two or more, and then OUT")
+    if ema is not None:
+        if weights is not None:
+            raise UsageError("--ema says every weight", "leave --weights out")
+        if not 0 < ema < 1:
+            raise UsageError(f"--ema {ema:g} is no decay between 0 and 1", "usual ones are 0.9 to 0.999")
+        return [ema ** (count - 1), *((1 - ema) * ema ** (count - 1 - i) for i in range(1, count))]
+    if weights is None:
+        return [1 / count] * count
+    if len(weights) != count:
+        raise UsageError(
+            f"--weights says {len(weights)} weights of {count} checkpoints", "one for each, in their order"
+        )
+    if not all(math.isfinite(one) and one for one in weights):
+        raise UsageError(f"--weights {short([*weights])}: each has to be a finite number other than 0")
+    if abs(math.fsum(weights) - 1) > TOLERANCE:
+        raise UsageError(
+            f"--weights are {math.fsum(weights):.9g} in all, and those of a mean are 1", "divide each by their sum"
+        )
+    return [*weights]
+
+
+def last_of(run: Path, count: int) -> list[Path]:
+    """The newest checkpoints of a run, the oldest of them first.
+
+    Raises:
+        SourceError: there are not so many.
+    """
+    if not run.is_dir():
+        raise SourceError(f"{run} is no folder", "name the run, in which the checkpoints are")
+    named = [(int(number[0]), name) for name in steps(run) if (number := re.search(r"\d+$", name))]
+    names = [name for _, name in sorted(named)]
+    if len(names) < count:
+        raise SourceError(f"{run} holds {len(names)} checkpoints, --last asks for {count}", some(names, 6))
+    return [run / name for name in names[-count:]]
+
+
+def plan_average(
+    sources: Sequence[Checkpoint], weights: Sequence[float], request: Request, to: str, output: Output, said: str | None
+) -> Plan:
+    """A plan that writes the weighted mean of several checkpoints, with the config and the tokenizer of the first.
+
+    Args:
+        sources: the opened checkpoints of one model, of any formats.
+        weights: what each is multiplied by (`weights_of`).
+        request: what the user asked for; without a cast, the output has the element types of the sources.
+        to: the target.
+        output: how it is laid out.
+        said: what is done with further copies of a tensor in each source; None for what is usual in its format.
+
+    Raises:
+        RefusedError: the checkpoints are of different models, or hold a tensor in different types.
+        UsageError: one is named twice.
+    """
+    homes = [source.home.resolve() for source in sources]
+    if twice := [source.home for source, home in zip(sources, homes, strict=True) if homes.count(home) > 1]:
+        raise UsageError(f"{twice[0]} is named twice", "a larger --weights gives it more weight")
+    for source in sources:
+        require_vocab(source)
+        _require_same(sources[0], source)
+    planned = plan_output(sources[0], request, to, output)
+    if request.cast is None:
+        _require_types(sources)
+    held, notes = zip(*map(_masters, sources), strict=True)
+    read = [{job.name: job for job in make_plan(one, spec=planned.spec).jobs} for one in held]
+    policies = [replicas_of(source, said) for source in sources]
+
+    def averaged(job: Job) -> Job:
+        terms = zip([jobs[job.name] for jobs in read], weights, policies, strict=True)
+        edge = f"weighted mean of {len(sources)} in float64, rounded once to {job.dtype}"
+        edge = edge if job.dtype in FLOATS else ""
+        return replace(
+            job, source_dtype=job.dtype, sources=(), replicas={}, rows=None, partial=False, twins=(),
+            terms=tuple(Term(*term) for term in terms), edge=edge, centred=(False, job.centred[1]),
+        )  # fmt: skip
+
+    inputs = tuple(
+        Input(one, {"averaged": WEIGHTS if one is source else MASTERS, "weight": weight})
+        for one, source, weight in zip(held, sources, weights, strict=True)
+    )
+    jobs = tuple(averaged(job) for job in planned.jobs)
+    texts = (*planned.notes, *dict.fromkeys(note for some_notes in notes for note in some_notes))
+    if any(source.config for source in sources):
+        texts = (*texts, f"config and tokenizer are those of {sources[0].root}")
+    return replace(planned, source=held[0], jobs=jobs, inputs=inputs, notes=texts)
+
+
+def _require_same(first: Checkpoint, other: Checkpoint) -> None:
+    """Two checkpoints are of one model.
+
+    Raises:
+        RefusedError: they differ in settings, or in what they hold.
+    """
+    where = f"{first.root} and {other.root} are different models"
+    changed = differences(first.spec, other.spec)
+    if not changed and first.config is not None and other.config is not None:
+        names = dict.fromkeys([*residue(first.config), *residue(other.config)])
+        ours, theirs = first.config, other.config
+        changed = [
+            f"{name}: {short(ours.get(name))} | {short(theirs.get(name))}"
+            for name in names
+            if ours.get(name) != theirs.get(name)
+        ]
+    if changed:
+        raise RefusedError(f"{where}, their settings differ (here | there): {some(changed, 4)}")
+    if isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim):
+        ours, theirs = first.spec.shapes, other.spec.shapes
+        odd = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if odd:
+            shapes = " and ".join(str(list(one[odd[0]])) if odd[0] in one else "absent" for one in (ours, theirs))
+            raise RefusedError(f"{where}: {len(odd)} tensors differ in shape, such as {odd[0]}: {shapes}")
+
+
+def _require_types(sources: Sequence[Checkpoint]) -> None:
+    """Each tensor has one element type in all checkpoints.
+
+    Raises:
+        RefusedError: it has several, and nobody said which one the mean has.
+    """
+    first = sources[0].dtypes()
+    for source in sources[1:]:
+        for (name, layer), dtype in source.dtypes().items():
+            if first.get((name, layer), dtype) != dtype:
+                tensor = name if layer is None else f"{name}.{layer}"
+                raise RefusedError(
+                    f"{tensor} is {first[name, layer]} in {sources[0].root} and {dtype} in {source.root}",
+                    "--dtype says which one the mean has",
+                )
+
+
+def _masters(source: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
+    """A checkpoint with its float32 masters for its weights, if it has them; and what else to know."""
+    if format_of(source).training is None or not training_of(source).is_trained(source):
+        return source, ()
+    try:
+        masters = optimizer_of(source).states.get("fp32")
+    except (SourceError, UnsupportedError) as error:
+        return source, (f"the weights of {source.root} are averaged, and not its masters: {error}",)
+    if masters is None:
+        return source, ()
+    weights = as_weights(masters, source)
+    files = tuple(dict.fromkeys([*source.files, *(placed.fragment.path for placed in masters.tensors)]))
+    return replace(weights, files=files), ()

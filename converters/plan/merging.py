@@ -1,0 +1,222 @@
+"""The plan of a base model with a LoRA adapter merged into it: W + scale * B @ A, tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from converters.plan.plan import Input, Job, Norms, Part, Plan, Term, parts_of
+from converters.plan.request import Request
+from formats.checkpoint import Checkpoint
+from formats.disk.safetensors import FLOATS, Fragment, Product, row_major
+from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
+from formats.huggingface import adapter as peft
+from formats.huggingface.folder import model_slots
+from formats.layout.table import Placed, Slot
+from formats.model.spec import Verbatim
+
+NAME = "peft adapter"
+SHOWN = ("r", "lora_alpha", "use_rslora", "use_dora")
+"""Settings of an adapter that the manifest keeps."""
+Key = tuple[str, int | None]
+"""Name and layer of a logical tensor."""
+ROW_AXES = ("expert",)
+"""Axes of a logical tensor that count matrices."""
+
+
+@dataclass
+class Changes:
+    """What an adapter does to one logical tensor.
+
+    Attributes:
+        whole: what takes its place.
+        added: what is added.
+        norms: what norms its rows get.
+    """
+
+    whole: list[Part] = field(default_factory=list)
+    added: list[Part] = field(default_factory=list)
+    norms: list[Norms] = field(default_factory=list)
+
+    @property
+    def edge(self) -> str:
+        """What they are called."""
+        named = {"weights of the adapter": self.whole, "LoRA added": self.added, "norms of DoRA": self.norms}
+        return ", ".join(name for name, found in named.items() if found)
+
+
+def plan_merge(planned: Plan, saved: peft.Saved, request: Request) -> Plan:
+    """A plan that writes a model with an adapter of PEFT merged into it.
+
+    Sums are in float64 and rounded once, to the element type of the base or that of the cast.
+
+    Args:
+        planned: the plan of the base model alone, of any format.
+        saved: the adapter.
+        request: what the user asked for.
+
+    Raises:
+        SourceError: the adapter is not complete, or does not fit the base.
+        UnsupportedError: it is none that can be merged.
+        RefusedError: it changes an embedding that the output head shares.
+    """
+    base = planned.source
+    adapter, slots = _opened(saved, base)
+    changes = _changes(adapter, slots, base)
+    jobs = tuple(
+        _merged(job, changes[job.tensor, job.layer], request.limits.replicas)
+        if (job.tensor, job.layer) in changes
+        else job
+        for job in planned.jobs
+    )
+    held = Checkpoint(saved.root, saved.root, NAME, base.spec, (), (), saved.files)
+    about = {name: adapter.config[name] for name in SHOWN if adapter.config.get(name)}
+    inputs = (Input(base, {}), Input(held, about))
+    return replace(planned, jobs=jobs, inputs=inputs, notes=(*planned.notes, *_notes(adapter, base)))
+
+
+def _notes(adapter: peft.Adapter, base: Checkpoint) -> Iterator[str]:
+    """What else the user should know."""
+    named = str(adapter.config.get("base_model_name_or_path") or "")
+    if Path(named).name.lower() not in str(base.root.resolve()).lower():
+        yield f"the adapter says that its base is {short(named)}; only names and shapes were compared with {base.root}"
+    if any((adapter.root / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        yield f"the tokenizer is that of the base; the adapter's: convert assets OUT --from {adapter.root}"
+
+
+def _opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, Slot]]:
+    """The adapter, and the base's tensors by the names that it knows: those in memory, or the Hub's of experts.
+
+    Raises:
+        SourceError: it has tensors that the base lacks, or lacks some that its config names.
+    """
+    in_memory, on_hub = (
+        {key: slot for slot in model_slots(base.spec, memory=memory) for key in slot.keys} for memory in (True, False)
+    )
+    adapter = peft.parse(saved, [*in_memory])
+    separate = any(key in on_hub and key not in in_memory for key in adapter.keys({*on_hub, *in_memory}))
+    slots = on_hub if separate else in_memory
+    peft.require_consumed(adapter, slots, base.root)
+    matrices = {slot.keys for slot in slots.values() if len(slot.shape) == 2}
+    modules = ([key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight"))
+    if lacking := peft.missing(adapter, modules):
+        raise SourceError(
+            f"{saved.root} has no LoRA of {len(lacking)} modules that its target_modules name: {some(lacking, 3)}",
+            "the file is not complete, or the base is another model",
+        )
+    return adapter, slots
+
+
+def _changes(
+    adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint
+) -> dict[tuple[str, int | None], Changes]:
+    """What the adapter does to each logical tensor.
+
+    Raises:
+        SourceError: shapes do not fit.
+        RefusedError: it changes an embedding that the output head shares.
+    """
+    found: dict[Key, Changes] = {}
+
+    def places(key: str, fragment: Fragment) -> Iterator[tuple[Changes, list[Part]]]:
+        slot = slots[key]
+        _require_alone(key, slot, adapter, base)
+        if fragment.shape != slot.shape:
+            raise SourceError(
+                f"{adapter.root}: {key} is {list(fragment.shape)}, and {list(slot.shape)} in {base.root}",
+                "it was trained on another model, or on one whose vocabulary had grown",
+            )
+        for name, copies in parts_of([Placed(key, slot, fragment)]).items():
+            yield found.setdefault(name, Changes()), [part for parts in copies.values() for part in parts]
+
+    for key, fragment in adapter.whole.items():
+        for changes, parts in places(key, fragment):
+            changes.whole += parts
+    for module, lora in adapter.added.items():
+        key = module if module in slots else f"{module}.weight"
+        product = _product(key, lora, slots[key], adapter, base)
+        for changes, parts in places(key, _computed(product, slots[key])):
+            changes.added += parts
+            if lora.magnitude is not None:
+                changes.norms.append(Norms(lora.magnitude, tuple(parts), lora.right.shape[1], product.transposed))
+    return found
+
+
+def _require_alone(key: str, slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> None:
+    """No tensor is changed that the output head shares with the embedding: a merge would change both.
+
+    Raises:
+        RefusedError: one is.
+    """
+    spec = base.spec
+    shared = {*spec.copies.values()} if isinstance(spec, Verbatim) else {"embedding"}
+    if spec.tied and (slot.replica or shared.intersection(slot.rule.pattern.tensors)):
+        raise RefusedError(
+            f"{adapter.root} changes {key}, which embedding and output head of {base.root} share: merged into both it "
+            "would be another model than the one that was trained",
+            "untie the base first: save it with tie_word_embeddings=False, its lm_head a copy of the embedding",
+        )
+
+
+def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> Product:
+    """What is added to a tensor.
+
+    Raises:
+        SourceError: the matrices do not fit it.
+    """
+    (out, rank), wide = lora.left.shape, lora.right.shape[1]
+    matrices = slot.shape[0] if len(slot.shape) == 3 else 1
+    fits = [slot.shape[-2:] == (out, wide), slot.shape[-2:] == (wide, out)]
+    if len(slot.shape) not in (2, 3) or not any(fits) or rank != lora.rank * matrices:
+        raise SourceError(
+            f"{adapter.root}: lora_B and lora_A of {key} are {[out, rank]} and {[rank, wide]}, which fit no tensor of "
+            f"{list(slot.shape)}, as in {base.root}",
+            f"its rank is {lora.rank}, and its base {short(adapter.config.get('base_model_name_or_path'))}",
+        )
+    transposed = fits[1] if fits[0] != fits[1] else _input_major(slot, adapter, base)
+    if lora.magnitude is not None and lora.magnitude.shape != (out,):
+        raise SourceError(
+            f"{adapter.root}: lora_magnitude_vector of {key} is {list(lora.magnitude.shape)}, and lora_B {[out, rank]}"
+        )
+    return Product(lora.left, lora.right, lora.scale, transposed, matrices)
+
+
+def _computed(product: Product, slot: Slot) -> Fragment:
+    """A product as a tensor of the shape of its slot."""
+    return Fragment(product.left.path, 0, "F64", slot.shape, row_major(slot.shape), product=product)
+
+
+def _input_major(slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> bool:
+    """Whether a square matrix is stored [in, out]. The axes of a table's tensors begin with the output."""
+    if isinstance(base.spec, Verbatim):
+        return bool(adapter.config.get("fan_in_fan_out"))
+    spans = [span for span in slot.leaves()[0].spans if span.size > 1 and span.axis not in ROW_AXES]
+    return spans[0].stride < spans[-1].stride
+
+
+def _merged(job: Job, changes: Changes, policy: str) -> Job:
+    """A job with what the adapter does to its tensor.
+
+    Raises:
+        UnsupportedError: the tensor holds no floating point numbers.
+    """
+    if job.source_dtype not in FLOATS:
+        raise UnsupportedError(f"{job.name} of the base is {job.source_dtype}, to which nothing can be added")
+    centred = (False, job.centred[1])
+    alone = replace(job, sources=(), replicas={}, twins=(), partial=False, targets=(), centred=centred)
+
+    def reading(parts: list[Part], rows: int | None) -> Job:
+        dtype = parts[0].fragment.dtype
+        return replace(alone, sources=tuple(parts), source_dtype=dtype, dtype=dtype, rows=rows)
+
+    if changes.whole:
+        terms = [Term(reading(changes.whole, job.rows), finite=True)]
+    else:
+        terms = [Term(replace(job, targets=(), dtype=job.source_dtype), policy=policy)]
+    if changes.added:
+        terms.append(Term(reading(changes.added, None), finite=True))
+    return replace(
+        alone, targets=job.targets, source_dtype=job.dtype, rows=None, terms=tuple(terms), norms=tuple(changes.norms),
+        edge=f"{changes.edge}, in float64, rounded once to {job.dtype}",
+    )  # fmt: skip

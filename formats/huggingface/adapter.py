@@ -1,0 +1,282 @@
+"""A LoRA adapter as PEFT saves it: its settings, and what it adds to which tensor of its base, or puts in its place.
+
+    adapter_config.json, adapter_model.safetensors
+    base_model.model. MODULE .lora_A.weight [r, in]   .lora_B.weight [out, r]       a matrix
+    base_model.model. MODULE .lora_embedding_A [r, vocab]   .lora_embedding_B [hidden, r]    an embedding
+    base_model.model. MODULE .lora_magnitude_vector [out], of an embedding [hidden]    DoRA
+    base_model.model. MODULE .weight, .bias, .base_layer.weight                     in the place of the base's
+
+Facts: peft 0.21.2 tuners/lora/layer.py, tuners/lora/config.py, tuners/tuners_utils.py `_inject_parameters` and
+utils/save_and_load.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.disk.json_file import read_json
+from formats.disk.safetensors import FLOATS, Fragment, read_safetensors
+from formats.errors import SourceError, UnsupportedError, short, some
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ROOT = "base_model.model."
+INNER = "base_layer"
+"""What PEFT calls a module inside its own, and one parameter's wrapper inside another's."""
+ENDS = {
+    "lora_A.weight": "right", "lora_B.weight": "left", "lora_embedding_A": "right", "lora_embedding_B": "left",
+    "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
+}  # fmt: skip
+"""How the name of a tensor of LoRA ends: which one it is."""
+READ = {
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
+    "target_modules", "exclude_modules", "layers_to_transform", "target_parameters", "init_lora_weights",
+    "base_model_name_or_path", "ensure_weight_tying",
+}  # fmt: skip
+"""Settings that are read here."""
+FREE = {
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "bias",
+    "modules_to_save", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config", "eva_config",
+    "velora_config", "inject_method", "loftq_config", "corda_config", "lora_ga_config",
+}  # fmt: skip
+"""Settings that say how it was trained or begun, or what the names of its tensors say too."""
+UNCHANGED = (True, False, "gaussian", "eva", "orthogonal", "mica", None)
+"""Values of `init_lora_weights` that leave the base as it is."""
+ONLY = {
+    "layer_replication": "repeats layers of its base",
+    "megatron_config": "belongs to modules of Megatron",
+    "alora_invocation_tokens": "is an activated LoRA, which changes only some tokens",
+    "use_qalora": "adds to means of quantized groups",
+    "use_bdlora": "is a LoRA in diagonal blocks",
+    "arrow_config": "is a router over several adapters",
+    "kasa_config": "has its base cut to some singular values",
+    "monteclora_config": "samples its weights",
+    "trainable_token_indices": "trains some rows of the embedding",
+    "lora_bias": "has biases of its own",
+}
+"""Variants of LoRA that are not merged: what each is."""
+PEFT_MERGES = "merge it with PEFT: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(OUT)"
+
+
+class Saved(NamedTuple):
+    """An adapter as it lies on disk.
+
+    Attributes:
+        root: its folder, or the checkpoint that it is in.
+        config: the parsed adapter_config.json.
+        tensors: by their names in PEFT's files.
+        files: what is read.
+    """
+
+    root: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Fragment]
+    files: tuple[Path, ...]
+
+
+class Lora(NamedTuple):
+    """What is added to one tensor of the base: scale * left @ right, or its transpose.
+
+    Attributes:
+        left: B, [out, r]; of parameters of several experts [out, r * experts], the experts next to each other.
+        right: A, [r, in]; of parameters of several experts [experts * r, in].
+        scale: alpha / r, or alpha / sqrt(r).
+        rank: r, of one expert.
+        magnitude: the norm of each row of the result, for DoRA.
+    """
+
+    left: Fragment
+    right: Fragment
+    scale: float
+    rank: int
+    magnitude: Fragment | None = None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter.
+
+    Attributes:
+        root: its folder.
+        config: the parsed adapter_config.json.
+        added: what is added, by module, or by parameter of a module.
+        whole: what takes the place of a tensor of the base, by its key.
+    """
+
+    root: Path
+    config: Mapping[str, Any]
+    added: Mapping[str, Lora]
+    whole: Mapping[str, Fragment]
+
+    def keys(self, known: Collection[str]) -> set[str]:
+        """The tensors of the base that it changes, by the names of some that are known."""
+        return {*self.whole, *(name if name in known else f"{name}.weight" for name in self.added)}
+
+
+def read(root: Path) -> Saved:
+    """Open the folder of an adapter: its config and the header of its file.
+
+    Raises:
+        SourceError: something is missing or damaged.
+        UnsupportedError: it is of another method, or of a variant that cannot be merged here.
+    """
+    config = read_config([root])
+    if not (root / WEIGHTS).is_file():
+        old = root / "adapter_model.bin"
+        hint = "load and save it with PEFT, which writes safetensors" if old.is_file() else "copy the folder again"
+        raise SourceError(f"{root} holds no {WEIGHTS}", hint)
+    return Saved(root, config, read_safetensors(root / WEIGHTS)[0], (root / CONFIG, root / WEIGHTS))
+
+
+def read_config(places: Sequence[Path]) -> dict[str, Any]:
+    """The settings of a LoRA, from the first of some folders that has them.
+
+    Raises:
+        SourceError: none has.
+        UnsupportedError: they are not those of a LoRA that can be merged.
+    """
+    found = next((place / CONFIG for place in places if (place / CONFIG).is_file()), None)
+    if found is None:
+        raise SourceError(f"{places[0]} holds no {CONFIG}", "copy the one that PEFT or the trainer wrote into it")
+    config = read_json(found)
+    require_lora(config, found)
+    return config
+
+
+def require_lora(config: Mapping[str, Any], where: Path) -> None:
+    """The settings are those of a LoRA that can be added to its base.
+
+    Raises:
+        UnsupportedError: they are not.
+    """
+    method = config.get("peft_type")
+    if method != "LORA":
+        raise UnsupportedError(f"{where} is of the method {short(method)}, and only LORA is merged here", PEFT_MERGES)
+    for name, what in ONLY.items():
+        if config.get(name):
+            raise UnsupportedError(f"{where} says {name} = {short(config[name])}: it {what}", PEFT_MERGES)
+    begun = config.get("init_lora_weights", True)
+    if begun not in UNCHANGED:
+        raise UnsupportedError(
+            f"{where} says init_lora_weights = {short(begun)}, which changed the weights of its base when it began",
+            "save it with path_initial_model_for_weight_conversion of PEFT, which makes a plain LoRA of it",
+        )
+    odd = [name for name, value in config.items() if value and name not in {*READ, *FREE, *ONLY}]
+    if odd:
+        raise UnsupportedError(
+            f"{where} says {odd[0]} = {short(config[odd[0]])}, which no PEFT up to 0.21 has", PEFT_MERGES
+        )
+
+
+def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
+    """What the tensors of an adapter are.
+
+    Args:
+        saved: the adapter.
+        parameters: the keys of the base's tensors, in the order in which its modules have them.
+
+    Raises:
+        SourceError: something is missing, or contradicts the config.
+        UnsupportedError: a tensor is none of LoRA's.
+    """
+    root, config, tensors, _ = saved
+    found: dict[str, dict[str, Fragment]] = {}
+    whole: dict[str, Fragment] = {}
+    for key, fragment in tensors.items():
+        if not key.startswith(ROOT):
+            raise SourceError(f"{root} holds {key}, which does not begin with {ROOT} as names of PEFT do")
+        if fragment.dtype not in FLOATS:
+            raise UnsupportedError(f"{key} of {root} is {fragment.dtype}, and LoRA has floating point numbers")
+        name = key.removeprefix(ROOT)
+        end = next((end for end in ENDS if name.endswith("." + end)), None)
+        if end is not None:
+            found.setdefault(name.removesuffix("." + end), {})[ENDS[end]] = fragment
+        elif "lora_" in name or ".token_adapter." in name or "trainable_tokens" in name:
+            raise UnsupportedError(f"{root} holds {key}, which no LoRA has that is known here", PEFT_MERGES)
+        else:
+            whole[name.replace(f".{INNER}.", ".")] = fragment
+    added: dict[str, Lora] = {}
+    for place, parts in found.items():
+        module = _target(place, config, parameters)
+        if not {"left", "right"} <= parts.keys():
+            lacking = "B" if "right" in parts else "A"
+            raise SourceError(f"{root} holds no lora_{lacking} of {place}", "the file is not complete: copy it again")
+        added[module] = _lora(module, parts, config, root)
+    if not added and not whole:
+        raise SourceError(f"{root} holds no tensor of an adapter")
+    return Adapter(root, config, added, whole)
+
+
+def _target(place: str, config: Mapping[str, Any], parameters: Sequence[str]) -> str:
+    """The module that LoRA stands at; of a parameter of a module its key.
+
+    Wrappers of several parameters of a module are around each other: that of its first parameter is the innermost.
+    """
+    module = re.sub(rf"(?:\.{INNER})+$", "", place)
+    named = config.get("target_parameters") or ()
+    own = [key for key in parameters if key.rpartition(".")[0] == module]
+    wrapped = [key for key in own if any(f".{key}".endswith(f".{name}") for name in named)]
+    depth = place.removeprefix(module).count(INNER)
+    return wrapped[len(wrapped) - 1 - depth] if depth < len(wrapped) else module
+
+
+def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any], root: Path) -> Lora:
+    """The matrices of a module, with their scale."""
+    left, right = parts["left"], parts["right"]
+    if len(left.shape) != 2 or len(right.shape) != 2 or left.shape[1] != right.shape[0]:
+        raise UnsupportedError(
+            f"{root}: lora_A and lora_B of {module} are {list(right.shape)} and {list(left.shape)}: of no matrix",
+            PEFT_MERGES,
+        )
+    rank = _said(config.get("rank_pattern"), module, config.get("r"))
+    alpha = _said(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise SourceError(f"{root / CONFIG} says r = {short(rank)} and lora_alpha = {short(alpha)} of {module}")
+    if bool(config.get("use_dora")) != ("magnitude" in parts):
+        says = "holds no" if config.get("use_dora") else "does not say use_dora, and there is a"
+        raise SourceError(f"{root} {says} lora_magnitude_vector of {module}")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Lora(left, right, scale, rank, parts.get("magnitude"))
+
+
+def _said(pattern: Any, module: str, usual: Any) -> Any:
+    """What a pattern says of a module: the first that matches the end of its name, as PEFT's `get_pattern_key`."""
+    try:
+        return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), usual)
+    except re.error as error:
+        raise SourceError(f"{CONFIG} has a pattern of ranks or alphas that is none: {error}") from None
+
+
+def missing(adapter: Adapter, modules: Iterable[Sequence[str]]) -> list[str]:
+    """The modules of the base that should have a LoRA and have none, as far as a list of their names says.
+
+    Args:
+        adapter: with its config.
+        modules: each by all names that it may have.
+    """
+    config, named = adapter.config, adapter.config.get("target_modules")
+    if not isinstance(named, list) or config.get("layers_to_transform") is not None or config.get("exclude_modules"):
+        return []
+    return [
+        names[0]
+        for names in modules
+        if any(f".{names[0]}".endswith(f".{target}") for target in named) and adapter.added.keys().isdisjoint(names)
+    ]
+
+
+def require_consumed(adapter: Adapter, keys: Iterable[str], base: Path) -> None:
+    """Everything in an adapter is for a tensor of the base.
+
+    Raises:
+        SourceError: something is for none.
+    """
+    held = {*keys}
+    if odd := sorted(adapter.keys(held) - held):
+        raise SourceError(
+            f"{adapter.root} has {len(odd)} tensors that {base} has not: {some(odd, 3)}",
+            f"it was trained on {short(adapter.config.get('base_model_name_or_path'))}: is that the base?",
+        )

@@ -1,0 +1,230 @@
+"""`convert average` and `convert merge`: killed and resumed, and adapters that are damaged, of others, or not LoRA."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.golden.test_merge import adapter_of
+from tests.models import files
+
+HERE = Path(__file__).parent
+ENV = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+GOLDEN = HERE.parent / "golden/peft/dora_embedding"
+"""DoRA of the embedding and of matrices, with the head in modules_to_save."""
+
+
+def killed(limit: int, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(HERE / "killed_command.py"), str(limit), *map(str, words), "-j", "1", "-q"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
+
+
+@pytest.fixture
+def words(model, tmp_path) -> dict[str, list[object]]:
+    """The words of each command, OUT left out."""
+    moved = tmp_path / "moved"
+    shutil.copytree(model("llama"), moved)
+    tensors = {name: -one for name, one in load_file(moved / "model.safetensors").items()}
+    save_file(tensors, moved / "model.safetensors", {"format": "pt"})
+    return {
+        "average": ["average", "--weights", "0.75,0.25", model("llama"), moved],
+        "merge": ["merge", GOLDEN / "base", GOLDEN / "adapter"],
+    }
+
+
+@pytest.mark.parametrize("command", ["average", "merge"])
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(words, tmp_path, command):
+    whole, dice = tmp_path / "whole", random.Random(command)
+    ran = killed(0, *words[command], whole)
+    assert ran.returncode == 0, ran.stderr
+    calls = int(ran.stdout.split()[-2])
+    for number in range(4):
+        out = tmp_path / f"out{number}"
+        for limit in (calls * (number + 1) // 5, dice.randint(1, calls)):
+            ran = killed(limit, *words[command], out)
+            assert ran.returncode in (-signal.SIGKILL, 0), ran.stderr
+            assert not out.exists() or files(out) == files(whole), "published, but not complete"
+            if out.exists():
+                break
+        if not out.exists():
+            assert killed(0, *words[command], out).returncode == 0
+        assert files(out) == files(whole)
+
+
+def test_what_is_resumed_is_the_same_mean(words, tmp_path):
+    assert killed(60, *words["average"], tmp_path / "out").returncode == -signal.SIGKILL
+    other = [word if word != "0.75,0.25" else "0.25,0.75" for word in words["average"]]
+    ran = killed(0, *other, tmp_path / "out")
+    assert (ran.returncode, "of another conversion" in ran.stderr) == (7, True)
+    assert killed(0, *words["average"], tmp_path / "out").returncode == 0
+
+
+def test_another_adapter_is_another_merge(words, tmp_path):
+    adapter = tmp_path / "adapter"
+    shutil.copytree(GOLDEN / "adapter", adapter)
+    merge = ["merge", GOLDEN / "base", adapter, tmp_path / "out"]
+    assert killed(-9, *merge).returncode == -signal.SIGKILL
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16}))
+    ran = killed(0, *merge)
+    assert (ran.returncode, "of another conversion" in ran.stderr) == (7, True)
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def merged(convert, tmp_path) -> Callable[..., Any]:
+    """`merged(tensors=change, **config)`: a merge of the golden adapter with other tensors or settings."""
+
+    def run(
+        tensors: Callable[[dict[str, Any]], object] = lambda _: None, base: Path = GOLDEN / "base", **keys: Any
+    ) -> Any:
+        adapter = tmp_path / "adapter"
+        shutil.rmtree(adapter, ignore_errors=True)
+        shutil.copytree(GOLDEN / "adapter", adapter)
+        held = load_file(adapter / "adapter_model.safetensors")
+        tensors(held)
+        save_file(held, adapter / "adapter_model.safetensors", {"format": "pt"})
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(json.dumps(config | keys))
+        return convert("merge", GOLDEN / "base", adapter, tmp_path / "out")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "text"),
+    [
+        ({"peft_type": "IA3"}, 4, "is of the method 'IA3', and only LORA"),
+        ({"peft_type": "LOHA"}, 4, "only LORA is merged here"),
+        ({"init_lora_weights": "pissa"}, 4, "changed the weights of its base"),
+        ({"init_lora_weights": "pissa_niter_16"}, 4, "changed the weights of its base"),
+        ({"init_lora_weights": "olora"}, 4, "changed the weights of its base"),
+        ({"init_lora_weights": "loftq"}, 4, "changed the weights of its base"),
+        ({"init_lora_weights": "corda"}, 4, "changed the weights of its base"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, 4, "repeats layers"),
+        ({"megatron_config": {"tp": 2}}, 4, "modules of Megatron"),
+        ({"alora_invocation_tokens": [5]}, 4, "activated LoRA"),
+        ({"use_qalora": True}, 4, "quantized groups"),
+        ({"lora_bias": True}, 4, "biases of its own"),
+        ({"trainable_token_indices": [3]}, 4, "some rows of the embedding"),
+        ({"kasa_config": {"beta": 1}}, 4, "singular values"),
+        ({"use_bdlora": {"nblocks": 2}}, 4, "diagonal blocks"),
+        ({"something_new": True}, 4, "something_new = True"),
+        ({"r": 8}, 3, "its rank is 8"),
+        ({"lora_alpha": "x"}, 3, "says r = 4 and lora_alpha = 'x'"),
+        ({"rank_pattern": {"(": 3}}, 3, "is none"),
+        ({"use_dora": False}, 3, "does not say use_dora"),
+        ({"target_modules": ["q_proj", "v_proj"]}, 3, "has no LoRA of 2 modules"),
+    ],
+)
+def test_settings_that_are_refused(merged, tmp_path, keys, code, text):
+    ran = merged(**keys)
+    assert ran.code == code, ran.err
+    assert text in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj"
+HEAD = "base_model.model.lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        (lambda held: held.pop(f"{Q}.lora_A.weight"), 3, "holds no lora_A of model.layers.1.self_attn.q_proj"),
+        (lambda held: held.pop(f"{Q}.lora_magnitude_vector"), 3, "holds no lora_magnitude_vector"),
+        (lambda held: [held.pop(key) for key in [*held] if key.startswith(Q)], 3, "model.layers.1.self_attn.q_proj"),
+        (lambda held: held.update({f"{Q}.lora_A.weight": held[f"{Q}.lora_A.weight"][:3]}), 4, "of no matrix"),
+        (lambda held: held.update({f"{Q}.lora_B.weight": np.ones((7, 4), "f4")}), 3, "fit no tensor of [32, 32]"),
+        (lambda held: held.update({f"{Q}.lora_magnitude_vector": np.ones(5, "f4")}), 3, "lora_magnitude_vector of"),
+        (lambda held: held[f"{Q}.lora_B.weight"].__setitem__((3, 1), np.nan), 5, "holds NaN or infinity"),
+        (lambda held: held[f"{Q}.lora_magnitude_vector"].__setitem__(3, np.inf), 5, "is NaN, infinite, or that of"),
+        (lambda held: held[HEAD].__setitem__((3, 1), np.inf), 5, "NaN or infinity"),
+        (lambda held: held.update({HEAD: np.ones((66, 32), "f4")}), 3, "is [66, 32], and [64"),
+        (lambda held: held.update({"base_model.model.v_head.weight": np.ones((1, 32), "f4")}), 3, "has 1 tensors that"),
+        (lambda held: held.update({"model.norm.weight": np.ones(32, "f4")}), 3, "does not begin with base_model."),
+        (lambda held: held.update({f"{Q}.lora_E": np.ones((4, 1), "f4")}), 4, "which no LoRA has"),
+        (lambda held: held.update({f"{Q}.lora_A.weight": np.ones((4, 32), "i4")}), 4, "is I32"),
+        (lambda held: held.clear(), 3, "holds no tensor"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_refused(merged, tmp_path, change, code, text):
+    ran = merged(change)
+    assert ran.code == code, ran.err
+    assert text in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_missing_or_cut(merged, convert, tmp_path, model):
+    assert merged().code == 0
+    shutil.rmtree(tmp_path / "out")
+    adapter = tmp_path / "adapter"
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    ran = convert("merge", GOLDEN / "base", adapter, tmp_path / "out")
+    assert ran.code == 3, ran.err
+    weights.rename(adapter / "adapter_model.bin")
+    ran = convert("merge", GOLDEN / "base", adapter, tmp_path / "out")
+    assert (ran.code, "load and save it with PEFT" in ran.err) == (3, True)
+    (adapter / "adapter_config.json").unlink()
+    ran = convert("merge", GOLDEN / "base", adapter, tmp_path / "out")
+    assert (ran.code, "holds no adapter_config.json" in ran.err) == (3, True)
+    ran = convert("merge", GOLDEN / "base", GOLDEN / "adapter", GOLDEN / "adapter/out")
+    assert (ran.code, "inside each other" in ran.err) == (7, True)
+    ran = convert("merge", model("llama"), GOLDEN / "adapter", tmp_path / "out")
+    assert (ran.code, "or the base is another model" in ran.err) == (3, True), ran.err
+    ran = convert("merge", model("llama", num_hidden_layers=2), GOLDEN / "adapter", tmp_path / "out")
+    assert (ran.code, "trained on another model, or on one whose vocabulary" in ran.err) == (3, True), ran.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["lm_head"]},
+    ],
+)
+def test_an_embedding_that_the_head_shares(model, convert, tmp_path, words):
+    """PEFT merges it into both, and computes something else then."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = model("llama-tied")
+    adapter = adapter_of(base, tmp_path / "adapter", **words)
+    wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter).eval()
+    with torch.no_grad():
+        ids = torch.arange(20)[None]
+        before, after = wrapped(ids).logits, wrapped.merge_and_unload()(ids).logits
+    assert (before - after).abs().max() > 0.03 * before.abs().max()
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert (ran.code, "untie the base first" in ran.err) == (5, True), ran.err
+
+
+def test_notes_and_plan(merged, convert, tmp_path):
+    ran = convert("merge", GOLDEN / "base", GOLDEN / "adapter", tmp_path / "out", "-n")
+    assert ran.code == 0
+    assert "change LoRA added, norms of DoRA, in float64, rounded once to F32 in 4 tensors" in ran.out
+    assert "change weights of the adapter, LoRA added, norms of DoRA, in float64, rounded once to F32 in 1" in ran.out
+    assert "is its base" not in ran.out
+    assert "the adapter says that its base is 'other/model'" in merged(base_model_name_or_path="other/model").err
+    manifest = json.loads((tmp_path / "out/vitruvian.json").read_text())
+    assert [one["name"] for one in manifest["sources"]] == ["base", "adapter"]
+    assert manifest["sources"][1] == {
+        "name": "adapter", "format": "peft adapter", "topology": {}, "r": 4, "lora_alpha": 8, "use_dora": True,
+    }  # fmt: skip

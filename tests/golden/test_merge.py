@@ -1,0 +1,151 @@
+"""`convert merge` against PEFT itself: `merge_and_unload` in float64, rounded once, is what we write, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models import nearest_bfloat16
+
+HERE = Path(__file__).parent / "peft"
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+CONV1D = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
+PATTERNS = {
+    "rank_pattern": {"down_proj": 3, r"layers.2.*.q_proj": 7},
+    "alpha_pattern": {"v_proj": 5, "layers.1.self_attn.k_proj": 2.5},
+}
+SOME = {"layers_to_transform": [1, 3], "layers_pattern": "layers"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "every matrix": ("llama", {"target_modules": [*LINEAR, "lm_head"]}),
+    "patterns": ("llama", {"target_modules": "all-linear", "use_rslora": True, **PATTERNS}),
+    "dora": ("qwen3", {"target_modules": LINEAR, "use_dora": True}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    "dora of an embedding": ("llama", {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}),
+    "some layers": ("llama", {"target_modules": ["q_proj"], **SOME}),
+    "excluded": ("llama", {"target_modules": r".*\.(q|k)_proj", "exclude_modules": r".*layers\.0.*"}),
+    "biases": ("qwen2", {"target_modules": ["q_proj", "v_proj"], "bias": "all"}),
+    "biases of lora": ("starcoder2", {"target_modules": ["q_proj", "c_fc"], "bias": "lora_only"}),
+    "input-major": ("gpt2-untied", {**CONV1D, "target_modules": ["c_attn", "c_proj", "c_fc", "lm_head"]}),
+    "dora of input-major": ("gpt2-untied", {**CONV1D, "use_dora": True}),
+    "fused projections": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"], "use_dora": True}),
+    "fused heads": ("gpt_neox", {"target_modules": ["query_key_value", "dense", "dense_h_to_4h"]}),
+    "latents": ("deepseek_v3", {"target_modules": ["kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj"]}),
+    "experts": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "one of experts": ("qwen3_moe", {"target_modules": [], "target_parameters": EXPERTS[1:], "use_rslora": True}),
+    "input-major experts": ("gpt_oss", {"target_modules": [], "target_parameters": EXPERTS}),
+}
+
+
+def adapter_of(base: Path, out: Path, **words: Any) -> Path:
+    """A trained adapter of a model, as PEFT saves it."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 9, **words})
+    wrapped = get_peft_model(model, config)
+    dice = torch.Generator().manual_seed(7)
+    for name, tensor in sorted(wrapped.named_parameters()):
+        if tensor.requires_grad:
+            tensor.data += 0.1 * torch.randn(tensor.shape, generator=dice)
+            assert "lora_" in name or "modules_to_save" in name or name.endswith("bias")
+    wrapped.save_pretrained(out)
+    return out
+
+
+def judged(base: Path, adapter: Path, dtype: str) -> dict[str, Any]:
+    """What PEFT makes of both, computed in an element type."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype))
+    wrapped = PeftModel.from_pretrained(model, adapter).to(getattr(torch, dtype))
+    held: dict[str, Any] = wrapped.merge_and_unload().state_dict()
+    return held
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    """What transformers loads, in the element type of the files."""
+    from transformers import AutoModelForCausalLM
+
+    held: dict[str, Any] = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    return held
+
+
+def apart(one: Any, other: Any) -> float:
+    """The largest difference of two tensors."""
+    return (one.double() - other.double()).abs().max().item()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_in_float64_rounded_once(model, convert, tmp_path, name):
+    import torch
+
+    family, words = CASES[name]
+    base = model(family)
+    adapter = adapter_of(base, tmp_path / "adapter", **words)
+    ran = convert("merge", base, adapter, tmp_path / "out", "--memory", "192KiB")
+    assert ran.code == 0, ran.err
+    ours, before = loaded(tmp_path / "out"), loaded(base)
+    exact, single = judged(base, adapter, "float64"), judged(base, adapter, "float32")
+    assert exact.keys() == ours.keys()
+    for key, tensor in ours.items():
+        assert torch.equal(tensor, exact[key].float()), key
+        # PEFT's own float32 rounds each term of the product, the norm of a row of DoRA, and the sum
+        assert apart(tensor, single[key]) <= 2**-20 * max(1.0, tensor.abs().max().item()), key
+    assert sum(not torch.equal(tensor, before[key]) for key, tensor in ours.items()) > 1
+    assert convert("verify", tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("name", ["every matrix", "dora", "input-major", "experts"])
+def test_one_rounding_to_bfloat16(model, convert, tmp_path, name):
+    """PEFT's float32 rounds before that: where it comes to lie in the middle of two, its own rounding goes astray."""
+    import torch
+
+    family, words = CASES[name]
+    base = model(family, "bfloat16")
+    adapter = adapter_of(base, tmp_path / "adapter", **words)
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    exact, single = judged(base, adapter, "float64"), judged(base, adapter, "float32")
+    odd = total = 0
+    for key, tensor in loaded(tmp_path / "out").items():
+        want = torch.from_numpy(nearest_bfloat16(exact[key].double().numpy()).view(np.int16)).view(torch.bfloat16)
+        assert torch.equal(tensor, want), key
+        odd += int((tensor != single[key].bfloat16()).sum())
+        total += tensor.numel()
+    assert odd <= 1e-4 * total
+
+
+@pytest.mark.parametrize("name", ["dora_embedding", "rslora_patterns"])
+def test_golden_logits(convert, tmp_path, name):
+    """Written by peft 0.21.2 and transformers 5.23.0, elsewhere."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ran = convert("merge", HERE / name / "base", HERE / name / "adapter", tmp_path / "out")
+    assert ran.code == 0, ran.err
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(np.load(HERE / name / "golden_ids.npy"))).logits.numpy()
+    assert np.abs(logits - np.load(HERE / name / "golden_logits.npy")).max() < 5e-7
+
+
+@pytest.mark.parametrize("to", ["hf2megatron --tp 2 --pp 2", "hf2fsdp --ranks 3"])
+def test_a_base_of_any_format_gives_the_same_bytes(model, convert, tmp_path, to):
+    base = model("qwen3", "bfloat16")
+    adapter = adapter_of(base, tmp_path / "adapter", **CASES["dora"][1])
+    command, *words = to.split()
+    assert convert(command, base, tmp_path / "moved", *words).code == 0
+    for number, folder in enumerate((base, tmp_path / "moved")):
+        assert (
+            convert("merge", folder, adapter, tmp_path / f"out{number}", "--memory", f"{number * 3 + 1}MiB").code == 0
+        )
+    first, second = ((tmp_path / f"out{number}/model.safetensors").read_bytes() for number in range(2))
+    assert first == second

@@ -1,0 +1,60 @@
+"""`vitruvian.average` and `vitruvian.merge`: what the commands do, to any target, with typed results."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import vitruvian
+
+GOLDEN = Path(__file__).parents[1] / "golden/peft/rslora_patterns"
+
+
+@pytest.fixture
+def run(model, tmp_path) -> Path:
+    """A run with two checkpoints."""
+    for number, factor in enumerate((1, -3)):
+        folder = tmp_path / f"run/checkpoint-{number + 1}"
+        shutil.copytree(model("llama"), folder)
+        tensors = {name: one * factor for name, one in load_file(folder / "model.safetensors").items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return tmp_path / "run"
+
+
+def test_the_same_mean_by_every_spelling(run, convert, tmp_path):
+    one, two = run / "checkpoint-1", str(run / "checkpoint-2")
+    assert convert("average", one, two, tmp_path / "command", "--weights", "0.25,0.75").code == 0
+    digests = {vitruvian.digest(tmp_path / "command").digest}
+    for number, (checkpoints, options) in enumerate((({one: 0.25, two: 0.75}, {}), (run, {"last": 2, "ema": 0.25}))):
+        done = vitruvian.average(checkpoints, tmp_path / f"out{number}", **options)
+        digests.add(done.digest)
+        assert done.verified
+    assert len(digests) == 1
+    done = vitruvian.average({one: 0.25, two: 0.75}, tmp_path / "megatron", to="megatron", tp=2)
+    assert {done.digest} == digests
+    assert vitruvian.open(tmp_path / "megatron").topology == {"tp": 2, "pp": 1}
+    assert vitruvian.average([one, two], tmp_path / "plain").digest not in digests
+
+
+def test_merged_into_shards(tmp_path, convert):
+    assert convert("merge", GOLDEN / "base", GOLDEN / "adapter", tmp_path / "command").code == 0
+    digest = vitruvian.digest(tmp_path / "command").digest
+    done = vitruvian.merge(GOLDEN / "base", GOLDEN / "adapter", tmp_path / "out", to="megatron", tp=2, pp=2)
+    assert done.digest == digest
+    assert vitruvian.merge(tmp_path / "out", GOLDEN / "adapter", tmp_path / "twice").digest != digest
+
+
+def test_what_is_refused(run, tmp_path):
+    with pytest.raises(vitruvian.UsageError, match=r"0\.9 in all"):
+        vitruvian.average({run / "checkpoint-1": 0.4, run / "checkpoint-2": 0.5}, tmp_path / "out")
+    with pytest.raises(vitruvian.UsageError, match="there is no option weights"):
+        vitruvian.average([run / "checkpoint-1", run / "checkpoint-2"], tmp_path / "out", weights="module")
+    with pytest.raises(vitruvian.UsageError, match="1 checkpoint has no mean"):
+        vitruvian.average(run / "checkpoint-1", tmp_path / "out")
+    with pytest.raises(vitruvian.UsageError, match="is no path"):
+        vitruvian.merge(None, GOLDEN / "adapter", tmp_path / "out")
+    with pytest.raises(vitruvian.SourceError, match="no adapter_config"):
+        vitruvian.merge(GOLDEN / "base", GOLDEN, tmp_path / "out")

@@ -1,0 +1,243 @@
+"""`convert average`: bit for bit the sums of numpy in float64, of any formats, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from converters.move import casts
+from tests.models import files, nearest_bfloat16
+from tests.optimizers import add_optimizer
+
+MODEL = "llama-tied"
+TYPES = {"bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp16": np.float16}
+
+
+@pytest.fixture(scope="module")
+def three(model, tmp_path_factory) -> list[Path]:
+    """Three checkpoints of one model in float32, whose weights differ."""
+    first, folders = model(MODEL), []
+    for number in range(3):
+        folder = tmp_path_factory.mktemp("run") / f"checkpoint-{number + 9}"
+        shutil.copytree(first, folder)
+        dice = np.random.default_rng(number)
+        moved = {
+            name: (one + 0.01 * dice.standard_normal(one.shape)).astype(np.float32)
+            for name, one in load_file(first / "model.safetensors").items()
+        }
+        save_file(moved, folder / "model.safetensors", {"format": "pt"})
+        folders.append(folder)
+    return folders
+
+
+def expected(folders: list[Path], weights: list[float]) -> dict[str, np.ndarray]:
+    """The weighted sum in float64, in order."""
+    held = [load_file(folder / "model.safetensors") for folder in folders]
+    total = {name: np.zeros(one.shape) for name, one in held[0].items()}
+    for one, weight in zip(held, weights, strict=True):
+        for name, tensor in one.items():
+            total[name] = total[name] + weight * tensor.astype(np.float64)
+    return total
+
+
+def equal(out: Path, total: dict[str, np.ndarray], dtype: str) -> None:
+    """OUT holds a sum, rounded once."""
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    held = load_torch(out / "model.safetensors")
+    assert held.keys() == total.keys()
+    for name, values in total.items():
+        want = nearest_bfloat16(values) if dtype == "bf16" else values.astype(TYPES[dtype])
+        got = held[name].view(torch.uint8).numpy() if held[name].dim() else held[name].numpy()
+        assert got.tobytes() == want.tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("words", "weights"),
+    [
+        ([], [1 / 3, 1 / 3, 1 / 3]),
+        (["--weights", "0.5,0.3,0.2"], [0.5, 0.3, 0.2]),
+        (["--weights", "1.5,-0.7,0.2"], [1.5, -0.7, 0.2]),
+        (["--ema", "0.9"], [0.9**2, (1 - 0.9) * 0.9, 1 - 0.9]),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_sum_of_numpy_in_float64(three, convert, tmp_path, words, weights, dtype):
+    ran = convert("average", *three, tmp_path / "out", *words, "--dtype", dtype, "--memory", "1MiB")
+    assert ran.code == 0, ran.err
+    equal(tmp_path / "out", expected(three, weights), dtype)
+    assert convert("verify", tmp_path / "out").code == 0
+    manifest = json.loads((tmp_path / "out/vitruvian.json").read_text())
+    assert [(one["name"], one["weight"]) for one in manifest["sources"]] == [
+        (path.name, weight) for path, weight in zip(three, weights, strict=True)
+    ]
+
+
+def test_transformers_computes_the_mean(three, convert, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert convert("average", *three, tmp_path / "out").code == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    judge = AutoModelForCausalLM.from_pretrained(three[0])
+    means = {name: torch.from_numpy(one.astype(np.float32)) for name, one in expected(three, [1 / 3] * 3).items()}
+    judge.load_state_dict(means, strict=False)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, judge(ids).logits)
+
+
+def test_any_formats_mixed_give_the_same_bytes(three, convert, tmp_path):
+    assert convert("average", *three, tmp_path / "plain").code == 0
+    assert convert("hf2megatron", three[1], tmp_path / "megatron", "--tp", 2, "--pp", 2).code == 0
+    assert convert("hf2fsdp", three[2], tmp_path / "fsdp", "--ranks", 2).code == 0
+    ran = convert("average", three[0], tmp_path / "megatron", tmp_path / "fsdp", tmp_path / "mixed")
+    assert ran.code == 0, ran.err
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "mixed")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("how", ["plain", "distributed"])
+def test_masters_are_averaged(model, convert, tmp_path, how):
+    """Each is 1 + 2**-12 times its bfloat16 weight, to which it rounds."""
+    sources, runs = [model("llama", "bfloat16"), tmp_path / "other"], []
+    shutil.copytree(sources[0], sources[1])
+    flipped = {name: -one for name, one in load_file(sources[0] / "model.safetensors").items()}
+    flipped = {name: (one / 2 if "norm" not in name else -one) for name, one in flipped.items()}
+    save_file(flipped, sources[1] / "model.safetensors", {"format": "pt"})
+    for number, source in enumerate(sources):
+        words = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16, "--tp", 2]
+        assert convert("hf2megatron", source, tmp_path / f"run{number}", *words).code == 0
+        runs.append(add_optimizer(tmp_path / f"run{number}", how))
+    total = {name: one * (1 + 2**-12) for name, one in expected(sources, [0.75, 0.25]).items()}
+    for dtype in ("keep", "fp32"):
+        ran = convert("average", *runs, tmp_path / dtype, "--weights", "0.75,0.25", "--dtype", dtype)
+        assert ran.code == 0, ran.err
+        equal(tmp_path / dtype, total, "bf16" if dtype == "keep" else dtype)
+    assert "only weights are carried, opt_param_scheduler, optimizer" in ran.err
+    ran = convert("average", runs[0], sources[1], tmp_path / "mixed", "-n")
+    assert ran.code == 0, ran.err
+    assert f"{runs[0]}: format megatron, averaged FP32 master weights, weight 0.5" in ran.out
+    assert f"{sources[1]}: format huggingface, averaged weights, weight 0.5" in ran.out
+
+
+def test_the_newest_of_a_run(three, convert, tmp_path):
+    run = tmp_path / "run"
+    for folder in three:
+        shutil.copytree(folder, run / folder.name)  # checkpoint-9, -10 and -11: by number, and not by name
+    assert convert("average", run, tmp_path / "out", "--last", 2, "--ema", 0.75).code == 0
+    equal(tmp_path / "out", expected(three[1:], [0.75, 0.25]), "fp32")
+    ran = convert("average", run, tmp_path / "more", "--last", 4)
+    assert (ran.code, "holds 3 checkpoints, --last asks for 4" in ran.err) == (3, True)
+
+
+def test_the_plan_names_the_sources(three, convert, tmp_path):
+    ran = convert("average", *three, tmp_path / "out", "--weights", "0.5,0.25,0.25", "-n")
+    assert ran.code == 0
+    assert f"of     {three[1]}: format huggingface, averaged weights, weight 0.25" in ran.out
+    assert "change weighted mean of 3 in float64, rounded once to F32" in ran.out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--weights", "0.5,0.3"], 2, "says 2 weights of 3 checkpoints"),
+        (["--weights", "0.5,0.3,0.3"], 2, "are 1.1 in all"),
+        (["--weights", "nan,0.5,0.5"], 2, "finite number other than 0"),
+        (["--weights", "0,0.5,0.5"], 2, "finite number other than 0"),
+        (["--weights", "a,b,c"], 2, "no list such as"),
+        (["--ema", "1"], 2, "no decay between 0 and 1"),
+        (["--ema", "0.9", "--weights", "0.5,0.3,0.2"], 2, "--ema says every weight"),
+        (["--last", "2"], 2, "--last is for one run"),
+    ],
+)
+def test_weights_that_are_none(three, convert, tmp_path, words, code, text):
+    ran = convert("average", *three, tmp_path / "out", *words)
+    assert ran.code == code
+    assert text in ran.err
+
+
+def changed(folder: Path, out: Path, **keys: object) -> Path:
+    """A copy of a model with another config."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | keys))
+    return out
+
+
+def test_other_models_are_refused_by_name(three, model, convert, tmp_path):
+    def refusal(other: Path) -> str:
+        ran = convert("average", three[0], other, tmp_path / "out")
+        assert ran.code == 5, ran.err
+        return ran.err
+
+    assert "norm_epsilon: 1e-06 | 0.001" in refusal(changed(three[1], tmp_path / "eps", rms_norm_eps=1e-3))
+    assert "own_key: None | 3" in refusal(changed(three[1], tmp_path / "own", own_key=3))
+    assert "family: llama | qwen2" in refusal(model("qwen2-tied"))
+    assert "tied: True | False" in refusal(model("llama"))
+    assert "--dtype says which one the mean has" in refusal(model(MODEL, "bfloat16"))
+    assert convert("average", three[0], model(MODEL, "bfloat16"), tmp_path / "out", "--dtype", "bf16").code == 0
+    ran = convert("average", three[0], three[0], tmp_path / "twice")
+    assert (ran.code, "is named twice" in ran.err) == (2, True)
+    ran = convert("average", three[0], three[1], three[0] / "inside")
+    assert (ran.code, "inside each other" in ran.err) == (7, True)
+
+
+def test_integers_have_to_be_equal(model, convert, tmp_path):
+    folders = []
+    for number in range(2):
+        folder = tmp_path / f"model{number}"
+        shutil.copytree(model("llama"), folder)
+        tensors = load_file(folder / "model.safetensors") | {"model.table": np.arange(5)}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        folders.append(folder)
+    words = ["--verbatim", "--allow-missing", "model.table"]
+    assert convert("average", *folders, tmp_path / "out", *words).code == 0
+    assert (load_file(tmp_path / "out/model.safetensors")["model.table"] == np.arange(5)).all()
+    tensors["model.table"][3] = 7
+    save_file(tensors, folders[1] / "model.safetensors", {"format": "pt"})
+    ran = convert("average", *folders, tmp_path / "other", *words)
+    assert ran.code == 5
+    assert "model.table is I64, which has no mean, and differs between" in ran.err
+
+
+def test_a_value_that_is_not_finite_stays_one_and_one_too_large_is_refused(three, convert, tmp_path):
+    folder = tmp_path / "odd"
+    shutil.copytree(three[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][:3] = [np.nan, np.inf, 3e38]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert convert("average", folder, three[1], tmp_path / "out").code == 0
+    got = load_file(tmp_path / "out/model.safetensors")["model.norm.weight"][:3]
+    assert np.isnan(got[0])
+    assert got[1] == np.inf
+    assert got[2] == np.float32(1.5e38)
+    ran = convert("average", folder, three[1], tmp_path / "half", "--dtype", "fp16")
+    assert (ran.code, "too large for F16" in ran.err) == (5, True)
+
+
+def test_round_once_is_the_nearest():
+    """Where two roundings would differ from one: a float64 beside the middle of two bfloat16."""
+    middle = np.float64(1 + 2**-8)
+    values = np.array([middle, middle * (1 + 2**-40), middle * (1 - 2**-40), -middle * (1 + 2**-40), 0.0, 1e-45, 3e38])
+    dice = np.random.default_rng(1)
+    values = np.concatenate([values, dice.standard_normal(10000) * 10.0 ** dice.integers(-30, 30, 10000)])
+    got = casts.round_once(values, "BF16", "x", np.empty(len(values), np.uint16))
+    assert (got.view(ml_dtypes.bfloat16) == nearest_bfloat16(values)).all()
+    assert casts.cast(casts.as_words(values), "F64", "BF16", "x")[1] != got[1]  # what torch does
+
+
+def test_parts_and_memory_give_the_same_bytes(three, convert, tmp_path):
+    assert convert("average", *three, tmp_path / "one").code == 0
+    for part in ("1/2", "2/2"):
+        assert convert("average", *three, tmp_path / "two", "--part", part, "--memory", "192KiB").code == 0
+    assert convert("average", *three, tmp_path / "two", "--memory", "192KiB").code == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two")
